@@ -1,0 +1,33 @@
+# `make test` is all that CI runs. PYTHON chooses the interpreter that creates .venv.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: env lint test demo clean
+
+env: $(INSTALLED)
+
+# torch first: whichever build the machine offers then satisfies the pin, and nothing later replaces it.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[tensorboard,metrics,demo,examples,test]'
+	touch $@
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+demo: env
+	$(BIN)/python examples/demo.py
+
+clean:
+	rm -rf $(VENV) build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,80 @@
+"""fabricate: a training framework on top of Hugging Face Accelerate.
+
+Everything public is importable from here or from `fabricate.testing`. Names are resolved on first use (PEP 562), so that
+`import fabricate` costs milliseconds and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabricate.builtin.early_stopping import EarlyStopping
+    from fabricate.builtin.strategies import DDP, FSDP, Single
+    from fabricate.engine import seed_everything
+    from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
+    from fabricate.hooks import Callback, hookimpl
+    from fabricate.module import TrainModule
+    from fabricate.plan import Plan
+    from fabricate.precision import Precision
+    from fabricate.records import Every, FitResult
+    from fabricate.strategy import Strategy
+    from fabricate.trainer import Trainer
+
+_HOME = {
+    "Callback": "hooks",
+    "CheckpointError": "errors",
+    "ConfigurationError": "errors",
+    "DDP": "builtin.strategies",
+    "EarlyStopping": "builtin.early_stopping",
+    "Every": "records",
+    "FSDP": "builtin.strategies",
+    "FabricateError": "errors",
+    "FitResult": "records",
+    "Plan": "plan",
+    "PluginError": "errors",
+    "Precision": "precision",
+    "RankError": "errors",
+    "Single": "builtin.strategies",
+    "Strategy": "strategy",
+    "TrainModule": "module",
+    "Trainer": "trainer",
+    "hookimpl": "hooks",
+    "seed_everything": "engine",
+}
+
+__version__ = "0.1.0.dev0"
+__all__ = [
+    "DDP",
+    "FSDP",
+    "Callback",
+    "CheckpointError",
+    "ConfigurationError",
+    "EarlyStopping",
+    "Every",
+    "FabricateError",
+    "FitResult",
+    "Plan",
+    "PluginError",
+    "Precision",
+    "RankError",
+    "Single",
+    "Strategy",
+    "TrainModule",
+    "Trainer",
+    "hookimpl",
+    "seed_everything",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fabricate' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fabricate.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,178 @@
+"""The one seam between checkpoints and the file system.
+
+Owns every system call that reads or changes a checkpoint directory, one method each, so that a subclass can count them,
+fail one, tear a write or stop the process there. It knows nothing about what the bytes mean; failures leave it as
+`OSError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+__all__ = ["LOCAL", "Files", "Source", "Writer"]
+
+
+class Files:
+    """The local file system. What a method changes takes effect at once; only the `fsync` ones make it durable.
+
+    Subclass it to observe or disturb: `Writer` and `Source` hold nothing but a descriptor and call back here.
+    """
+
+    def create(self, path: Path) -> Writer:
+        """Create the file `path`, which must not exist (nor be a dangling link), and return it open for writing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return Writer(self, path, os.open(path, flags, 0o666))
+
+    def write(self, writer: Writer, data: bytes | bytearray | memoryview) -> None:
+        """Append all of `data`."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(writer.descriptor, rest) :]
+
+    def fsync(self, writer: Writer) -> None:
+        """Make what was written durable. Never retried: after a failure the kernel may have dropped the pages."""
+        os.fsync(writer.descriptor)
+
+    def close_writer(self, writer: Writer) -> None:
+        os.close(writer.descriptor)
+
+    def open(self, path: Path) -> Source:
+        """Open the regular file `path` for reading.
+
+        Links are not followed, and a FIFO or device is refused instead of waited for.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _not_regular(path)
+        return Source(self, path, descriptor)
+
+    def read(self, source: Source, start: int, count: int) -> bytes:
+        """Return bytes ``[start, start + count)``, fewer only where the file ends."""
+        parts = []
+        while count:
+            part = os.pread(source.descriptor, count, start)
+            if not part:
+                break
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close_source(self, source: Source) -> None:
+        os.close(source.descriptor)
+
+    def size(self, path: Path) -> int:
+        """Return the size in bytes of the regular file `path`; a link, directory or device is an `OSError`."""
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_regular(path)
+        return status.st_size
+
+    def listdir(self, path: Path) -> list[str]:
+        """Return the names in a directory, sorted."""
+        return sorted(os.listdir(path))
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory. One that exists already is fine: several ranks call this at once."""
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+
+    def make_directories(self, path: Path) -> None:
+        """Make `path` and what is missing above it, each made durable in its parent."""
+        if not path.is_dir():
+            self.make_directories(path.parent)
+            self.make_directory(path)
+            self.fsync_directory(path.parent)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove `path` and all below it, links as links. Nothing happens where it does not exist."""
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            self.unlink(path)
+            return
+        for name in self.listdir(path):
+            self.remove_tree(path / name)
+        self.remove_directory(path)
+
+    def fsync_directory(self, path: Path) -> None:
+        """Make the creations, renames and removals inside a directory durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def free_bytes(self, path: Path) -> int:
+        """Return how many bytes this user may still write on the file system of `path`."""
+        return shutil.disk_usage(path).free
+
+
+class Writer:
+    """A file open for writing, from `Files.create`. Close it on every path; leaving the ``with`` block does."""
+
+    def __init__(self, files: Files, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self._files = files
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._files.write(self, data)
+
+    def fsync(self) -> None:
+        self._files.fsync(self)
+
+    def close(self) -> None:
+        self._files.close_writer(self)
+
+
+class Source:
+    """A regular file open for reading at any offset, from `Files.open`. Close it; leaving the ``with`` block does."""
+
+    def __init__(self, files: Files, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self._files = files
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def read(self, start: int, count: int) -> bytes:
+        return self._files.read(self, start, count)
+
+    def close(self) -> None:
+        self._files.close_source(self)
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+LOCAL = Files()

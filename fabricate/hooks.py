@@ -1,0 +1,321 @@
+"""The hook specifications: every point at which a module or a plugin can take part, and nothing else.
+
+The loop, as the hooks see it:
+
+    on_fit_start
+    on_load                                        resuming only, per listener
+    for each epoch:
+        on_epoch_start
+        for each update (a window of micro-batches):
+            for each micro-batch:
+                train_step                         wrappable: forward, inside it module.training_step
+                on_accumulate                      after its backward
+            on_before_step                         gradients complete, normalised, clipped
+            optimizer_step                         wrappable: the update itself
+            on_step | on_step_skipped
+            on_log                                 when due
+            on_eval_start, eval_step ..., on_eval_end      when due
+            on_save (per listener), write_checkpoint, on_saved     when due
+        on_epoch_end
+    on_export, on_fit_end
+    on_exception                                   when something was raised
+    on_teardown                                    always
+
+Every hook runs on every rank, in the same order on each, unless its text says otherwise. Events return nothing (a returned
+value is an error). A listener takes any subset of a hook's arguments by name. This module imports pluggy and nothing of
+fabricate, so that a specification can be read on its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+    from pathlib import Path
+
+    import torch
+
+    from fabricate.module import TrainModule
+    from fabricate.trainer import Trainer
+
+PROJECT = "fabricate"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function or method as a hook implementation; needed outside our base classes, and for `wrapper=True` or ordering."""
+
+
+class Registrations:
+    """What an installed distribution offers. Called without a process group or a device; must be quick and free of effects."""
+
+    @hookspec
+    def register_strategies(self, register: Callable[..., None]) -> None:
+        """Offer strategies: `register("name", factory, summary="...")`. `factory` is a `Strategy` class or a callable
+        that returns one from keyword options; a string "package.module:attribute" is imported only when chosen."""
+
+    @hookspec
+    def register_precisions(self, register: Callable[..., None]) -> None:
+        """Offer precisions, as `register_strategies` does; `factory` gives a `Precision`."""
+
+    @hookspec
+    def register_trackers(self, register: Callable[..., None]) -> None:
+        """Offer experiment trackers; `factory(run_name=..., logging_dir=...)` gives an Accelerate `GeneralTracker`."""
+
+    @hookspec
+    def register_commands(self, register: Callable[..., None]) -> None:
+        """Offer command-line commands; `factory()` gives a `click.Command`, shown as `fabricate NAME`."""
+
+
+class Events:
+    """What happened. Collectives are allowed unless the text says otherwise; every rank calls every event."""
+
+    @hookspec
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Once, everything built and prepared, before a checkpoint is loaded. Optimizers exist; parameters may be changed."""
+
+    @hookspec
+    def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+        """While a checkpoint is restored, per listener. `state`: what this listener put there in `on_save`; tensors come
+        back whole, on the CPU. Not wrappable. Not called for a listener that the checkpoint has nothing for."""
+
+    @hookspec
+    def on_epoch_start(self, trainer: Trainer, module: TrainModule, epoch: int) -> None:
+        """A pass over the training data begins or is resumed. `epoch` counts from 0."""
+
+    @hookspec(firstresult=True)
+    def train_step(self, trainer: Trainer, module: TrainModule, batch: Any) -> Any:
+        """Wrappable: the forward of one micro-batch through the prepared model, which runs `module.training_step`.
+        `batch` is on the device. Returns what `training_step` returned. Wrap it with `@hookimpl(wrapper=True)` to time,
+        profile or change it. No collectives of your own inside (the model's own are running)."""
+
+    @hookspec
+    def on_accumulate(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        batch: Any,
+        loss: torch.Tensor,
+        weight: Any,
+        micro_step: int,
+        num_micro_steps: int,
+        is_last: bool,
+    ) -> None:
+        """After each micro-batch's backward: gradients grew, weights did not. `loss`: this rank's detached mean, 0-dim, on
+        the device; `weight`: what it was taken over (int, float or 0-dim tensor; 0 on a rank that had no rows);
+        `micro_step` from 0 to `num_micro_steps - 1`; `is_last`: gradients were synchronised. Gradients may still be
+        unnormalised or scaled: look, don't touch. No collectives when `is_last` is false."""
+
+    @hookspec
+    def on_before_step(
+        self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None
+    ) -> None:
+        """Gradients complete, averaged over the global batch, unscaled and clipped: the place to edit `parameter.grad`.
+        `grad_norm`: global norm before clipping, 0-dim device tensor. Refused under a strategy whose engine hides gradients."""
+
+    @hookspec(firstresult=True)
+    def optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> bool:
+        """Wrappable: the update itself. Returns True when weights changed, False when the update was skipped (fp16
+        overflow). A wrapper must pass the answer on."""
+
+    @hookspec
+    def on_step(
+        self, trainer: Trainer, module: TrainModule, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None
+    ) -> None:
+        """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`:
+        weighted mean over the whole window and all ranks, 0-dim device tensor. `grad_norm`: before clipping, None only under
+        a strategy that cannot tell. Asking for `loss` costs one small all-reduce per update on several ranks, asking for
+        `grad_norm` one norm per update; take only what you use. Weights may be changed (an EMA swap, a projection)."""
+
+    @hookspec
+    def on_step_skipped(self, trainer: Trainer, module: TrainModule, step: int, reason: str) -> None:
+        """An update was not applied (fp16 overflow, non-finite gradients under `nonfinite="skip"`). `step`: updates applied
+        so far; it does not grow."""
+
+    @hookspec
+    def on_log(self, trainer: Trainer, module: TrainModule, metrics: dict[str, float], step: int) -> None:
+        """At a log boundary: floats, reduced over micro-batches and ranks, the same on every rank. No collectives needed."""
+
+    @hookspec
+    def on_eval_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Before an evaluation. `stage`: "validate", "test" or "predict". The module is in eval mode."""
+
+    @hookspec(firstresult=True)
+    def eval_step(self, trainer: Trainer, module: TrainModule, batch: Any, stage: str) -> Any:
+        """Wrappable: one evaluation batch, no grad, eval mode; returns what the module's step returned."""
+
+    @hookspec
+    def on_eval_end(self, trainer: Trainer, module: TrainModule, stage: str, metrics: dict[str, float]) -> None:
+        """After an evaluation. `metrics`: floats over exactly the data set, the same on every rank; empty for "predict"."""
+
+    @hookspec
+    def on_save(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+        """While a checkpoint is assembled, on all ranks, per listener. Put tensors, arrays and JSON values into `state`,
+        this listener's own mapping; rank 0's values are stored, sharded tensors (DTensor) are stored by all ranks. Not
+        wrappable. A failure aborts the commit: the previous checkpoint stays the newest."""
+
+    @hookspec(firstresult=True)
+    def write_checkpoint(self, trainer: Trainer, path: Path) -> bool:
+        """Wrappable: writes and commits the checkpoint at `path` (which exists only afterwards). Returns True."""
+
+    @hookspec
+    def on_saved(self, trainer: Trainer, module: TrainModule, path: Path, step: int) -> None:
+        """The checkpoint at `path` is durable on all ranks: upload it, tell somebody. Do not change it."""
+
+    @hookspec
+    def on_epoch_end(self, trainer: Trainer, module: TrainModule, epoch: int) -> None:
+        """A pass over the training data is complete (not called for one that was stopped half way)."""
+
+    @hookspec
+    def on_export(self, trainer: Trainer, module: TrainModule, path: Path) -> None:
+        """The final weights lie in `path`; rank 0 may add files."""
+
+    @hookspec
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """The fit ended without an exception; the final checkpoint and export are done."""
+
+    @hookspec
+    def on_preempt(self, trainer: Trainer, module: TrainModule, signal: str) -> None:
+        """A signal asked the run to end ("SIGINT", ...); all ranks agreed, the state is saved."""
+
+    @hookspec
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """Something was raised; it goes on to the caller afterwards. Maybe this rank only: no collectives."""
+
+    @hookspec
+    def on_teardown(self, trainer: Trainer, module: TrainModule) -> None:
+        """Last of all, always, also after an exception. Release what was taken. No collectives."""
+
+
+REGISTRATIONS = tuple(name for name in vars(Registrations) if name.startswith("register_"))
+EVENTS = tuple(name for name in vars(Events) if not name.startswith("__"))
+ACTIONS = ("train_step", "optimizer_step", "eval_step", "write_checkpoint")
+PER_LISTENER = ("on_save", "on_load")
+HOOKS = REGISTRATIONS + EVENTS
+
+
+class Listener:
+    """Base of everything that hears hooks by overriding a method; any subset of the hook's arguments may be taken.
+
+    The methods accept anything so that an override with fewer arguments type-checks; the real arguments are those of
+    `Events` above.
+    """
+
+    if TYPE_CHECKING:
+        # Declared for checkers and editors; at run time the loop below defines them, one from each specification.
+        def on_fit_start(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_load(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_epoch_start(self, *args: Any, **kwargs: Any) -> Any: ...
+        def train_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_accumulate(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_before_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_step_skipped(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_log(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_eval_start(self, *args: Any, **kwargs: Any) -> Any: ...
+        def eval_step(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_eval_end(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_save(self, *args: Any, **kwargs: Any) -> Any: ...
+        def write_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_saved(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_epoch_end(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_export(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_fit_end(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_preempt(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_exception(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_teardown(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def _placeholder(name: str) -> Callable[..., Any]:
+    def method(self: Listener, *args: Any, **kwargs: Any) -> Any:
+        """Overridden to take part; see fabricate.hooks.Events for the arguments."""
+
+    method.__name__ = name
+    method.__qualname__ = f"Listener.{name}"
+    return method
+
+
+for _name in EVENTS:
+    setattr(Listener, _name, _placeholder(_name))
+
+
+class Callback(Listener):
+    """A plugin without a strategy or a precision: override the hooks of `fabricate.hooks.Events` that you want to hear.
+
+        class Beep(Callback):
+            def on_step(self, step): print("step", step)
+
+        Trainer(plugins=[Beep()], ...)
+    """
+
+
+FOREIGN = {
+    # Lightning
+    "on_train_start": "on_fit_start",
+    "on_train_end": "on_fit_end",
+    "on_train_epoch_start": "on_epoch_start",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_batch_start": "train_step (wrap it)",
+    "on_train_batch_end": "on_accumulate (per micro-batch) or on_step (per update)",
+    "on_before_backward": "train_step (wrap it)",
+    "on_after_backward": "on_accumulate",
+    "on_before_optimizer_step": "on_before_step",
+    "on_before_zero_grad": "on_step",
+    "on_validation_start": "on_eval_start",
+    "on_validation_end": "on_eval_end",
+    "on_validation_epoch_start": "on_eval_start",
+    "on_validation_epoch_end": "on_eval_end",
+    "on_validation_batch_start": "eval_step (wrap it)",
+    "on_validation_batch_end": "eval_step (wrap it)",
+    "on_validation_model_eval": "on_eval_start",
+    "on_validation_model_train": "on_eval_end",
+    "on_test_start": "on_eval_start",
+    "on_test_end": "on_eval_end",
+    "on_test_epoch_start": "on_eval_start",
+    "on_test_epoch_end": "on_eval_end",
+    "on_test_batch_start": "eval_step (wrap it)",
+    "on_test_batch_end": "eval_step (wrap it)",
+    "on_predict_start": "on_eval_start",
+    "on_predict_end": "on_eval_end",
+    "on_predict_epoch_start": "on_eval_start",
+    "on_predict_epoch_end": "on_eval_end",
+    "on_predict_batch_start": "eval_step (wrap it)",
+    "on_predict_batch_end": "eval_step (wrap it)",
+    "on_sanity_check_start": "on_eval_start",
+    "on_sanity_check_end": "on_eval_end",
+    "on_save_checkpoint": "on_save",
+    "on_load_checkpoint": "on_load",
+    "training_epoch_end": "on_epoch_end",
+    "validation_epoch_end": "on_eval_end",
+    "test_epoch_end": "on_eval_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "optimizer_zero_grad": "nothing: gradients are cleared after each update",
+    "lr_scheduler_step": "nothing: return (optimizer, scheduler) from configure_optimizers",
+    "configure_callbacks": "Trainer(plugins=[...])",
+    "configure_gradient_clipping": "Trainer(max_grad_norm=...) or on_before_step",
+    "configure_sharded_model": "configure_model",
+    "train_dataloader": "trainer.fit(module, train, val)",
+    "val_dataloader": "trainer.fit(module, train, val)",
+    "test_dataloader": "trainer.test(module, data)",
+    "predict_dataloader": "trainer.predict(module, data)",
+    "manual_backward": "nothing: return the loss from training_step",
+    # transformers
+    "on_init_end": "on_fit_start",
+    "on_train_begin": "on_fit_start",
+    "on_epoch_begin": "on_epoch_start",
+    "on_step_begin": "train_step (wrap it)",
+    "on_pre_optimizer_step": "on_before_step",
+    "on_optimizer_step": "on_step",
+    "on_substep_end": "on_accumulate",
+    "on_step_end": "on_step",
+    "on_evaluate": "on_eval_end",
+    "on_predict": "on_eval_end",
+    "on_prediction_step": "eval_step (wrap it)",
+    "on_push_begin": "on_saved",
+    "compute_loss": "training_step",
+    "create_optimizer": "configure_optimizers",
+}
+"""Hook names of Lightning and transformers, and where their work belongs here: the text of an error, never a synonym."""

@@ -1,0 +1,454 @@
+"""The loop: one function trains, one evaluates, one predicts. What happens when, and nothing about how.
+
+The outer loop is the optimizer update, the inner one its micro-batches. `fabricate.hooks` shows it as the hooks see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricate.engine import rng_state, set_rng_state
+from fabricate.errors import ConfigurationError, FabricateError, did_you_mean
+from fabricate.metrics import Metrics, snapshot_torchmetrics
+from fabricate.progress import Due
+from fabricate.saving import save
+
+if TYPE_CHECKING:
+    from fabricate.data import Source
+    from fabricate.run import Run
+
+_SYNCHRONISED = contextlib.nullcontext()
+
+
+def fit(run: Run) -> str:
+    """Train until a limit, a request or a signal; returns the reason. All ranks."""
+    trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
+    model, strategy, scaler, limits = engine.model, engine.strategy, engine.scaler, run.limits
+    world_size, source = engine.world_size, run.source
+    assert source is not None
+    log_due, eval_due, save_due = (Due(every, progress) for every in (limits.log_every, limits.validate_every, limits.save_every))
+    manager = calls.manager
+    only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
+    everything = [p for p in module.parameters() if p.requires_grad]
+    wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
+    skip_nonfinite = limits.nonfinite == "skip"
+    checked = False
+
+    if limits.validate_first and run.validation and progress.step == 0 and not run.restored:
+        validate(run)
+    while not (reason := _finished(run)):
+        if calls.on_epoch_start is not None:
+            calls.on_epoch_start(trainer, module, progress.epoch)
+        progress.micro_step = progress.micro_step if progress.position else 0
+        for window in source.windows(progress.epoch, progress.position):
+            # ---- one update ----------------------------------------------------------------------------------------
+            if manager.changes != calls.changes:
+                calls.refresh()
+                wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
+            calls.step = progress.step + 1
+            num_micro_steps, rows = window.num_micro_steps, window.rows
+            last = num_micro_steps - 1
+            name, own_weights, losses, weights = only, False, [], []
+            for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
+                batch = engine.to_device(batch)
+                with _SYNCHRONISED if micro_step == last else strategy.no_sync(model):
+                    if calls.train_step is None:
+                        output = model("train", batch, progress.micro_step)
+                    else:
+                        output = calls.train_step(trainer, module, batch)
+                    loss, weight, chosen = output, None, None
+                    if type(output) is not torch.Tensor:
+                        loss, weight, chosen = _unpack(output)
+                    if not checked:
+                        _check_loss(run, loss)
+                    if weight is None:
+                        weight = own_rows
+                    else:
+                        own_weights = True
+                        if own_rows == 0:
+                            weight = 0  # a stand-in takes part, its weight is nothing
+                    if chosen is not None or name is None:
+                        name = _choose(run, name, chosen, micro_step)
+                    # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
+                    # leave to normalise is done once, below.
+                    factor = weight * (world_size / rows)
+                    scaled = loss if type(factor) is float and factor == 1.0 else loss * factor
+                    strategy.backward(scaled if scaler is None else scaler.scale(scaled))
+                loss = loss.detach()
+                module.log("loss", loss)
+                run.metrics.take(module._logged, weight)
+                losses.append(loss)
+                weights.append(weight)
+                if calls.on_accumulate is not None:
+                    calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, num_micro_steps, micro_step == last)
+                progress.micro_step += 1
+            if not checked:
+                _check_window(run, own_weights, name)
+                checked = True
+            assert name is not None
+            optimizer, parameters = run.optimizers[name], run.parameters[name]
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            total: Any = rows
+            if own_weights:
+                total = engine.all_reduce(_sum(weights, engine.device))
+                strategy.scale_gradients(parameters, torch.where(total > 0, rows / total, 0.0))
+            norm = engine.grad_norm(parameters) if wants_norm else None
+            if limits.max_grad_norm is not None:
+                strategy.clip(parameters, limits.max_grad_norm, norm)  # type: ignore[arg-type]
+            if calls.on_before_step is not None:
+                calls.on_before_step(trainer, module, optimizer, norm)
+            if skip_nonfinite and not math.isfinite(float(norm)):  # type: ignore[arg-type]  # the one wait per update
+                applied, why = False, "non-finite gradients"
+            else:
+                why = "loss scale overflow"
+                applied = engine.step(optimizer) if calls.optimizer_step is None else calls.optimizer_step(trainer, module, optimizer)
+            if applied:
+                if name in run.schedulers:
+                    run.schedulers[name].step()
+                progress.step += 1
+            else:
+                progress.skipped += 1
+            for parameter in everything:
+                parameter.grad = None
+            progress.position = window.end
+            progress.samples += rows
+            progress.tokens += _host(total, run)
+            if not applied:
+                run.event("skipped", reason=why)
+                if calls.on_step_skipped is not None:
+                    calls.on_step_skipped(trainer, module, progress.step, why)
+            elif calls.on_step is not None:
+                mean = _mean_loss(run, losses, weights, total) if wants_loss else None
+                calls.on_step(trainer, module, progress.step, mean, norm)
+
+            # ---- the boundary: requests and moments that fell due -------------------------------------------------
+            run.tick()
+            stop, saving, evaluating = _agree(run, log_due, eval_due, save_due)
+            logging = log_due.reached(progress)
+            if logging or window.last or _finished(run) or stop:
+                metrics = run.metrics.reduce()
+                if logging:
+                    _log(run, metrics, norm)
+                _stop_if_nonfinite(run, metrics)
+            epoch = progress.epoch
+            if window.last:
+                progress.epoch, progress.position = epoch + 1, 0
+                averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
+                run.write_metrics("epoch", averages, run.clock_fields())
+            evaluating |= eval_due.reached(progress)
+            if run.validation and evaluating:
+                validate(run)
+            if window.last and calls.on_epoch_end is not None:
+                calls.on_epoch_end(trainer, module, epoch)
+            saving |= save_due.reached(progress)
+            if saving and run.run_dir is not None:
+                save(run)
+            if stop or run.requests.stop:
+                return _stop_reason(run, stop)
+            if _finished(run) == "max_steps":
+                break
+        if progress.position == 0 and not progress.micro_step:
+            raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
+    return reason
+
+
+def _finished(run: Run) -> str:
+    limits, progress = run.limits, run.progress
+    if limits.max_steps is not None and progress.step >= limits.max_steps:
+        return "max_steps"
+    return "max_epochs" if limits.max_epochs is not None and progress.epoch >= limits.max_epochs else ""
+
+
+def _wants_norm(run: Run) -> bool:
+    wants, limits = run.calls.manager.wants, run.limits
+    heard = wants("on_step", "grad_norm") or wants("on_before_step", "grad_norm")
+    return heard or limits.max_grad_norm is not None or limits.nonfinite == "skip"
+
+
+def _unpack(output: Any) -> tuple[Any, Any, str | None]:
+    if isinstance(output, Mapping):
+        known = {"loss", "weight", "optimizer"}
+        unknown = sorted(set(output) - known)
+        if "loss" not in output or unknown:
+            raise ConfigurationError(
+                f"training_step returned a mapping with the keys {sorted(output)}; it has to hold 'loss' and may hold 'weight' and "
+                f"'optimizer'{did_you_mean(unknown[0], known) if unknown else ''}; record other values with self.log(name, value)"
+            )
+        weight = output.get("weight")
+        return output["loss"], weight.detach() if isinstance(weight, torch.Tensor) else weight, output.get("optimizer")
+    return output, None, None
+
+
+def _check_loss(run: Run, loss: Any) -> None:
+    where = f"{type(run.module).__name__}.training_step returned"
+    if loss is None:
+        raise ConfigurationError(f"{where} nothing; return the loss")
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigurationError(f"{where} {type(loss).__name__}; return the loss as a 0-dim tensor, or a mapping with 'loss'")
+    if loss.ndim:
+        raise ConfigurationError(f"{where} a tensor of shape {tuple(loss.shape)}; reduce it to one number, for instance with .mean()")
+    if not loss.requires_grad:
+        raise ConfigurationError(f"{where} a loss without gradient; compute it from the module's parameters, without detach() or no_grad()")
+
+
+def _check_window(run: Run, own_weights: bool, name: str | None) -> None:
+    """Once, after the first window: every rank weighs its loss the same way and updates the same optimizer."""
+    if run.engine.world_size > 1:
+        answers = run.engine.gather_json([own_weights, name])
+        if any(a != answers[0] for a in answers):
+            raise ConfigurationError(
+                f"training_step differs between ranks (returns a weight, optimizer): {answers}; return the same keys on every rank"
+            )
+    unused = [n for n, p in run.module.named_parameters() if p.requires_grad and p.grad is None]
+    if unused and len(run.optimizers) == 1:
+        run.event("unused_parameters", names=unused[:20])
+
+
+def _choose(run: Run, name: str | None, chosen: str | None, micro_step: int) -> str:
+    known = list(run.optimizers)
+    if chosen is None:
+        raise ConfigurationError(
+            f"there are several optimizers ({', '.join(known)}); training_step has to return {{'loss': ..., 'optimizer': name}}"
+        )
+    if chosen not in run.optimizers:
+        raise ConfigurationError(f"training_step returned optimizer={chosen!r}{did_you_mean(chosen, known)}; there are {', '.join(known)}")
+    if micro_step and name is not None and chosen != name:
+        raise ConfigurationError(
+            f"training_step returned optimizer={chosen!r} in a window that began with {name!r}; one window is one update: "
+            "choose by self.trainer.step, not by batch_idx"
+        )
+    return chosen
+
+
+def _sum(weights: list[Any], device: torch.device) -> torch.Tensor:
+    total = torch.zeros((), device=device)
+    for weight in weights:
+        total = total + weight
+    return total
+
+
+def _mean_loss(run: Run, losses: list[Any], weights: list[Any], total: Any) -> torch.Tensor:
+    """Weighted mean over the window and all ranks, on the device; no wait."""
+    if len(losses) == 1 and run.engine.world_size == 1:
+        return losses[0]  # type: ignore[no-any-return]
+    zero = torch.zeros((), device=run.engine.device)
+    weighted = sum((torch.where(torch.as_tensor(w, device=zero.device) == 0, zero, l.float() * w) for l, w in zip(losses, weights, strict=True)), zero)
+    return run.engine.all_reduce(weighted) / total
+
+
+def _host(total: Any, run: Run) -> float:
+    """Weights as a number without a wait: device tensors are added up and read at the next log boundary."""
+    if not isinstance(total, torch.Tensor):
+        return float(total)
+    if total.device.type == "cpu":
+        return float(total)
+    run.batch_state["tokens"] = run.batch_state.get("tokens", 0) + total
+    return 0.0
+
+
+def _agree(run: Run, log_due: Due, eval_due: Due, save_due: Due) -> tuple[bool, bool, bool]:
+    """What any rank asked for, the same on every rank. Clocks are rank 0's."""
+    requests, progress = run.requests, run.progress
+    clocks = [due.by_clock and run.engine.rank == 0 and due.reached(progress) for due in (eval_due, save_due)]
+    flags = [bool(requests.stop), requests.save or clocks[1], requests.evaluate or clocks[0], bool(requests.signal)]
+    if run.engine.world_size > 1:
+        flags = [bool(f) for f in run.engine.agree([int(f) for f in flags])]
+    requests.save = requests.evaluate = False
+    if flags[3]:
+        names = run.engine.gather_json(requests.signal)
+        requests.signal = next(n for n in names if n)
+        requests.stop = "interrupted"
+    return flags[0] or flags[3], flags[1], flags[2]
+
+
+def _stop_reason(run: Run, agreed: bool) -> str:
+    reasons = run.engine.gather_json(run.requests.stop)
+    return next((r for r in reasons if r), "stopped")
+
+
+def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None) -> None:
+    if norm is not None:
+        metrics["grad_norm"] = float(norm)
+    for name, optimizer in run.optimizers.items():
+        metrics["lr" if len(run.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
+    if "tokens" in run.batch_state:
+        run.progress.tokens += float(run.batch_state.pop("tokens"))
+    run.write_metrics("train", metrics, run.clock_fields())
+    if run.calls.on_log is not None:
+        run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)
+
+
+def _stop_if_nonfinite(run: Run, metrics: dict[str, float]) -> None:
+    loss = metrics.get("loss", 0.0)
+    if run.limits.nonfinite == "stop" and not math.isfinite(loss):
+        raise FabricateError(
+            f"the loss became {loss} in the updates up to step {run.progress.step}; the last checkpoint is from before. Lower the learning "
+            "rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+        )
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
+    metrics = evaluate(run, run.validation, "validate")
+    run.write_metrics("validate", metrics, run.clock_fields())
+    for scheduler in run.schedulers.values():
+        if isinstance(scheduler, PlateauStep):
+            scheduler.measured(metrics)
+    return metrics
+
+
+class PlateauStep:
+    """`ReduceLROnPlateau` in the loop: not stepped per update, but with the validation loss after each validation."""
+
+    def __init__(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau) -> None:
+        self.scheduler = scheduler
+
+    def step(self) -> None:
+        """Nothing per update."""
+
+    def measured(self, metrics: Mapping[str, float]) -> None:
+        """Step with the validation loss; `ConfigurationError` when validation gives none."""
+        if "val_loss" not in metrics:
+            raise ConfigurationError(
+                f"ReduceLROnPlateau needs val_loss and validation gave {', '.join(metrics) or 'nothing'}; return {{'loss': ...}} from validation_step"
+            )
+        self.scheduler.step(metrics["val_loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The scheduler's own."""
+        self.scheduler.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _evaluating(run: Run) -> Any:
+    """Eval mode and no grad; afterwards every submodule's mode and the random generators are as before."""
+    modes = [(m, m.training) for m in run.module.modules()]
+    generators = rng_state()
+    pending, run.module._logged[:] = list(run.module._logged), []
+    run.module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        set_rng_state(generators)
+        run.module._logged[:] = pending
+
+
+def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, float]:
+    """Metrics over exactly the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All
+    ranks. The module's modes and the random generators are as before afterwards."""
+    trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
+    prefix = "val_" if stage == "validate" else f"{stage}_"
+    forward = engine.model if engine.strategy.lockstep else engine.root
+    result: dict[str, float] = {}
+    with _evaluating(run):
+        if calls.on_eval_start is not None:
+            calls.on_eval_start(trainer, module, stage)
+        for name, source in sources.items():
+            metrics = Metrics(engine, engine.device)
+            for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
+                batch = engine.to_device(item.batch)
+                restore = snapshot_torchmetrics(module) if item.rows == 0 else None
+                output = forward(stage, batch, batch_idx) if calls.eval_step is None else calls.eval_step(trainer, module, batch, stage)
+                if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
+                    restore()
+                    module._logged.clear()
+                    continue
+                weight = item.rows
+                if output is not None:
+                    if not isinstance(output, Mapping):
+                        step = "validation_step" if stage == "validate" else f"{stage}_step"
+                        raise ConfigurationError(f"{type(module).__name__}.{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
+                    weight = output.get("weight", weight)
+                    for key, value in output.items():
+                        if key != "weight":
+                            module.log(key, value)
+                metrics.take(module._logged, weight)
+            inner = f"{prefix}{name}_" if name else prefix
+            result |= {inner + n.removeprefix(prefix): v for n, v in metrics.finish().items()}
+        run.latest |= result
+        if calls.on_eval_end is not None:
+            calls.on_eval_end(trainer, module, stage, result)
+    return result
+
+
+def predict(run: Run, source: Source) -> list[Any] | None:
+    """One prediction per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
+    trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
+    forward = engine.model if engine.strategy.lockstep else engine.root
+    indices: list[int] = []
+    outputs: list[Any] = []
+    with _evaluating(run):
+        if calls.on_eval_start is not None:
+            calls.on_eval_start(trainer, module, "predict")
+        for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
+            batch = engine.to_device(item.batch)
+            output = forward("predict", batch, batch_idx) if calls.eval_step is None else calls.eval_step(trainer, module, batch, "predict")
+            if item.rows == 0:
+                continue
+            rows = _rows(output, item.rows)
+            indices += [int(i) for i in item.indices]
+            outputs += rows
+        if calls.on_eval_end is not None:
+            calls.on_eval_end(trainer, module, "predict", {})
+    return _gather_rows(run, indices, outputs)
+
+
+def _rows(output: Any, rows: int) -> list[Any]:
+    """Split a batch of predictions into one per row."""
+    if isinstance(output, torch.Tensor | list):
+        if isinstance(output, torch.Tensor) and output.ndim == 0 or len(output) != rows:
+            shape = tuple(output.shape) if isinstance(output, torch.Tensor) else len(output)
+            raise ConfigurationError(f"predict_step returned {shape} for a batch of {rows} rows; the leading dimension has to be the rows")
+        return [o.cpu() if isinstance(o, torch.Tensor) else o for o in output]
+    if isinstance(output, Mapping):
+        columns = {k: _rows(v, rows) for k, v in output.items()}
+        return [{k: column[i] for k, column in columns.items()} for i in range(rows)]
+    if isinstance(output, tuple):
+        parts = [_rows(v, rows) for v in output]
+        return [tuple(part[i] for part in parts) for i in range(rows)]
+    raise ConfigurationError(f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them")
+
+
+def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] | None:
+    from fabricate.codec import decode, encode
+
+    if run.engine.world_size == 1:
+        return [o for _, o in sorted(zip(indices, outputs, strict=True), key=lambda pair: pair[0])]
+    # Tensors travel as raw rows, everything else as tagged JSON: no pickle between ranks.
+    tensors: list[torch.Tensor] = []
+
+    def put(path: str, value: object) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        tensors.append(value)
+        return str(len(tensors) - 1)
+
+    trees = run.engine.gather_json([indices, encode(outputs, put, "predictions"), [[str(t.dtype), list(t.shape)] for t in tensors]])
+    flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
+    parts = run.engine.send_rows(flat)
+    if parts is None:
+        return None
+    gathered: list[tuple[int, Any]] = []
+    for (where, tree, shapes), part in zip(trees, parts, strict=True):
+        views, offset = [], 0
+        for dtype_name, shape in shapes:
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            size = math.prod(shape) * dtype.itemsize
+            views.append(part[offset : offset + size].clone().view(dtype).reshape(shape))
+            offset += size
+        rows = decode(tree, lambda ref, views=views: views[int(ref)])  # type: ignore[misc]
+        gathered += zip(where, rows, strict=True)  # type: ignore[arg-type]
+    return [value for _, value in sorted(gathered, key=lambda pair: pair[0])]

@@ -1,0 +1,227 @@
+"""TrainModule: what a user writes. Holds layers and steps; the loop calls it, it never calls the loop.
+
+Must not know: Accelerate, strategies, checkpoints' format beyond reading weights through `load_from_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
+from fabricate.hooks import Listener
+from fabricate.metrics import check_value, is_torchmetric
+
+if TYPE_CHECKING:
+    from fabricate.trainer import Trainer
+
+STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export")
+
+
+class TrainModule(torch.nn.Module, Listener):
+    """A torch module with its training step and optimizer. Override the methods below; hooks by overriding too.
+
+        class Regression(TrainModule):
+            def __init__(self, width: int = 16):
+                super().__init__()
+                self.layers = torch.nn.Sequential(torch.nn.Linear(10, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+
+            def training_step(self, batch):
+                x, y = batch
+                return torch.nn.functional.mse_loss(self.layers(x), y)
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    Constructor arguments that JSON can hold are recorded in checkpoints for `load_from_checkpoint`.
+    """
+
+    _trainer: Trainer | None
+    _logged: list[Any]
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        # Before __init__ runs torch's own, plain attributes have to bypass Module.__setattr__.
+        object.__setattr__(self, "_arguments", (args, kwargs))
+        object.__setattr__(self, "_trainer", None)
+        object.__setattr__(self, "_logged", [])
+        return self
+
+    def configure_model(self) -> None:
+        """Build big layers here instead of in `__init__`: it runs once, on the meta device, and each layer is initialised
+        afterwards from the seed and its name alone, so that every strategy starts from the same weights. Optional."""
+
+    def init_weights(self, submodule: torch.nn.Module) -> None:
+        """Initialise one submodule that `configure_model` built, its parameters in place on the CPU. Optional; without it
+        the submodule's own `reset_parameters` runs."""
+        raise FabricateError("init_weights is called only where it is overridden")
+
+    def configure_optimizers(self) -> Any:
+        """Called once, parameters in place, on every rank. Returns an optimizer, `(optimizer, scheduler)`, or a mapping of
+        names to either. `self.trainer.total_steps` is the number of updates to come. Schedulers advance once per update."""
+        raise ConfigurationError(
+            f"{type(self).__name__} has no configure_optimizers; return an optimizer from it, "
+            "for instance torch.optim.AdamW(self.parameters(), lr=1e-3)"
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`training_step(self, batch)` or `(self, batch, batch_idx)`: the forward of one micro-batch, inside the prepared
+        model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (what the mean was taken over; default:
+        the rows of the batch) and, with several optimizers, "optimizer": the name of the one this update is for."""
+        raise ConfigurationError(f"{type(self).__name__} has no training_step; define training_step(self, batch) and return the loss")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`validation_step(self, batch)`: a mapping of metrics (with "weight", as above), or nothing. No grad, eval mode."""
+        raise ConfigurationError(f"{type(self).__name__} has no validation_step; define validation_step(self, batch)")
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`, for `Trainer.test`."""
+        raise ConfigurationError(f"{type(self).__name__} has no test_step; define test_step(self, batch)")
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`predict_step(self, batch)`: predictions, leading dimension rows: a tensor, a list, or a mapping or tuple of them."""
+        raise ConfigurationError(f"{type(self).__name__} has no predict_step; define predict_step(self, batch)")
+
+    def export(self, path: Path) -> None:
+        """Write what RUN_DIR/model/ shall hold into `path`; all ranks. Optional; by default the one transformers model
+        inside in its own layout, else `model.safetensors` named as in `state_dict()`."""
+        raise FabricateError("export is called only where it is overridden")
+
+    def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
+        """Record a metric; no wait for the device. `value`: a number, a 0-dim tensor, or a torchmetrics object (computed
+        at the end of the epoch or evaluation). "mean" is weighted by `weight`, by default the micro-batch's, over
+        micro-batches and ranks; "sum" adds up."""
+        if reduce not in ("mean", "sum"):
+            raise ConfigurationError(f"log({name!r}): reduce={reduce!r}: give 'mean' or 'sum'")
+        if type(value) is torch.Tensor and value.ndim == 0:
+            value = value.detach()
+        elif is_torchmetric(value):
+            reduce = "object"
+        else:
+            check_value(name, value)
+        self._logged.append((name, value, weight, reduce))
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs this module now. Raises `FabricateError` outside `fit`, `validate`, `test`, `predict`."""
+        if self._trainer is None:
+            raise FabricateError(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
+        return self._trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches arrive: the Trainer's device, else that of the first parameter, else the CPU."""
+        if self._trainer is not None and self._trainer.running:
+            return self._trainer.accelerator.device
+        parameter = next(self.parameters(), None)
+        return parameter.device if parameter is not None else torch.device("cpu")
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0 only."""
+        if self._trainer is None or self._trainer.is_main:
+            print(*values, flush=True)
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str | Path, **overrides: Any) -> Self:
+        """A module with the weights of the checkpoint at `path` (or of the newest one in a run directory), on the CPU.
+
+        Recorded constructor arguments are used, `overrides` win. Raises `CheckpointError` when there is none, when it is
+        damaged, or when an argument was not recorded (not JSON) and is not overridden.
+        """
+        from fabricate.state import load_weights, recorded_arguments
+
+        recorded, missing = recorded_arguments(Path(path))
+        unknown = [name for name in missing if name not in overrides]
+        if unknown:
+            raise CheckpointError(
+                f"load_from_checkpoint({str(path)!r}): the constructor arguments {', '.join(unknown)} could not be recorded; "
+                f"pass them, for instance {cls.__name__}.load_from_checkpoint(path, {unknown[0]}=...)"
+            )
+        known = inspect.signature(cls.__init__).parameters
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        arguments = {n: v for n, v in recorded.items() if accepts_any or n in known} | overrides
+        module = cls(**arguments)
+        module.configure_model()
+        load_weights(Path(path), module)
+        return module
+
+
+def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
+    """The constructor arguments of `module` by name: those that JSON holds, and the names of those it does not."""
+    args, kwargs = module._arguments
+    try:
+        bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
+    except TypeError:
+        return {}, []
+    values: dict[str, Any] = {}
+    for name, parameter in list(bound.signature.parameters.items())[1:]:
+        if name in bound.arguments:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                values |= bound.arguments[name]
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                values[name] = bound.arguments[name]
+    held, lost = {}, []
+    for name, value in values.items():
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            same = False
+        if same:
+            held[name] = value
+        else:
+            lost.append(name)
+    return held, lost
+
+
+def overrides(module: TrainModule, method: str) -> bool:
+    """Whether the user's class defines `method` itself."""
+    return getattr(type(module), method) is not getattr(TrainModule, method)
+
+
+def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
+    """The module's step for `stage` ("train", "validate", ...) as a function of (batch, batch_idx); signature checked once."""
+    method = STEPS[stage]
+    bound = getattr(module, method)
+    if not overrides(module, method):
+        bound()  # raises the error that says what to define
+    parameters = list(inspect.signature(bound).parameters.values())
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    where = f"{type(module).__name__}.{method}({', '.join(names)})"
+    if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+        raise ConfigurationError(f"{where}: the loop passes (batch) or (batch, batch_idx); remove the other arguments")
+    if not names and not takes_any:
+        raise ConfigurationError(f"{where} takes no batch; define {method}(self, batch)")
+    if (len(names) >= 2 and names[1] == "batch_idx") or len(required) == 2 or takes_any:
+        checked: Callable[[Any, int], Any] = bound
+        return checked
+    return lambda batch, batch_idx: bound(batch)
+
+
+def check_methods(module: object) -> None:
+    """Refuse what `fit` got that is no module, and near misses of method names, which would silently never run."""
+    if not isinstance(module, TrainModule):
+        kind = module.__name__ + " (a class; pass an instance)" if inspect.isclass(module) else type(module).__name__
+        raise ConfigurationError(f"module={kind} is not a fabricate.TrainModule; subclass TrainModule and define training_step")
+    if "_modules" not in module.__dict__:
+        raise ConfigurationError(f"{type(module).__name__}.__init__ does not call super().__init__(); call it first")
+    lightning = {"setup": ("stage",), "teardown": ("stage",), "prepare_data": ()}
+    instead = {"setup": "configure_model() or on_fit_start()", "teardown": "on_teardown()", "prepare_data": "code before trainer.fit()"}
+    for base in type(module).__mro__[: type(module).__mro__.index(TrainModule)]:
+        for name, value in vars(base).items():
+            if not inspect.isfunction(value) or name.startswith("_"):
+                continue
+            if name in lightning and tuple(inspect.signature(value).parameters)[1:] == lightning[name]:
+                raise ConfigurationError(f"{base.__name__}.{name} is a Lightning hook that fabricate does not call; use {instead[name]}")
+            near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.9)
+            if near and name not in _METHODS and not hasattr(torch.nn.Module, name):
+                raise ConfigurationError(f"{base.__name__}.{name} would never be called; did you mean {near[0]!r}?")

@@ -1,0 +1,47 @@
+"""What a precision is: the dtypes in which a module computes, and what that needs around the step. Abstract.
+
+A precision is a plugin object: it may hear hooks and keep state. It must not know which strategy runs beside it, except to
+refuse one in `check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, ClassVar
+
+from fabricate.hooks import Listener
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabricate.strategy import Strategy
+
+
+class Precision(Listener):
+    """Base of every precision. Override what differs; the defaults compute in the parameters' own dtype (fp32)."""
+
+    name: ClassVar[str] = ""
+    mixed_precision: ClassVar[str] = "no"
+    """What Accelerate is told ("no", "fp16", "bf16", "fp8"), so that `trainer.accelerator` agrees with what runs."""
+    compute_dtype: ClassVar[str] = "float32"
+    """torch's name of the dtype in which matrix products run; the plan shows it and it is verified before the first step."""
+
+    def check(self, device: torch.device, strategy: Strategy) -> Iterable[str]:
+        """Reasons why this precision cannot run here, each with its remedy; empty when it can. Pure, all ranks."""
+        return ()
+
+    def convert(self, module: torch.nn.Module) -> None:
+        """Change `module` in place (dtypes, layers) before it is sharded. Names in `state_dict()` must stay."""
+
+    def forward_context(self, device: torch.device) -> AbstractContextManager[object] | None:
+        """A re-enterable context around forward and loss, or None when none is needed."""
+        return None
+
+    def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """A dynamic loss scaler, or None. With one, every update waits once for the device."""
+        return None
+
+    def describe(self) -> dict[str, str]:
+        """Lines for the plan, by topic."""
+        return {}

@@ -1,0 +1,101 @@
+"""Small frozen values that users write and receive: durations and the result of a fit. No torch, no behaviour of the loop."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from fabricate.errors import ConfigurationError
+
+_UNITS = {
+    "step": "steps",
+    "steps": "steps",
+    "epoch": "epochs",
+    "epochs": "epochs",
+    "minute": "minutes",
+    "minutes": "minutes",
+    "hour": "hours",
+    "hours": "hours",
+    "token": "tokens",
+    "tokens": "tokens",
+}
+_TEXT = re.compile(r"\s*([0-9.eE+_]+)\s*([A-Za-z]+)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Every:
+    """A recurring moment, in exactly one unit: `Every(steps=500)`, or written `"500 steps"`.
+
+    steps are applied updates, epochs passes over the training data, minutes and hours wall-clock time since the fit
+    started (rank 0's clock, agreed by all ranks), tokens the global sum of the weights that `training_step` returns
+    (rows of the batch when it returns none).
+
+    Raises `ConfigurationError` for no unit, two units, or a number that is not positive.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    minutes: float | None = None
+    hours: float | None = None
+    tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        if len(given) != 1:
+            raise ConfigurationError(f"Every({given}) needs exactly one unit, for instance Every(steps=500)")
+        unit, value = next(iter(given.items()))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigurationError(f"Every({unit}={value!r}): the number has to be positive")
+        if unit in ("steps", "epochs") and int(value) != value:
+            raise ConfigurationError(f"Every({unit}={value!r}): {unit} are whole numbers")
+
+    @property
+    def unit(self) -> str:
+        """The unit in use: "steps", "epochs", "minutes" (hours are minutes too) or "tokens"."""
+        return next(u for u in ("steps", "epochs", "minutes", "tokens", "hours") if getattr(self, u) is not None)
+
+    @property
+    def amount(self) -> float:
+        """How many of `unit` lie between two moments."""
+        return float(getattr(self, self.unit))
+
+    @classmethod
+    def parse(cls, argument: str, value: str | int | Every) -> Every:
+        """Read `value` as given to `argument`: an `Every`, a number of steps, or text such as "1 epoch" or "1e9 tokens"."""
+        if isinstance(value, Every):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(steps=value)
+        if isinstance(value, str) and (match := _TEXT.fullmatch(value)) and match[2].lower() in _UNITS:
+            try:
+                number = float(match[1].replace("_", ""))
+            except ValueError:
+                number = 0.0
+            unit = _UNITS[match[2].lower()]
+            amount: float = int(number) if unit in ("steps", "epochs") and number == int(number) else number
+            return cls(**{unit: amount})  # type: ignore[arg-type]
+        raise ConfigurationError(
+            f"{argument}={value!r} is not a duration: write '500 steps', '1 epoch', '10 minutes', '1e9 tokens' or Every(steps=500)"
+        )
+
+    def __str__(self) -> str:
+        amount = self.amount
+        number = str(int(amount)) if amount == int(amount) else str(amount)
+        return f"{number} {self.unit}" if amount != 1 else f"{number} {self.unit.removesuffix('s')}"
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `Trainer.fit` hands back, the same on every rank.
+
+    steps: applied updates since the run began; epochs: completed passes; metrics: the last known value of every metric as
+    floats; stop_reason: why the fit ended ("max_steps", "max_epochs", "interrupted", or a reason a hook gave);
+    checkpoint: the newest committed checkpoint, or None without a `run_dir`.
+    """
+
+    steps: int
+    epochs: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop_reason: str = ""
+    checkpoint: Path | None = None

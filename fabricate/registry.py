@@ -1,0 +1,327 @@
+"""Names to objects: built-in and installed plugins, strategies, precisions and trackers, with where each came from.
+
+Owns: the entry-point group `fabricate`, exact-name lookup with qualified names and options, the manager of one Trainer.
+Must not know: Accelerate, devices, the loop.
+
+Installed is not active: an installed distribution only offers names. Built-in names never import third-party code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+import os
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fabricate.dispatch import Manager, Origin
+from fabricate.errors import ConfigurationError, PluginError, did_you_mean
+from fabricate.hooks import PROJECT, REGISTRATIONS, Listener
+from fabricate.precision import Precision
+from fabricate.strategy import Strategy
+
+DISTRIBUTION = "fabricate-trainer"
+BUILTIN = ("fabricate.builtin.strategies", "fabricate.builtin.precisions")
+KINDS = {"strategy": "register_strategies", "precision": "register_precisions", "tracker": "register_trackers", "command": "register_commands"}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One registered name: what makes the object, a line about it, and the plugin that offers it."""
+
+    kind: str
+    name: str
+    factory: Callable[..., Any] | str
+    summary: str
+    plugin: str
+    origin: Origin
+
+    def load(self) -> Callable[..., Any]:
+        """The factory itself; a string is imported now."""
+        if not isinstance(self.factory, str):
+            return self.factory
+        module, _, attribute = self.factory.partition(":")
+        try:
+            loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as exc:
+            raise PluginError(
+                f"{self.kind} {self.name!r} of plugin {self.plugin!r} ({self.origin}) cannot be loaded from {self.factory!r}: {exc}"
+            ) from exc
+        return loaded
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """A row of `fabricate plugins`. state: "built-in", "active", "available", "blocked" or "broken" (then `reason` says why)."""
+
+    name: str
+    distribution: str
+    version: str
+    state: str
+    reason: str
+    offers: tuple[str, ...]
+
+
+def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
+    """Installed plugins by name, nothing imported; a list, so that two distributions with one name are seen."""
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in sorted(importlib.metadata.entry_points(group=PROJECT), key=lambda p: (p.name, p.value)):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _origin(point: importlib.metadata.EntryPoint) -> Origin:
+    return Origin(point.dist.name, point.dist.version) if point.dist else Origin()
+
+
+class Registry:
+    """The plugins of one Trainer.
+
+    `plugins`: objects (listeners, modules with hook implementations), names of installed plugins, names with options
+    ("ema:decay=0.99"), or "no:name" to block one. FABRICATE_PLUGINS adds names.
+    """
+
+    def __init__(self, plugins: Iterable[object] = ()) -> None:
+        self.manager = Manager()
+        self._points = _entry_points()
+        self._offers: dict[str, list[Offer]] = {}
+        self._broken: dict[str, str] = {}
+        self._consulted: set[str] = set()
+        self._blocked: set[str] = set()
+        self.active: list[tuple[str, object]] = []
+        """Named or passed plugins in the order given; registered by `activate`."""
+        for name in BUILTIN:
+            self._collect(importlib.import_module(name), "fabricate", Origin(DISTRIBUTION, _version()), "built-in")
+        given = list(plugins) + [p for p in os.environ.get("FABRICATE_PLUGINS", "").split(",") if p]
+        self._blocked = {p[3:] for p in given if isinstance(p, str) and p.startswith("no:")}
+        for plugin in given:
+            if isinstance(plugin, str) and plugin.startswith("no:"):
+                continue
+            self._add(plugin)
+
+    def _add(self, plugin: object) -> None:
+        origin = Origin()
+        if isinstance(plugin, str):
+            name, options = parse_name("plugins", plugin)
+            if name in self._blocked:
+                raise PluginError(f"plugins: {name!r} is asked for and blocked by 'no:{name}'; remove one of them")
+            plugin, origin = self._load(name)
+            if inspect.isclass(plugin) or (callable(plugin) and not isinstance(plugin, Listener)):
+                plugin = build(plugin, "plugin", name, options)
+            elif options:
+                raise PluginError(f"plugins={name!r}: this plugin takes no options, {options} given")
+        elif inspect.isclass(plugin):
+            raise PluginError(f"plugins: {plugin.__name__} is a class; pass an instance: {plugin.__name__}()")
+        else:
+            name = getattr(plugin, "name", None) or getattr(plugin, "__name__", None) or type(plugin).__name__
+            origin = _distribution_of(plugin)
+            taken = {n for n, _ in self.active}
+            if name in taken:
+                name = next(f"{name}#{n}" for n in range(2, 1000) if f"{name}#{n}" not in taken)
+        if any(name == taken for taken, _ in self.active):
+            raise PluginError(f"plugins: {name!r} is listed twice; remove one")
+        self.active.append((name, plugin))
+        self.manager.origins[name] = origin
+        self._collect(plugin, name, origin, "active")
+
+    def _load(self, name: str) -> tuple[Any, Origin]:
+        points = self._points.get(name, [])
+        if not points:
+            known = sorted(self._points)
+            raise PluginError(
+                f"plugins={name!r}: no installed plugin has this name{did_you_mean(name, known)}; installed: {', '.join(known) or 'none'}"
+            )
+        if len(points) > 1:
+            owners = " and ".join(str(_origin(p)) for p in points)
+            raise PluginError(f"plugins={name!r} is offered by {owners}; uninstall one, or pass the object itself in plugins=[...]")
+        origin = _origin(points[0])
+        try:
+            return points[0].load(), origin
+        except Exception as exc:
+            raise PluginError(f"plugin {name!r} ({origin}, {points[0].value}) fails to import: {type(exc).__name__}: {exc}") from exc
+
+    def _collect(self, plugin: object, name: str, origin: Origin, state: str) -> None:
+        self._consulted.add(name)
+        for kind, hook in KINDS.items():
+            function = getattr(plugin, hook, None)
+            if function is None:
+                continue
+
+            def register(offered: str, factory: Any, *, summary: str = "", kind: str = kind) -> None:
+                if not isinstance(offered, str) or not offered.replace("-", "_").isidentifier():
+                    raise PluginError(f"plugin {name!r} ({origin}) registers the {kind} name {offered!r}; use letters, digits, - and _")
+                self._offers.setdefault(f"{kind}:{offered}", []).append(Offer(kind, offered, factory, summary, name, origin))
+
+            try:
+                function(register)
+            except Exception as exc:
+                if state != "available":
+                    raise PluginError(f"plugin {name!r} ({origin}) fails in {hook}: {type(exc).__name__}: {exc}") from exc
+                self._broken[name] = f"{hook}: {type(exc).__name__}: {exc}"
+
+    def _consult_installed(self) -> None:
+        """Import every installed plugin that was not yet asked what it offers. A broken one is kept aside with its reason."""
+        for name, points in self._points.items():
+            if name in self._consulted or name in self._blocked:
+                continue
+            self._consulted.add(name)
+            for point in points:
+                try:
+                    loaded = point.load()
+                except Exception as exc:
+                    self._broken[name] = f"{point.value} fails to import: {type(exc).__name__}: {exc}"
+                    continue
+                if not inspect.isclass(loaded):
+                    self._collect(loaded, name, _origin(point), "available")
+
+    def names(self, kind: str) -> list[str]:
+        """Every known name of `kind`, so far without importing anything new."""
+        return sorted(key.partition(":")[2] for key in self._offers if key.startswith(f"{kind}:"))
+
+    def find(self, kind: str, name: str) -> Offer:
+        """The offer called `name` or "plugin/name". Active plugins, then built-in ones, then installed ones are asked.
+
+        Raises `PluginError` for an unknown name (with the nearest known one) and for one name from two installed plugins.
+        """
+        owner, _, bare = name.rpartition("/")
+        for consult in (False, True):
+            if consult:
+                self._consult_installed()
+            offers = [o for o in self._offers.get(f"{kind}:{bare}", []) if not owner or o.plugin == owner]
+            builtin = [o for o in offers if o.plugin == PROJECT]
+            if builtin or offers:
+                chosen = builtin or offers
+                if len(chosen) > 1:
+                    both = " and ".join(f"{o.plugin!r} ({o.origin})" for o in chosen)
+                    raise PluginError(f"{kind}={name!r} is offered by {both}; choose with {chosen[0].plugin}/{bare} or {chosen[1].plugin}/{bare}")
+                return chosen[0]
+        broken = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
+        raise ConfigurationError(
+            f"{kind}={name!r} is not known{did_you_mean(bare, self.names(kind))}; known: {', '.join(self.names(kind))}{broken}"
+        )
+
+    def resolve(self, kind: str, value: object) -> tuple[Any, Offer | None]:
+        """`value` as given to `strategy=` or `precision=`: an object, a name, or a name with options. Returns the object
+        and the offer it came from (None for an object)."""
+        base: type = {"strategy": Strategy, "precision": Precision}[kind]
+        if isinstance(value, base):
+            return value, None
+        if inspect.isclass(value) and issubclass(value, base):
+            raise ConfigurationError(f"{kind}={value.__name__} is a class; pass an object, {value.__name__}(), or a name")
+        if not isinstance(value, str):
+            raise ConfigurationError(
+                f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ('fsdp:offload=cpu') or a {base.__name__} object"
+            )
+        name, options = parse_name(kind, value)
+        offer = self.find(kind, name)
+        built = build(offer.load(), kind, name, options)
+        if not isinstance(built, base):
+            raise PluginError(f"{kind} {name!r} of plugin {offer.plugin!r} ({offer.origin}) made a {type(built).__name__}, not a {base.__name__}")
+        return built, offer
+
+    def activate(self, listeners: Iterable[tuple[str, object, Origin]]) -> Manager:
+        """Register `listeners` (strategy, precision, module), the active plugins and fabricate's own, in calling order."""
+        listed = [*listeners, *((n, p, self.manager.origins[n]) for n, p in self.active)]
+        for name, plugin, origin in reversed(listed):  # pluggy calls the last registered first
+            self.manager.add(plugin, name, origin)
+        return self.manager
+
+    def describe(self) -> list[PluginInfo]:
+        """Every built-in, active and installed plugin; installed ones are imported to learn what they offer."""
+        self._consult_installed()
+        active = {name for name, _ in self.active}
+        rows = []
+        for name in [PROJECT, *sorted(set(self._points) | active | self._blocked)]:
+            origin = Origin(DISTRIBUTION, _version()) if name == PROJECT else self.manager.origins.get(name)
+            if origin is None:
+                origin = _origin(self._points[name][0]) if name in self._points else Origin()
+            offers = tuple(key for key, found in sorted(self._offers.items()) if any(o.plugin == name for o in found))
+            state = "built-in" if name == PROJECT else "active" if name in active else "blocked" if name in self._blocked else "available"
+            if name in self._broken:
+                state = "broken"
+            rows.append(PluginInfo(name, origin.distribution, origin.version, state, self._broken.get(name, ""), offers))
+        return rows
+
+
+def progress_bar() -> Any:
+    """The built-in progress display."""
+    return importlib.import_module("fabricate.builtin.progress_bar").ProgressBar()
+
+
+def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
+    """Split "name:option=value,other=value" into the name and its options as text."""
+    name, _, tail = text.partition(":")
+    options: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in tail.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigurationError(f"{argument}={text!r}: option {item!r} has no value; write {name}:{key}=VALUE")
+        options[key.strip().replace("-", "_")] = value.strip()
+    if not name.strip():
+        raise ConfigurationError(f"{argument}={text!r}: the name is empty")
+    return name.strip(), options
+
+
+def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, str]) -> Any:
+    """Call `factory` with `options`, each converted by the type that the factory declares for it."""
+    try:
+        hints = typing.get_type_hints(factory if not inspect.isclass(factory) or dataclasses.is_dataclass(factory) else factory.__init__)
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError, NameError):
+        hints, parameters = {}, {}
+    arguments = {}
+    for key, text in options.items():
+        if parameters and key not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            known = ", ".join(parameters) or "none"
+            raise ConfigurationError(f"{kind}={name!r} has no option {key!r}{did_you_mean(key, parameters)}; options: {known}")
+        arguments[key] = _convert(text, hints.get(key, str), f"{kind}={name!r}: option {key}={text!r}")
+    return factory(**arguments)
+
+
+def _convert(text: str, hint: Any, where: str) -> Any:
+    kinds = typing.get_args(hint) or (hint,)
+    lowered = text.lower()
+    if type(None) in kinds and lowered == "none":
+        return None
+    literals = [v for kind in kinds for v in typing.get_args(kind) or () if typing.get_origin(kind) is typing.Literal]
+    if typing.get_origin(hint) is typing.Literal:
+        literals = list(typing.get_args(hint))
+    for literal in literals:
+        if lowered == str(literal).lower():
+            return literal
+    if bool in kinds and lowered in ("true", "false", "yes", "no", "on", "off"):
+        return lowered in ("true", "yes", "on")
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if str in kinds or hint is Any:
+        return text
+    wanted = ", ".join(map(str, literals)) or " or ".join(getattr(k, "__name__", str(k)) for k in kinds if k is not type(None))
+    raise ConfigurationError(f"{where} is not {wanted}")
+
+
+def _distribution_of(plugin: object) -> Origin:
+    """The installed distribution that a plugin object's class comes from; the script's own classes have none."""
+    package = type(plugin).__module__.partition(".")[0]
+    if package == "fabricate":
+        return Origin(DISTRIBUTION, _version())
+    for point in importlib.metadata.entry_points(group=PROJECT):
+        if point.value.partition(":")[0].partition(".")[0] == package:
+            return _origin(point)
+    return Origin()
+
+
+def _version() -> str:
+    import fabricate
+
+    return fabricate.__version__
+
+
+__all__ = ["REGISTRATIONS", "Offer", "PluginInfo", "Registry", "build", "parse_name"]

@@ -1,0 +1,126 @@
+"""One live run: everything the loop, saving and evaluation share while a Trainer is at work. Data, and writing its logs.
+
+Must not know: in which order things happen (fabricate.loop) or how a checkpoint is made (fabricate.saving).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricate.records import Every
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabricate.data import Source
+    from fabricate.dispatch import Calls
+    from fabricate.engine import Engine
+    from fabricate.metrics import Metrics
+    from fabricate.module import TrainModule
+    from fabricate.progress import Progress
+    from fabricate.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Requests:
+    """What hooks, signals and clocks asked for since the last update boundary, on this rank."""
+
+    stop: str = ""
+    save: bool = False
+    evaluate: bool = False
+    signal: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long to train and when to do what."""
+
+    max_steps: int | None
+    max_epochs: int | None
+    max_grad_norm: float | None
+    nonfinite: str
+    log_every: Every
+    validate_every: Every | None
+    validate_first: bool
+    save_every: Every | None
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A running fit or evaluation."""
+
+    trainer: Trainer
+    module: TrainModule
+    engine: Engine
+    calls: Calls
+    progress: Progress
+    metrics: Metrics
+    seed: int
+    limits: Limits
+    source: Source | None = None
+    validation: dict[str, Source] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, list[torch.nn.Parameter]] = field(default_factory=dict)
+    """The trainable parameters of each optimizer, listed once: nothing walks the module per step."""
+    total_steps: int | None = None
+    run_dir: Path | None = None
+    run_id: str = ""
+    requests: Requests = field(default_factory=Requests)
+    latest: dict[str, float] = field(default_factory=dict)
+    """The last known value of every metric."""
+    checkpoint: Path | None = None
+    saved_step: int = -1
+    keep: dict[str, Any] = field(default_factory=dict)
+    trackers: bool = False
+    clock: float = field(default_factory=time.monotonic)
+    logged: tuple[float, int, int] = (0.0, 0, 0)
+    """Clock, step and samples at the last log boundary."""
+    batch_state: dict[str, Any] = field(default_factory=dict)
+    restored: bool = False
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append to events.jsonl (rank 0, with a run directory): saved, rejected, skipped, retried, resumed, ..."""
+        if self.run_dir is not None and self.engine.rank == 0:
+            line = {"event": kind, "step": self.progress.step, **fields, "time": time.time()}
+            with (self.run_dir / "events.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def write_metrics(self, stage: str, metrics: dict[str, float], clock: dict[str, float]) -> None:
+        """Append to metrics.jsonl and tell the trackers (rank 0). `clock`: what depends on time, kept apart because a
+        resumed run cannot repeat it."""
+        self.latest |= metrics
+        if self.engine.rank:
+            return
+        if self.run_dir is not None:
+            progress = self.progress
+            finite = {n: v if math.isfinite(v) else str(v) for n, v in metrics.items()}
+            line = {"step": progress.step, "epoch": progress.epoch, "stage": stage, "metrics": finite, "clock": clock}
+            with (self.run_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if self.trackers:
+            self.engine.accelerator.log({**metrics, **{f"clock/{n}": v for n, v in clock.items()}}, step=self.progress.step)
+
+    def clock_fields(self) -> dict[str, float]:
+        """Rates since the last log boundary; resets it."""
+        now = time.monotonic()
+        before, step, samples = self.logged
+        self.logged = (now, self.progress.step, self.progress.samples)
+        seconds = max(now - before, 1e-9)
+        return {
+            "time": time.time(),
+            "seconds": self.progress.seconds,
+            "steps_per_second": (self.progress.step - step) / seconds,
+            "samples_per_second": (self.progress.samples - samples) / seconds,
+        }
+
+    def tick(self) -> None:
+        """Bring `progress.seconds` up to now."""
+        now = time.monotonic()
+        self.progress.seconds += now - self.clock
+        self.clock = now

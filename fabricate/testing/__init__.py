@@ -1,0 +1,29 @@
+"""Aids for testing what trains with fabricate: modules, plugins, fabricate itself.
+
+Names are resolved on first use, so that importing this does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabricate.testing.ranks import close_pools, run_ranks
+
+__all__ = ["close_pools", "run_ranks"]
+
+_MODULE_OF = {
+    "close_pools": "fabricate.testing.ranks",
+    "run_ranks": "fabricate.testing.ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

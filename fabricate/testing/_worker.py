@@ -1,0 +1,89 @@
+"""One rank of a pool: `python -m fabricate.testing._worker FD` answers jobs from a pipe until the pipe closes.
+
+Owns how a job is run inside the rank. It does not open a process group: the job does, or the framework that the job
+calls, and the group then stays for later jobs. Jobs and answers are pickles from and to the process that started this
+one; this is a test tool and trusts it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import operator
+import os
+import pickle
+import resource
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    """Answer jobs until the other end of the pipe closes."""
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    faulthandler.enable()  # SIGABRT from the pool dumps every thread's stack, also from inside a blocked collective
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    connection.send_bytes(pickle.dumps((True, None)))  # ready
+    while True:
+        try:
+            job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(job["end_after_seconds"], exit=True)
+        answer = _answer(job)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(answer)
+
+
+def _answer(job: dict[str, Any]) -> bytes:
+    """Run `job`; return the pickle of ``(True, result)`` or ``(False, (exception type, summary, traceback))``."""
+    try:
+        os.chdir(job["directory"])
+        os.environ.clear()
+        os.environ.update(job["environment"])
+        function = operator.attrgetter(job["qualname"])(_load(job["module"], job["file"]))
+        # Only now: the arguments may be instances of classes in that file.
+        arguments, keywords = pickle.loads(job["arguments"])
+        return pickle.dumps((True, function(*arguments, **keywords)))
+    except BaseException as exception:
+        summary = "".join(traceback.format_exception_only(exception)).strip()
+        return pickle.dumps((False, (type(exception).__qualname__, f"raised {summary}", traceback.format_exc())))
+
+
+def _load(name: str, file: str) -> ModuleType:
+    """The module `name` made from `file`, which need not be on the import path (pytest's importlib mode imports so)."""
+    if name == "__main__":
+        name = (
+            "__mp_main__"  # multiprocessing's word for it; a block under `if __name__ == "__main__"` must not run here
+        )
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == file:
+        return loaded
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # the parent package of a name that exists only in the caller
+        spec = None
+    if spec is None or spec.origin != file:
+        spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file!r} is not a Python file", name=name, path=file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: its own dataclasses and pickles look it up there
+    if name == "__mp_main__":
+        sys.modules["__main__"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""`run_ranks`: a function on several gloo ranks of this machine, from a pool of processes that lasts the session.
+
+Owns the worker processes, what is sent to them and how their failures are told. It must not know the framework: what a
+job does with its rank (which group it opens, which module it trains) is the job's affair. POSIX only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+from fabricate import ConfigurationError, RankError
+
+_Result = TypeVar("_Result")
+
+_START_SECONDS = 120.0  # importing torch on a busy machine
+_GRACE_SECONDS = 3.0  # what the other ranks get once one has failed; most then wait for it in a collective
+_DUMP_SECONDS = 2.0  # writing the stacks of all threads
+_POLL_SECONDS = 0.1
+_OUTPUT_BYTES = 20_000  # how much of a failed rank's output goes into the message, from its end
+
+_pools: dict[int, _Pool] = {}
+
+
+def run_ranks(
+    function: Callable[..., _Result], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
+) -> list[_Result]:
+    """The results of ``function(*args, **kwargs)`` run on `world_size` ranks at once, in the order of the ranks.
+
+    `function` is defined at the top level of a file; `args`, `kwargs` and the results are pickled. Every rank sees this
+    process's environment (without ``ACCELERATE_USE_CPU``) and working directory plus ``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; it has one thread and no accelerator.
+    Imported modules and a process group that a job opens stay for the jobs after it: only the first call for a world
+    size waits for processes to start. `timeout` is in seconds and does not count that start. One caller at a time.
+
+    Raises ConfigurationError for a function that a rank could not import, and RankError when a rank raises, dies or
+    does not finish in time: the message holds the ranks' numbers, tracebacks, what they printed and, for ranks that
+    hung, the stacks of all threads. Ranks that hang are killed, and the next call starts new ones.
+
+        def rank_plus(number):
+            return int(os.environ["RANK"]) + number
+
+        assert run_ranks(rank_plus, 2, 10) == [10, 11]
+    """
+    if world_size < 1:
+        raise ConfigurationError(f"run_ranks(world_size={world_size!r}): give the number of ranks, 1 or more")
+    if timeout <= 0:
+        raise ConfigurationError(f"run_ranks(timeout={timeout!r}): give the seconds the ranks may take, more than 0")
+    job = {**_address(function), "arguments": pickle.dumps((args, kwargs)), "directory": os.getcwd()}
+    pool = _pools.get(world_size)
+    if pool is not None and not pool.alive():
+        _discard(pool)
+        pool = None
+    if pool is None:
+        pool = _pools[world_size] = _Pool(world_size)
+    try:
+        return pool.run(job, timeout)
+    except BaseException:  # KeyboardInterrupt and a test's time limit too: the ranks are still busy then
+        if not pool.reusable:
+            _discard(pool)
+        raise
+
+
+def close_pools() -> None:
+    """End every worker process of `run_ranks`. Also runs at exit; a later `run_ranks` starts new ones."""
+    for pool in list(_pools.values()):
+        _discard(pool)
+
+
+atexit.register(close_pools)
+
+
+def worker_process_ids() -> set[int]:
+    """The process ids of all workers, for a check that looks for leaked processes."""
+    return {worker.process.pid for pool in _pools.values() for worker in pool.workers}
+
+
+def _discard(pool: _Pool) -> None:
+    del _pools[len(pool.workers)]
+    pool.close()
+
+
+def _address(function: Callable[..., Any]) -> dict[str, str]:
+    """Where a worker finds `function`: the file, the module's name here, and the name inside it."""
+    qualname: str = getattr(function, "__qualname__", repr(function))
+    if not inspect.isfunction(function) or "<" in qualname:
+        raise ConfigurationError(
+            f"run_ranks(function={qualname}): a rank imports the function from its file, so it has to be a def at the "
+            "top level of a module; move it there and pass what it closes over as arguments"
+        )
+    file = inspect.getsourcefile(function)
+    if file is None:
+        raise ConfigurationError(f"run_ranks(function={qualname}): it has no source file that a rank could import")
+    return {"module": function.__module__, "qualname": qualname, "file": os.path.abspath(file)}
+
+
+class _Pool:
+    """`world_size` workers that run one job at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port: int = probe.getsockname()[1]
+        self._started = False
+        self.workers = [_Worker(self._environment(rank, world_size)) for rank in range(world_size)]
+        self.reusable = False  # true between jobs, while every rank is known to be idle and in step with the others
+
+    def alive(self) -> bool:
+        return all(worker.process.poll() is None for worker in self.workers)
+
+    def run(self, job: dict[str, Any], timeout: float) -> list[Any]:
+        self.reusable = False
+        if not self._started:
+            outcome = _collect(self.workers, _START_SECONDS)
+            if len(outcome.results) < len(self.workers):
+                raise outcome.error(self.workers, f"did not start in {_START_SECONDS:g} s")
+            self._started = True
+        for rank, worker in enumerate(self.workers):
+            # `end_after_seconds` matters only if this process is killed: nobody else would then end a rank that hangs.
+            environment = self._environment(rank, len(self.workers))
+            worker.send({**job, "environment": environment, "end_after_seconds": timeout + 60})
+        outcome = _collect(self.workers, timeout)
+        # Ranks that all failed alike are still in step. Where only some failed, their next collectives would not match.
+        kinds = [failure.kind for failure in outcome.failures.values()]
+        self.reusable = not outcome.hanging and kinds in ([], kinds[:1] * len(self.workers))
+        if len(outcome.results) < len(self.workers):
+            late = f"did not finish in {timeout:g} s: does a hook run a collective on some ranks only?"
+            raise outcome.error(self.workers, late)
+        return [outcome.results[rank] for rank in range(len(self.workers))]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.pop("ACCELERATE_USE_CPU", None)
+        return environment | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+
+class _Worker:
+    """One process, the pipe to it, and the file that takes what it prints."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.connection, remote = multiprocessing.Pipe()
+        self.output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - lives as long as the process
+        # What can be imported here can be imported there, installed or not.
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        with remote:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "fabricate.testing._worker", str(remote.fileno())],
+                env=environment | {"PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[remote.fileno()],
+            )
+
+    def send(self, job: dict[str, Any]) -> None:
+        self.output.truncate(0)
+        with contextlib.suppress(BrokenPipeError):  # it died just now, which _collect finds and tells
+            # Not connection.send(job): torch makes that pass tensors as handles into memory that this process may free.
+            self.connection.send_bytes(pickle.dumps(job))
+
+    def end_with_stacks(self) -> None:
+        """Kill the process after it has written the stacks of its threads to its output."""
+        self.process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a stopped process does not hear SIGABRT
+            self.process.wait(_DUMP_SECONDS)
+        self.process.kill()
+        self.process.wait()
+
+    def printed(self) -> str:
+        self.output.seek(max(0, os.fstat(self.output.fileno()).st_size - _OUTPUT_BYTES))
+        text = self.output.read().decode(errors="replace")
+        # What faulthandler writes around the stacks: the signal is ours, and nobody asked for the list of extensions.
+        return text.replace("Fatal Python error: Aborted\n\n", "").partition("\nExtension modules: ")[0].strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        self.output.close()
+
+
+@dataclass
+class _Failure:
+    kind: str  # the exception's type, or how the process ended
+    summary: str
+    traceback: str
+
+
+@dataclass
+class _Outcome:
+    """What came back from the ranks, by rank."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, _Failure] = field(default_factory=dict)  # in order of arrival: the first is the likeliest cause
+    hanging: list[int] = field(default_factory=list)
+
+    def error(self, workers: list[_Worker], late: str) -> RankError:
+        """One error for all ranks that did not return; `late` says what the hanging ones did not do."""
+        lines = [f"rank {rank} {failure.summary}" for rank, failure in self.failures.items()]
+        if self.hanging and self.failures:
+            late = f"were still running {_GRACE_SECONDS:g} s later and were ended"
+        if self.hanging:
+            lines.append(f"ranks {self.hanging} {late}")
+        for rank in [*self.failures, *self.hanging]:
+            if rank in self.failures and self.failures[rank].traceback:
+                lines.append(f"\n--- rank {rank}: traceback ---\n{self.failures[rank].traceback.strip()}")
+            if printed := workers[rank].printed():
+                lines.append(f"\n--- rank {rank}: output{' and stacks' * (rank in self.hanging)} ---\n{printed}")
+        return RankError("\n".join(lines))
+
+
+def _collect(workers: list[_Worker], seconds: float) -> _Outcome:
+    """Wait for one answer of each worker, end those that hang; after a failure the others get only a short grace."""
+    outcome = _Outcome()
+    waiting = dict(enumerate(workers))
+    deadline = time.monotonic() + seconds
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        readable = wait([worker.connection for worker in waiting.values()], min(left, _POLL_SECONDS))
+        for rank, worker in list(waiting.items()):
+            # A dead worker's pipe can stay open: processes that its job started may hold the other end.
+            if worker.connection not in readable and worker.process.poll() is None:
+                continue
+            del waiting[rank]
+            answer = _receive(worker)
+            if isinstance(answer, _Failure):
+                outcome.failures[rank] = answer
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            else:
+                outcome.results[rank] = answer
+    for rank, worker in waiting.items():
+        worker.end_with_stacks()
+        outcome.hanging.append(rank)
+    return outcome
+
+
+def _receive(worker: _Worker) -> Any:
+    """The worker's result, or a _Failure."""
+    message = None
+    with contextlib.suppress(
+        EOFError, OSError
+    ):  # the pipe ended, perhaps inside a message, and the process is about to
+        if worker.connection.poll():
+            message = worker.connection.recv_bytes()
+    if message is not None:
+        returned, answer = pickle.loads(message)
+        return answer if returned else _Failure(*answer)
+    code = worker.process.wait(_GRACE_SECONDS)
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return _Failure(how, f"died: {how}", traceback="")

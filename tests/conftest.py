@@ -1,0 +1,91 @@
+"""What holds for every test: one torch thread, nothing left behind, and the rank pools closed at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import torch
+
+from fabricate.testing.ranks import close_pools, worker_process_ids
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SETTLE_SECONDS = 2.0  # for what is already ending: a joined pool's threads, a data loader's workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Fail a test that leaves threads, processes or process-wide settings changed; the settings are then put back."""
+    threads, processes = _threads(), _processes()
+    environment, handlers, directory = _environment(), _handlers(), os.getcwd()
+    yield
+    leaks = []
+    if environment != (after := _environment()):
+        names = sorted(name for name in environment | after if environment.get(name) != after.get(name))
+        leaks.append(f"environment variables {names}")
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update({name: environment[name] for name in names if name in environment})
+    if handlers != (now := _handlers()):
+        leaks.append(f"handlers of {[number.name for number in _SIGNALS if now[number] != handlers[number]]}")
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if directory != os.getcwd():
+        leaks.append(f"working directory {os.getcwd()!r}")
+        os.chdir(directory)
+    leaks += [f"thread {name!r}" for name in _left(_threads, threads)]
+    leaks += [f"process {command!r}" for command in _left(_processes, processes)]
+    if leaks:
+        pytest.fail("left behind: " + ", ".join(leaks), pytrace=False)
+
+
+def _environment() -> dict[str, str]:
+    # pytest's own word for the running test, and what scikit-learn sets when it is first imported.
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTEST_CURRENT_TEST" and not name.startswith("KMP_")
+    }
+
+
+def _handlers() -> dict[signal.Signals, object]:
+    return {number: signal.getsignal(number) for number in _SIGNALS}
+
+
+def _threads() -> dict[int, str]:
+    return {id(thread): thread.name for thread in threading.enumerate() if not thread.daemon}
+
+
+def _processes() -> dict[int, str]:
+    """Child processes by id, without the rank pools and the helper that multiprocessing keeps for the session."""
+    found = {}
+    for child in psutil.Process().children():
+        try:
+            if child.pid in worker_process_ids() or child.status() == psutil.STATUS_ZOMBIE:
+                continue
+            command = " ".join(child.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        if "multiprocessing.resource_tracker" not in command:
+            found[child.pid] = command
+    return found
+
+
+def _left(look: Callable[[], dict[int, str]], before: dict[int, str]) -> list[str]:
+    """What `look` finds that was not there `before` and does not go away by itself."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (new := {key: name for key, name in look().items() if key not in before}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return list(new.values())

@@ -1,0 +1,60 @@
+"""The public names: exactly those that are promised, resolved lazily."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import fabricate
+import fabricate.testing
+
+# Constants-like names first, then classes, then functions: the order of ruff's RUF022.
+PUBLIC = [
+    "DDP",
+    "FSDP",
+    "Callback",
+    "CheckpointError",
+    "ConfigurationError",
+    "EarlyStopping",
+    "Every",
+    "FabricateError",
+    "FitResult",
+    "Plan",
+    "PluginError",
+    "Precision",
+    "RankError",
+    "Single",
+    "Strategy",
+    "TrainModule",
+    "Trainer",
+    "hookimpl",
+    "seed_everything",
+]
+HEAVY = ["accelerate", "datasets", "numpy", "pluggy", "torch", "transformers"]
+
+
+def test_the_public_names_are_the_promised_ones_in_order() -> None:
+    assert fabricate.__all__ == PUBLIC
+    assert fabricate.testing.__all__ == sorted(fabricate.testing.__all__)
+
+
+@pytest.mark.parametrize("module", [fabricate, fabricate.testing], ids=lambda module: module.__name__)
+def test_every_public_name_resolves_and_is_listed(module: object) -> None:
+    for name in module.__all__:
+        assert getattr(module, name).__name__ == name
+        assert name in dir(module)
+
+
+@pytest.mark.parametrize("module", [fabricate, fabricate.testing], ids=lambda module: module.__name__)
+def test_a_name_that_is_not_public_is_an_attribute_error(module: object) -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["fabricate", "fabricate.testing"])
+def test_importing_loads_no_heavy_library(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
