@@ -1,8 +1,8 @@
 """The `fabricate` command: start a script, show its plan, list plugins, look after checkpoints.
 
-Owns the options, what is printed and the exit codes. It must not know the loop or Accelerate, and never imports torch, so
-that a command line answers at once. Exit codes: 2 for a wrong command, 1 for a failed check; `run` and `plan` end with that
-of the script.
+Owns the options, what is printed and the exit codes. It must not know the loop or Accelerate, and imports no torch: a
+command line answers at once. Exit codes: 2 for a wrong command, 1 for a failed check, and that of the script for `run`
+and `plan`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import click
 
-import fabricate
 from fabricate import launch
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
 
@@ -35,9 +34,17 @@ class _Group(click.Group):
             ctx.exit(2)
 
 
+def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from fabricate import __version__
+
+        click.echo(f"fabricate {__version__}")
+        ctx.exit()
+
+
 @click.group(cls=_Group)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.version_option(fabricate.__version__, prog_name="fabricate")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
 def main(debug: bool) -> None:
     """Train with fabricate: one script, any number of devices.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import send_to_device
@@ -233,16 +234,34 @@ class Engine:
 
     def prepare(self, module: TrainModule, stages: Iterable[str]) -> torch.nn.Module:
         """Place, convert and wrap `module`; returns the callable that runs `(stage, batch, batch_idx)`. All ranks."""
+        steps = {stage: step_function(module, stage) for stage in stages}
+        module.train()
+        if any(isinstance(p, torch.distributed.tensor.DTensor) for p in module.parameters()):
+            return self._reuse(module, steps)
         self.precision.convert(module)
         self.root = Root(module, self.context)
-        self.root.steps = {stage: step_function(module, stage) for stage in stages}
-        module.train()
+        self.root.steps = steps
         model = self.strategy.prepare(self.accelerator, self.root, module)
         # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
         self.root.__dict__.pop("forward", None)
         self.root.__dict__.pop("_original_forward", None)
         self.model = model
+        if self.strategy.shards_parameters:
+            object.__setattr__(module, "_sharded", (self.strategy.name, self.world_size, self.root, model))
         return model
+
+    def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
+        """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
+        name, world_size, root, model = getattr(module, "_sharded", ("", 0, None, None))
+        if (name, world_size) != (self.strategy.name, self.world_size):
+            raise ConfigurationError(
+                f"{type(module).__name__} is sharded already{f' (an earlier fit under {name!r})' if name else ''} and strategy="
+                f"{self.strategy.name!r} needs it whole: build a new module, or {type(module).__name__}.load_from_checkpoint(...)"
+            )
+        self.root, self.model = root, model
+        self.root.steps = steps
+        self.root._context = self.context
+        return self.model
 
     # -- one update ----------------------------------------------------------------------------------------------------
 

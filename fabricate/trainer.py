@@ -32,7 +32,7 @@ from fabricate.module import TrainModule, check_methods, overrides
 from fabricate.plan import Plan, Setting
 from fabricate.progress import Progress
 from fabricate.records import Every, FitResult
-from fabricate.registry import Registry
+from fabricate.registry import Registry, progress_bar
 from fabricate.run import Limits, Requests, Run
 from fabricate.state import parameter_names
 
@@ -250,8 +250,7 @@ class Trainer:
     def _resolve(self) -> _Resolved:
         launch = detect(os.environ)
         asked = requests(os.environ)
-        extra = [p for p in asked["plugins"].value.split(",") if p] if "plugins" in asked else []
-        registry = Registry([*self._plugins, *(p for p in extra if p not in os.environ.get("FABRICATE_PLUGINS", "").split(","))])
+        registry = Registry(self._plugins)
         cpu = "cpu" in asked or not torch.cuda.is_available()
         device = torch.device("cpu") if cpu else torch.device("cuda", launch.local_rank)
         chosen: dict[str, tuple[object, str]] = {}
@@ -259,7 +258,7 @@ class Trainer:
             if kind in asked:
                 request = asked[kind]
                 own = getattr(value, "name", value)
-                if value != "auto" and str(own).partition(":")[0] != request.value.partition(":")[0]:
+                if value != "auto" and own != request.value:
                     raise ConfigurationError(
                         f"{kind}={own!r} is set in the Trainer and {request.value!r} by {request.source}; remove one or make them equal"
                     )
@@ -608,9 +607,7 @@ class Trainer:
         ]
         manager = found.registry.manager
         manager.add(Defaults(), PROJECT)
-        if bar and found.launch.rank == 0:
-            from fabricate.registry import progress_bar
-
+        if bar:  # on every rank, so that all hear the same hooks; it shows on rank 0
             manager.add(progress_bar(), "progress_bar")
         return found.registry.activate(own)
 

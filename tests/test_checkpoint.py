@@ -170,6 +170,26 @@ def test_only_the_overlapping_blocks_are_read(saved: Path) -> None:
         assert counted == [("data-00000.safetensors", 0, 2**20)]
 
 
+def test_the_cache_of_blocks_is_bounded(tmp_path: Path) -> None:
+    counted: list[int] = []
+
+    class Counting(Files):
+        def read(self, source: Source, start: int, count: int) -> bytes:
+            counted.append(start // 2**20)
+            return super().read(source, start, count)
+
+    staging = stage(tmp_path, 500, "9f3a")
+    record = write_tensors(staging / "data.safetensors", [chunk("w", np.zeros(12 * 2**20, dtype=np.uint8))])
+    with Reader(commit(staging, manifest([record], aliases={})), Counting()) as reader:
+        counted.clear()
+        reader.read("w")
+        assert counted == list(range(13))
+        reader.read("w", 11 * 2**20, 9)
+        assert counted == list(range(13))
+        reader.read("w", 0, 9)
+        assert counted == [*range(13), 0]
+
+
 def test_every_tensor_file_is_plain_safetensors(pristine: Path) -> None:
     tensors = example()
     for rank in range(2):
@@ -455,8 +475,9 @@ def test_prune_takes_the_name_away_before_it_deletes(tmp_path: Path) -> None:
 
     old, new = save(tmp_path, 1), save(tmp_path, 2)
     (tmp_path / ".trash-step-00000001").mkdir()
+    (tmp_path / ".trash-step-00000001" / "leftover.json").touch()
     prune([old], Recording())
-    assert done == ["rename step-00000001 .trash-step-00000001", "fsync", *["unlink"] * 4]
+    assert done == ["unlink", "rename step-00000001 .trash-step-00000001", "fsync", *["unlink"] * 4]
     assert list(tmp_path.iterdir()) == [new]
 
 
@@ -467,6 +488,19 @@ def test_a_damaged_checkpoint_is_set_aside_with_its_reason(tmp_path: Path) -> No
     assert json.loads((first / "reason.json").read_text()) == {"reason": "block 3 of data-00000.safetensors is damaged"}
     assert committed(tmp_path) == []
     assert clean(tmp_path) == []
+
+
+def test_setting_aside_is_durable(tmp_path: Path) -> None:
+    synced: list[Path] = []
+
+    class Recording(Files):
+        def fsync_directory(self, path: Path) -> None:
+            synced.append(path)
+            super().fsync_directory(path)
+
+    path = save(tmp_path)
+    set_aside(path, "torn", Recording())
+    assert synced == [tmp_path]
 
 
 def test_a_full_disk_does_not_stop_setting_aside(tmp_path: Path) -> None:
@@ -652,6 +686,16 @@ def test_special_files_are_refused_without_waiting(saved: Path, tmp_path: Path) 
     assert content(saved) == expected()
 
 
+def test_a_file_that_turns_into_a_link_or_pipe_after_the_checks_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.mkfifo(tmp_path / "pipe")
+    for refuses in (LOCAL.open, LOCAL.size):
+        for name in ("link", "pipe", "."):
+            with pytest.raises(OSError, match=r"not a regular file|symbolic links"):
+                refuses(tmp_path / name)
+
+
 def test_unknown_names_are_errors_with_a_suggestion(pristine: Path) -> None:
     with Reader(pristine) as reader:
         with pytest.raises(CheckpointError, match=r"no tensor 'model/a.wieght'; did you mean 'model/a.weight'"):
@@ -823,6 +867,13 @@ def test_a_forged_chunk_list_cannot_read_a_byte_twice_or_move_a_tensor(saved: Pa
     chunks.append(chunks[0])
     forge(saved, body)
     assert "must be" in refused(saved)
+
+
+def test_a_forged_digest_of_a_whole_file_fails_the_verification(saved: Path) -> None:
+    body = json.loads((saved / "manifest.json").read_bytes())["manifest"]
+    body["files"][0]["xxh3_128"] = "0" * 32
+    forge(saved, body)
+    assert f"{body['files'][0]['name']}: its digest is not the one" in refused(saved)
 
 
 def test_a_newer_format_is_told_apart_from_damage(saved: Path) -> None:

@@ -32,7 +32,7 @@ sys.exit(int(os.environ.get("CODE", "0")))
 """
 
 
-@pytest.fixture()
+@pytest.fixture
 def script(tmp_path: Path) -> str:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
@@ -67,7 +67,7 @@ def test_every_command_has_help_with_an_example(names: tuple[str, ...], found: c
 
 
 def test_the_version_is_printed() -> None:
-    assert _invoke("--version").output == f"fabricate, version {fabricate.__version__}\n"
+    assert _invoke("--version").output == f"fabricate {fabricate.__version__}\n"
 
 
 def test_importing_it_does_not_import_torch() -> None:
@@ -267,7 +267,7 @@ def _alter(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.fixture()
+@pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     for step in (500, 1000):
         _saved(tmp_path / "checkpoints", step)

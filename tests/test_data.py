@@ -81,6 +81,7 @@ def ranks(data: Callable[[], Any], loading: Loading | None, world_size: int, **s
 
 
 def values(batch: Any) -> list[int]:
+    batch = torch.cat(list(batch)) if isinstance(batch, list | tuple) and isinstance(batch[0], torch.Tensor) else batch
     return [int(value) for value in (batch.flatten().tolist() if isinstance(batch, torch.Tensor) else batch)]
 
 
@@ -297,6 +298,7 @@ def test_drop_last_is_not_applied_to_evaluation_and_the_plan_says_so() -> None:
     for source in (
         opened(in_twos(5, drop_last=True), argument="val", training=False),
         opened(Numbers(5), Loading(2, drop_last=True), argument="val", training=False),
+        opened(Stream(5), Loading(2, drop_last=True), argument="val", training=False),
     ):
         assert [index for batch in source.batches(stand_ins=True) for index in batch.indices] == [0, 1, 2, 3, 4]
         assert "val: drop_last=True is not applied, evaluation reads every row once" in source.notes
@@ -398,6 +400,13 @@ def test_any_other_sampler_gives_one_global_order_that_a_resume_finds_again(samp
     assert flat(updates([opened(again)], epoch=3)) != flat(found)
 
 
+def test_a_random_sampler_that_draws_some_rows_or_repeats_them_is_asked_too() -> None:
+    some = opened(DataLoader(Numbers(10), sampler=RandomSampler(Numbers(10), num_samples=4)))
+    assert max(flat(updates([some], epoch=1)) + flat(updates([some], epoch=2))) > 3
+    repeating = opened(DataLoader(Numbers(10), sampler=RandomSampler(Numbers(10), replacement=True)))
+    assert len(set(flat(updates([repeating])))) < 10
+
+
 def test_samplers_are_asked_for_their_order_even_when_they_derive_from_torchs_own() -> None:
     assert flat(updates([opened(DataLoader(Numbers(4), sampler=Backwards(Numbers(4))))])) == [3, 2, 1, 0]
     source = opened(DataLoader(Numbers(6), sampler=Told()))
@@ -435,7 +444,7 @@ def test_the_batches_of_a_batch_sampler_are_dealt_to_the_ranks_whole() -> None:
     [
         (lambda: DataLoader(Stream(6), batch_size=2), "its data set is a stream"),
         (
-            lambda: DataLoader([torch.tensor([0, 1]), torch.tensor([2, 3, 4, 5])], batch_size=None),
+            lambda: DataLoader(TensorDataset(torch.arange(6).unsqueeze(1)), batch_size=None),
             "batch_size=None turns",
         ),
         (lambda: OwnLoop(Numbers(6), batch_size=4), "OwnLoop has an iterator of its own"),
@@ -675,12 +684,17 @@ def test_batches_of_an_iterable_are_dealt_in_turn_with_their_own_rows() -> None:
     assert (sources[0].kind, sources[0].updates_per_epoch, sources[0].num_samples) == ("iterable", 2, None)
 
 
+def test_an_iterable_may_be_told_not_to_shuffle() -> None:
+    assert flat(updates([opened([torch.tensor([1]), torch.tensor([2])], Loading(shuffle=False))])) == [1, 2]
+
+
 def test_a_generator_serves_one_epoch_and_the_second_is_an_error() -> None:
     source = opened(torch.tensor([row]) for row in range(3))
     assert source.updates_per_epoch is None
     assert flat(updates([source])) == [0, 1, 2]
-    with pytest.raises(ConfigurationError, match=r"train is a one-shot iterator \(generator\)"):
-        next(iter(source.windows(1)))
+    for epoch in (0, 1):
+        with pytest.raises(ConfigurationError, match=r"train is a one-shot iterator \(generator\)"):
+            next(iter(source.windows(epoch)))
 
 
 def test_a_batch_that_does_not_show_its_rows_is_passed_on_without_a_count() -> None:
@@ -760,6 +774,11 @@ def test_evaluation_covers_every_row_exactly_once(
             assert len({len(batches) for batches in found}) == 1
         else:
             assert sum(len(batches) for batches in found) == len(real)
+
+
+def test_evaluation_counts_micro_steps_and_ignores_accumulation() -> None:
+    source = opened(Numbers(17), Loading(2), training=False, world_size=2, accumulation=4)
+    assert (source.updates_per_epoch, source.global_batch, source.num_samples) == (5, 4, 17)
 
 
 def test_tensor_data_sets_work_end_to_end() -> None:

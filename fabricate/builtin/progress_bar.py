@@ -31,15 +31,17 @@ class ProgressBar(Callback):
         self._live: Any = None
         self._shown = 0.0
         self._metrics: dict[str, float] = {}
+        self._main = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._main = trainer.is_main
         self._begin: tuple[float, int, int] | None = None
         try:
             self._total: int | None = trainer.total_steps
         except Exception:
             self._total = None
-        if sys.stdout.isatty():
+        if self._main and sys.stdout.isatty():
             from rich.live import Live
 
             self._live = Live(get_renderable=self._text, refresh_per_second=4, transient=False)
@@ -71,7 +73,7 @@ class ProgressBar(Callback):
     def _print(self, text: str) -> None:
         if self._live is not None:
             self._live.console.print(text, highlight=False)
-        else:
+        elif self._main:
             print(text, flush=True)
 
     def on_log(self, metrics: dict[str, float]) -> None:

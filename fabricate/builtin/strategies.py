@@ -57,6 +57,8 @@ class DDP(Strategy):
         return {"kwargs_handlers": [handler]}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        if self.find_unused_parameters == "auto":
+            _warn_about_unused_once()
         return cast("torch.nn.Module", accelerator.prepare_model(root))
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
@@ -65,6 +67,24 @@ class DDP(Strategy):
     def describe(self) -> dict[str, str]:
         looked = "looked for after each forward" if self.find_unused_parameters else "not looked for; one without a gradient is an error"
         return {"unused parameters": looked, "gradients": f"averaged in buckets of {self.bucket_cap_mb} MiB"}
+
+
+def _warn_about_unused_once() -> None:
+    """torch warns once per process, from C++, when it looked for unused parameters and found none: not worth a user's worry
+    when nobody asked for it. A throw-away module takes the warning while stderr is closed; all ranks."""
+    import os
+
+    import torch
+
+    tiny = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), find_unused_parameters=True)
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        tiny(torch.zeros(1, 1)).sum().backward()
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
 @dataclasses.dataclass(eq=False)
