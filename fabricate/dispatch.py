@@ -143,7 +143,9 @@ def check_arguments(where: str, function: Callable[..., Any], hook: str, *, wrap
     known = [p for p in inspect.signature(getattr(owner, hook)).parameters if p != "self"]
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise PluginError(f"{where}: name the arguments you want, any of {', '.join(known)}; {parameter} is never filled")
+            raise PluginError(
+                f"{where}: name the arguments you want, any of {', '.join(known)}; {parameter} is never filled"
+            )
         if parameter.name not in known:
             hint = did_you_mean(parameter.name, known)
             if hook == "on_step" and parameter.name in ("batch", "batch_idx"):
@@ -152,9 +154,13 @@ def check_arguments(where: str, function: Callable[..., Any], hook: str, *, wrap
                 f"{where}: hook {hook} has no argument {parameter.name!r} (it has {', '.join(known) or 'none'}){hint}"
             )
         if parameter.default is not parameter.empty:
-            raise PluginError(f"{where}: argument {parameter.name!r} has a default, which a hook would always use; remove it")
+            raise PluginError(
+                f"{where}: argument {parameter.name!r} has a default, which a hook would always use; remove it"
+            )
     if not wrapper and inspect.isgeneratorfunction(function):
-        raise PluginError(f"{where} is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)")
+        raise PluginError(
+            f"{where} is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)"
+        )
 
 
 class Calls:

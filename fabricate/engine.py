@@ -62,8 +62,12 @@ def derive_seed(seed: int, *path: object) -> int:
 
 def rng_state() -> dict[str, Any]:
     """The global generators of this rank: Python, NumPy, torch CPU and the current device."""
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -111,7 +115,9 @@ def pretrained_models(module: torch.nn.Module) -> list[Any]:
         return []
     found: list[tuple[str, Any]] = []
     for name, child in module.named_modules():
-        if isinstance(child, transformers.PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer, _ in found):
+        if isinstance(child, transformers.PreTrainedModel) and not any(
+            name.startswith(f"{outer}.") for outer, _ in found
+        ):
             found.append((name, child))
     return [child for _, child in found]
 
@@ -143,7 +149,10 @@ class Engine:
 
     def check(self) -> None:
         """Refuse what cannot run here, before anything is built."""
-        problems = [*self.strategy.check(self.world_size, self.device), *self.precision.check(self.device, self.strategy)]
+        problems = [
+            *self.strategy.check(self.world_size, self.device),
+            *self.precision.check(self.device, self.strategy),
+        ]
         if problems:
             raise ConfigurationError("; ".join(problems))
 
@@ -161,7 +170,9 @@ class Engine:
                 )
             except (ValueError, ImportError, RuntimeError) as exc:
                 self.__exit__()
-                raise FabricateError(f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}") from exc
+                raise FabricateError(
+                    f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
+                ) from exc
         try:
             self._verify()
         except BaseException:
@@ -192,7 +203,9 @@ class Engine:
             os.environ.pop(name, None)
         os.environ.update(self.launch.environment)
         if self.world_size > 1:
-            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else Accelerate changes torch's threads
+            os.environ.setdefault(
+                "OMP_NUM_THREADS", str(torch.get_num_threads())
+            )  # else Accelerate changes torch's threads
         elif self._cpu:
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
                 os.environ.pop(name, None)  # torchrun with one process: no process group is needed
@@ -252,7 +265,8 @@ class Engine:
 
     def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
         """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
-        name, world_size, root, model = getattr(module, "_sharded", ("", 0, None, None))
+        earlier: tuple[str, int, Any, Any] = getattr(module, "_sharded", ("", 0, None, None))
+        name, world_size, root, model = earlier
         if (name, world_size) != (self.strategy.name, self.world_size):
             raise ConfigurationError(
                 f"{type(module).__name__} is sharded already{f' (an earlier fit under {name!r})' if name else ''} and strategy="
@@ -352,7 +366,10 @@ class Engine:
 
     def start_trackers(self, config: Mapping[str, Any]) -> None:
         """Start Accelerate's trackers with the plan as their configuration. All ranks; they act on rank 0."""
-        flat = {n: s["value"] if isinstance(s["value"], int | float | str | bool) else str(s["value"]) for n, s in config.items()}
+        flat = {
+            n: s["value"] if isinstance(s["value"], int | float | str | bool) else str(s["value"])
+            for n, s in config.items()
+        }
         self.accelerator.init_trackers("fabricate", config=flat)
 
     def report_failure(self, exc: BaseException) -> str:
@@ -363,14 +380,17 @@ class Engine:
         import traceback
 
         echo = isinstance(exc, RuntimeError) and any(
-            word in str(exc) for word in ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "Socket")
+            word in str(exc)
+            for word in ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "Socket")
         )
         try:
             store = dist.distributed_c10d._get_default_store()
             if echo:
                 store.wait(["fabricate/failure"], datetime.timedelta(seconds=5))
                 found: dict[str, Any] = json.loads(store.get("fabricate/failure"))
-                return f"rank {found['rank']} failed first, this rank {self.rank} stopped with it:\n{found['traceback']}"
+                return (
+                    f"rank {found['rank']} failed first, this rank {self.rank} stopped with it:\n{found['traceback']}"
+                )
             if not store.check(["fabricate/failure"]):
                 text = "".join(traceback.format_exception(exc))
                 store.set("fabricate/failure", json.dumps({"rank": self.rank, "traceback": text[-8000:]}))
@@ -393,9 +413,13 @@ def check_trackers(trackers: Sequence[Any], registry: Any) -> list[Any]:
         if isinstance(tracker, GeneralTracker):
             found.append(tracker)
         elif not isinstance(tracker, str):
-            raise ConfigurationError(f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker")
+            raise ConfigurationError(
+                f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker"
+            )
         elif tracker not in known:
-            raise ConfigurationError(f"trackers={tracker!r} is not known{did_you_mean(tracker, known)}; known: {', '.join(known)}")
+            raise ConfigurationError(
+                f"trackers={tracker!r} is not known{did_you_mean(tracker, known)}; known: {', '.join(known)}"
+            )
         elif tracker not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
             raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {tracker}")
         else:
@@ -433,15 +457,22 @@ def materialise(module: TrainModule, seed: int) -> None:
             empty = torch.empty_like(tensor, device="cpu")
             if empty.is_floating_point():
                 empty.fill_(float("nan"))  # so that a value nobody set is found below, not trained on
-            memory[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+            memory[id(tensor)] = (
+                torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+            )
         return memory[id(tensor)]
 
     models = pretrained_models(module)
     pending = []
     for name, child in module.named_modules():
-        owned = [(table, key, t) for table in (child._parameters, child._buffers) for key, t in table.items() if t is not None and t.is_meta]
+        owned = [
+            (table, key, t)
+            for table in (child._parameters, child._buffers)
+            for key, t in table.items()
+            if t is not None and t.is_meta
+        ]
         for table, key, tensor in owned:
-            table[key] = real(tensor)  # type: ignore[index]
+            table[key] = real(tensor)
         if owned:
             pending.append((name, child))
     before = rng_state()

@@ -115,7 +115,7 @@ class Events:
         `grad_norm`: global norm before clipping, 0-dim device tensor. Refused under a strategy whose engine hides gradients."""
 
     @hookspec(firstresult=True)
-    def optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> bool:
+    def optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> bool | None:
         """Wrappable: the update itself. Returns True when weights changed, False when the update was skipped (fp16
         overflow). A wrapper must pass the answer on."""
 
@@ -156,7 +156,7 @@ class Events:
         wrappable. A failure aborts the commit: the previous checkpoint stays the newest."""
 
     @hookspec(firstresult=True)
-    def write_checkpoint(self, trainer: Trainer, path: Path) -> bool:
+    def write_checkpoint(self, trainer: Trainer, path: Path) -> bool | None:
         """Wrappable: writes and commits the checkpoint at `path` (which exists only afterwards). Returns True."""
 
     @hookspec
@@ -244,10 +244,10 @@ for _name in EVENTS:
 class Callback(Listener):
     """A plugin without a strategy or a precision: override the hooks of `fabricate.hooks.Events` that you want to hear.
 
-        class Beep(Callback):
-            def on_step(self, step): print("step", step)
+    class Beep(Callback):
+        def on_step(self, step): print("step", step)
 
-        Trainer(plugins=[Beep()], ...)
+    Trainer(plugins=[Beep()], ...)
     """
 
 

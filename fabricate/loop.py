@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricate.data import rows_of
 from fabricate.engine import rng_state, set_rng_state
 from fabricate.errors import ConfigurationError, FabricateError, did_you_mean
 from fabricate.metrics import Metrics, snapshot_torchmetrics
@@ -31,7 +32,9 @@ def fit(run: Run) -> str:
     model, strategy, scaler, limits = engine.model, engine.strategy, engine.scaler, run.limits
     world_size, source = engine.world_size, run.source
     assert source is not None
-    log_due, eval_due, save_due = (Due(every, progress) for every in (limits.log_every, limits.validate_every, limits.save_every))
+    log_due, eval_due, save_due = (
+        Due(every, progress) for every in (limits.log_every, limits.validate_every, limits.save_every)
+    )
     manager = calls.manager
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
     everything = [p for p in module.parameters() if p.requires_grad]
@@ -67,7 +70,7 @@ def fit(run: Run) -> str:
                     if not checked:
                         _check_loss(run, loss)
                     if weight is None:
-                        weight = own_rows
+                        weight = rows_of(batch) if own_rows is None else own_rows
                     else:
                         own_weights = True
                         if own_rows == 0:
@@ -85,7 +88,9 @@ def fit(run: Run) -> str:
                 losses.append(loss)
                 weights.append(weight)
                 if calls.on_accumulate is not None:
-                    calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, num_micro_steps, micro_step == last)
+                    calls.on_accumulate(
+                        trainer, module, batch, loss, weight, micro_step, num_micro_steps, micro_step == last
+                    )
                 progress.micro_step += 1
             if not checked:
                 _check_window(run, own_weights, name)
@@ -107,7 +112,11 @@ def fit(run: Run) -> str:
                 applied, why = False, "non-finite gradients"
             else:
                 why = "loss scale overflow"
-                applied = engine.step(optimizer) if calls.optimizer_step is None else calls.optimizer_step(trainer, module, optimizer)
+                applied = (
+                    engine.step(optimizer)
+                    if calls.optimizer_step is None
+                    else calls.optimizer_step(trainer, module, optimizer)
+                )
             if applied:
                 if name in run.schedulers:
                     run.schedulers[name].step()
@@ -154,7 +163,9 @@ def fit(run: Run) -> str:
             if _finished(run) == "max_steps":
                 break
         if progress.position == 0 and not progress.micro_step:
-            raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
+            raise ConfigurationError(
+                "train gave no batch in this epoch; an iterator that is used up cannot be read again"
+            )
     return reason
 
 
@@ -190,11 +201,17 @@ def _check_loss(run: Run, loss: Any) -> None:
     if loss is None:
         raise ConfigurationError(f"{where} nothing; return the loss")
     if not isinstance(loss, torch.Tensor):
-        raise ConfigurationError(f"{where} {type(loss).__name__}; return the loss as a 0-dim tensor, or a mapping with 'loss'")
+        raise ConfigurationError(
+            f"{where} {type(loss).__name__}; return the loss as a 0-dim tensor, or a mapping with 'loss'"
+        )
     if loss.ndim:
-        raise ConfigurationError(f"{where} a tensor of shape {tuple(loss.shape)}; reduce it to one number, for instance with .mean()")
+        raise ConfigurationError(
+            f"{where} a tensor of shape {tuple(loss.shape)}; reduce it to one number, for instance with .mean()"
+        )
     if not loss.requires_grad:
-        raise ConfigurationError(f"{where} a loss without gradient; compute it from the module's parameters, without detach() or no_grad()")
+        raise ConfigurationError(
+            f"{where} a loss without gradient; compute it from the module's parameters, without detach() or no_grad()"
+        )
 
 
 def _check_window(run: Run, own_weights: bool, name: str | None) -> None:
@@ -217,7 +234,9 @@ def _choose(run: Run, name: str | None, chosen: str | None, micro_step: int) -> 
             f"there are several optimizers ({', '.join(known)}); training_step has to return {{'loss': ..., 'optimizer': name}}"
         )
     if chosen not in run.optimizers:
-        raise ConfigurationError(f"training_step returned optimizer={chosen!r}{did_you_mean(chosen, known)}; there are {', '.join(known)}")
+        raise ConfigurationError(
+            f"training_step returned optimizer={chosen!r}{did_you_mean(chosen, known)}; there are {', '.join(known)}"
+        )
     if micro_step and name is not None and chosen != name:
         raise ConfigurationError(
             f"training_step returned optimizer={chosen!r} in a window that began with {name!r}; one window is one update: "
@@ -238,8 +257,15 @@ def _mean_loss(run: Run, losses: list[Any], weights: list[Any], total: Any) -> t
     if len(losses) == 1 and run.engine.world_size == 1:
         return losses[0]  # type: ignore[no-any-return]
     zero = torch.zeros((), device=run.engine.device)
-    weighted = sum((torch.where(torch.as_tensor(w, device=zero.device) == 0, zero, l.float() * w) for l, w in zip(losses, weights, strict=True)), zero)
-    return run.engine.all_reduce(weighted) / total
+    weighted = sum(
+        (
+            torch.where(torch.as_tensor(w, device=zero.device) == 0, zero, l.float() * w)
+            for l, w in zip(losses, weights, strict=True)
+        ),
+        zero,
+    )
+    mean: torch.Tensor = run.engine.all_reduce(weighted) / total
+    return mean
 
 
 def _host(total: Any, run: Run) -> float:
@@ -361,20 +387,28 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
             for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
                 batch = engine.to_device(item.batch)
                 restore = snapshot_torchmetrics(module) if item.rows == 0 else None
-                output = forward(stage, batch, batch_idx) if calls.eval_step is None else calls.eval_step(trainer, module, batch, stage)
+                output = (
+                    forward(stage, batch, batch_idx)
+                    if calls.eval_step is None
+                    else calls.eval_step(trainer, module, batch, stage)
+                )
                 if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
                     restore()
                     module._logged.clear()
                     continue
-                weight = item.rows
+                weight: Any = item.rows
                 if output is not None:
                     if not isinstance(output, Mapping):
                         step = "validation_step" if stage == "validate" else f"{stage}_step"
-                        raise ConfigurationError(f"{type(module).__name__}.{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
+                        raise ConfigurationError(
+                            f"{type(module).__name__}.{step} returned {type(output).__name__}; return a mapping of metrics, or nothing"
+                        )
                     weight = output.get("weight", weight)
                     for key, value in output.items():
                         if key != "weight":
                             module.log(key, value)
+                if weight is None:
+                    weight = rows_of(item.batch)
                 metrics.take(module._logged, weight)
             inner = f"{prefix}{name}_" if name else prefix
             result |= {inner + n.removeprefix(prefix): v for n, v in metrics.finish().items()}
@@ -395,12 +429,15 @@ def predict(run: Run, source: Source) -> list[Any] | None:
             calls.on_eval_start(trainer, module, "predict")
         for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
             batch = engine.to_device(item.batch)
-            output = forward("predict", batch, batch_idx) if calls.eval_step is None else calls.eval_step(trainer, module, batch, "predict")
+            output = (
+                forward("predict", batch, batch_idx)
+                if calls.eval_step is None
+                else calls.eval_step(trainer, module, batch, "predict")
+            )
             if item.rows == 0:
                 continue
-            rows = _rows(output, item.rows)
+            outputs += _rows(output, rows_of(item.batch) if item.rows is None else item.rows)
             indices += [int(i) for i in item.indices]
-            outputs += rows
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})
     return _gather_rows(run, indices, outputs)
@@ -409,9 +446,11 @@ def predict(run: Run, source: Source) -> list[Any] | None:
 def _rows(output: Any, rows: int) -> list[Any]:
     """Split a batch of predictions into one per row."""
     if isinstance(output, torch.Tensor | list):
-        if isinstance(output, torch.Tensor) and output.ndim == 0 or len(output) != rows:
+        if (isinstance(output, torch.Tensor) and output.ndim == 0) or len(output) != rows:
             shape = tuple(output.shape) if isinstance(output, torch.Tensor) else len(output)
-            raise ConfigurationError(f"predict_step returned {shape} for a batch of {rows} rows; the leading dimension has to be the rows")
+            raise ConfigurationError(
+                f"predict_step returned {shape} for a batch of {rows} rows; the leading dimension has to be the rows"
+            )
         return [o.cpu() if isinstance(o, torch.Tensor) else o for o in output]
     if isinstance(output, Mapping):
         columns = {k: _rows(v, rows) for k, v in output.items()}
@@ -419,7 +458,9 @@ def _rows(output: Any, rows: int) -> list[Any]:
     if isinstance(output, tuple):
         parts = [_rows(v, rows) for v in output]
         return [tuple(part[i] for part in parts) for i in range(rows)]
-    raise ConfigurationError(f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them")
+    raise ConfigurationError(
+        f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them"
+    )
 
 
 def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] | None:
@@ -436,8 +477,14 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
         tensors.append(value)
         return str(len(tensors) - 1)
 
-    trees = run.engine.gather_json([indices, encode(outputs, put, "predictions"), [[str(t.dtype), list(t.shape)] for t in tensors]])
-    flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
+    trees = run.engine.gather_json(
+        [indices, encode(outputs, put, "predictions"), [[str(t.dtype), list(t.shape)] for t in tensors]]
+    )
+    flat = (
+        torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+        if tensors
+        else torch.empty(0, dtype=torch.uint8)
+    )
     parts = run.engine.send_rows(flat)
     if parts is None:
         return None
@@ -449,6 +496,6 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
             size = math.prod(shape) * dtype.itemsize
             views.append(part[offset : offset + size].clone().view(dtype).reshape(shape))
             offset += size
-        rows = decode(tree, lambda ref, views=views: views[int(ref)])  # type: ignore[misc]
-        gathered += zip(where, rows, strict=True)  # type: ignore[arg-type]
+        rows: Any = decode(tree, lambda ref, views=views: views[int(ref)])  # type: ignore[misc]
+        gathered += zip(where, rows, strict=True)
     return [value for _, value in sorted(gathered, key=lambda pair: pair[0])]

@@ -41,9 +41,13 @@ def check_value(name: str, value: object) -> None:
     """Refuse what cannot become one float, while the traceback still points at the user's line."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise ConfigurationError(f"log({name!r}): a metric is one number, this tensor has shape {tuple(value.shape)}; reduce it first")
+            raise ConfigurationError(
+                f"log({name!r}): a metric is one number, this tensor has shape {tuple(value.shape)}; reduce it first"
+            )
     elif isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigurationError(f"log({name!r}): give a number, a 0-dim tensor or a torchmetrics object, not {type(value).__name__}")
+        raise ConfigurationError(
+            f"log({name!r}): give a number, a 0-dim tensor or a torchmetrics object, not {type(value).__name__}"
+        )
 
 
 class Metrics:
@@ -89,7 +93,10 @@ class Metrics:
                 continue
             value, weight = torch.stack(values), torch.stack(weights)
             # A weight of zero means "no rows here", whatever the value (it may be nan).
-            rows += [torch.where(weight == 0, zero, value * weight).sum() if key[1] == "mean" else value.sum(), weight.sum()]
+            rows += [
+                torch.where(weight == 0, zero, value * weight).sum() if key[1] == "mean" else value.sum(),
+                weight.sum(),
+            ]
         flat = self._collectives.all_reduce(torch.stack(rows)).tolist()
         result = {}
         for number, (name, reduce) in enumerate(keys):
@@ -137,9 +144,12 @@ def snapshot_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:
     saved = []
     for metric in module.modules():
         if is_torchmetric(metric):
-            names = [*metric._defaults, "_update_count", "_computed"]  # torchmetrics has no public snapshot
+            names = [*metric._defaults, "_update_count", "_computed"]  # type: ignore[misc]  # torchmetrics has no public snapshot
             values = {n: getattr(metric, n) for n in names}
-            copies = {n: v.clone() if isinstance(v, torch.Tensor) else list(v) if isinstance(v, list) else v for n, v in values.items()}
+            copies = {
+                n: v.clone() if isinstance(v, torch.Tensor) else list(v) if isinstance(v, list) else v
+                for n, v in values.items()
+            }
             saved.append((metric, copies))
 
     def restore() -> None:

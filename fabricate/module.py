@@ -76,7 +76,9 @@ class TrainModule(torch.nn.Module, Listener):
         """`training_step(self, batch)` or `(self, batch, batch_idx)`: the forward of one micro-batch, inside the prepared
         model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (what the mean was taken over; default:
         the rows of the batch) and, with several optimizers, "optimizer": the name of the one this update is for."""
-        raise ConfigurationError(f"{type(self).__name__} has no training_step; define training_step(self, batch) and return the loss")
+        raise ConfigurationError(
+            f"{type(self).__name__} has no training_step; define training_step(self, batch) and return the loss"
+        )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """`validation_step(self, batch)`: a mapping of metrics (with "weight", as above), or nothing. No grad, eval mode."""
@@ -193,7 +195,9 @@ def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
     if not overrides(module, method):
         bound()  # raises the error that says what to define
     parameters = list(inspect.signature(bound).parameters.values())
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     where = f"{type(module).__name__}.{method}({', '.join(names)})"
@@ -211,17 +215,25 @@ def check_methods(module: object) -> None:
     """Refuse what `fit` got that is no module, and near misses of method names, which would silently never run."""
     if not isinstance(module, TrainModule):
         kind = module.__name__ + " (a class; pass an instance)" if inspect.isclass(module) else type(module).__name__
-        raise ConfigurationError(f"module={kind} is not a fabricate.TrainModule; subclass TrainModule and define training_step")
+        raise ConfigurationError(
+            f"module={kind} is not a fabricate.TrainModule; subclass TrainModule and define training_step"
+        )
     if "_modules" not in module.__dict__:
         raise ConfigurationError(f"{type(module).__name__}.__init__ does not call super().__init__(); call it first")
     lightning = {"setup": ("stage",), "teardown": ("stage",), "prepare_data": ()}
-    instead = {"setup": "configure_model() or on_fit_start()", "teardown": "on_teardown()", "prepare_data": "code before trainer.fit()"}
+    instead = {
+        "setup": "configure_model() or on_fit_start()",
+        "teardown": "on_teardown()",
+        "prepare_data": "code before trainer.fit()",
+    }
     for base in type(module).__mro__[: type(module).__mro__.index(TrainModule)]:
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name.startswith("_"):
                 continue
             if name in lightning and tuple(inspect.signature(value).parameters)[1:] == lightning[name]:
-                raise ConfigurationError(f"{base.__name__}.{name} is a Lightning hook that fabricate does not call; use {instead[name]}")
+                raise ConfigurationError(
+                    f"{base.__name__}.{name} is a Lightning hook that fabricate does not call; use {instead[name]}"
+                )
             near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.9)
             if near and name not in _METHODS and not hasattr(torch.nn.Module, name):
                 raise ConfigurationError(f"{base.__name__}.{name} would never be called; did you mean {near[0]!r}?")

@@ -26,7 +26,12 @@ from fabricate.strategy import Strategy
 
 DISTRIBUTION = "fabricate-trainer"
 BUILTIN = ("fabricate.builtin.strategies", "fabricate.builtin.precisions")
-KINDS = {"strategy": "register_strategies", "precision": "register_precisions", "tracker": "register_trackers", "command": "register_commands"}
+KINDS = {
+    "strategy": "register_strategies",
+    "precision": "register_precisions",
+    "tracker": "register_trackers",
+    "command": "register_commands",
+}
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,16 @@ class Registry:
             )
         if len(points) > 1:
             owners = " and ".join(str(_origin(p)) for p in points)
-            raise PluginError(f"plugins={name!r} is offered by {owners}; uninstall one, or pass the object itself in plugins=[...]")
+            raise PluginError(
+                f"plugins={name!r} is offered by {owners}; uninstall one, or pass the object itself in plugins=[...]"
+            )
         origin = _origin(points[0])
         try:
             return points[0].load(), origin
         except Exception as exc:
-            raise PluginError(f"plugin {name!r} ({origin}, {points[0].value}) fails to import: {type(exc).__name__}: {exc}") from exc
+            raise PluginError(
+                f"plugin {name!r} ({origin}, {points[0].value}) fails to import: {type(exc).__name__}: {exc}"
+            ) from exc
 
     def _collect(self, plugin: object, name: str, origin: Origin, state: str) -> None:
         self._consulted.add(name)
@@ -153,14 +162,20 @@ class Registry:
 
             def register(offered: str, factory: Any, *, summary: str = "", kind: str = kind) -> None:
                 if not isinstance(offered, str) or not offered.replace("-", "_").isidentifier():
-                    raise PluginError(f"plugin {name!r} ({origin}) registers the {kind} name {offered!r}; use letters, digits, - and _")
-                self._offers.setdefault(f"{kind}:{offered}", []).append(Offer(kind, offered, factory, summary, name, origin))
+                    raise PluginError(
+                        f"plugin {name!r} ({origin}) registers the {kind} name {offered!r}; use letters, digits, - and _"
+                    )
+                self._offers.setdefault(f"{kind}:{offered}", []).append(
+                    Offer(kind, offered, factory, summary, name, origin)
+                )
 
             try:
                 function(register)
             except Exception as exc:
                 if state != "available":
-                    raise PluginError(f"plugin {name!r} ({origin}) fails in {hook}: {type(exc).__name__}: {exc}") from exc
+                    raise PluginError(
+                        f"plugin {name!r} ({origin}) fails in {hook}: {type(exc).__name__}: {exc}"
+                    ) from exc
                 self._broken[name] = f"{hook}: {type(exc).__name__}: {exc}"
 
     def _consult_installed(self) -> None:
@@ -197,7 +212,9 @@ class Registry:
                 chosen = builtin or offers
                 if len(chosen) > 1:
                     both = " and ".join(f"{o.plugin!r} ({o.origin})" for o in chosen)
-                    raise PluginError(f"{kind}={name!r} is offered by {both}; choose with {chosen[0].plugin}/{bare} or {chosen[1].plugin}/{bare}")
+                    raise PluginError(
+                        f"{kind}={name!r} is offered by {both}; choose with {chosen[0].plugin}/{bare} or {chosen[1].plugin}/{bare}"
+                    )
                 return chosen[0]
         broken = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
         raise ConfigurationError(
@@ -211,7 +228,9 @@ class Registry:
         if isinstance(value, base):
             return value, None
         if inspect.isclass(value) and issubclass(value, base):
-            raise ConfigurationError(f"{kind}={value.__name__} is a class; pass an object, {value.__name__}(), or a name")
+            raise ConfigurationError(
+                f"{kind}={value.__name__} is a class; pass an object, {value.__name__}(), or a name"
+            )
         if not isinstance(value, str):
             raise ConfigurationError(
                 f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ('fsdp:offload=cpu') or a {base.__name__} object"
@@ -220,7 +239,9 @@ class Registry:
         offer = self.find(kind, name)
         built = build(offer.load(), kind, name, options)
         if not isinstance(built, base):
-            raise PluginError(f"{kind} {name!r} of plugin {offer.plugin!r} ({offer.origin}) made a {type(built).__name__}, not a {base.__name__}")
+            raise PluginError(
+                f"{kind} {name!r} of plugin {offer.plugin!r} ({offer.origin}) made a {type(built).__name__}, not a {base.__name__}"
+            )
         return built, offer
 
     def activate(self, listeners: Iterable[tuple[str, object, Origin]]) -> Manager:
@@ -240,10 +261,20 @@ class Registry:
             if origin is None:
                 origin = _origin(self._points[name][0]) if name in self._points else Origin()
             offers = tuple(key for key, found in sorted(self._offers.items()) if any(o.plugin == name for o in found))
-            state = "built-in" if name == PROJECT else "active" if name in active else "blocked" if name in self._blocked else "available"
+            state = (
+                "built-in"
+                if name == PROJECT
+                else "active"
+                if name in active
+                else "blocked"
+                if name in self._blocked
+                else "available"
+            )
             if name in self._broken:
                 state = "broken"
-            rows.append(PluginInfo(name, origin.distribution, origin.version, state, self._broken.get(name, ""), offers))
+            rows.append(
+                PluginInfo(name, origin.distribution, origin.version, state, self._broken.get(name, ""), offers)
+            )
         return rows
 
 
@@ -269,15 +300,19 @@ def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
 def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, str]) -> Any:
     """Call `factory` with `options`, each converted by the type that the factory declares for it."""
     try:
-        hints = typing.get_type_hints(factory if not inspect.isclass(factory) or dataclasses.is_dataclass(factory) else factory.__init__)
-        parameters = inspect.signature(factory).parameters
+        hints = typing.get_type_hints(
+            factory if not inspect.isclass(factory) or dataclasses.is_dataclass(factory) else factory.__init__
+        )
+        parameters = dict(inspect.signature(factory).parameters)
     except (TypeError, ValueError, NameError):
         hints, parameters = {}, {}
     arguments = {}
     for key, text in options.items():
         if parameters and key not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             known = ", ".join(parameters) or "none"
-            raise ConfigurationError(f"{kind}={name!r} has no option {key!r}{did_you_mean(key, parameters)}; options: {known}")
+            raise ConfigurationError(
+                f"{kind}={name!r} has no option {key!r}{did_you_mean(key, parameters)}; options: {known}"
+            )
         arguments[key] = _convert(text, hints.get(key, str), f"{kind}={name!r}: option {key}={text!r}")
     return factory(**arguments)
 
@@ -303,7 +338,9 @@ def _convert(text: str, hint: Any, where: str) -> Any:
                 continue
     if str in kinds or hint is Any:
         return text
-    wanted = ", ".join(map(str, literals)) or " or ".join(getattr(k, "__name__", str(k)) for k in kinds if k is not type(None))
+    wanted = ", ".join(map(str, literals)) or " or ".join(
+        getattr(k, "__name__", str(k)) for k in kinds if k is not type(None)
+    )
     raise ConfigurationError(f"{where} is not {wanted}")
 
 

@@ -104,7 +104,9 @@ class Run:
             with (self.run_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         if self.trackers:
-            self.engine.accelerator.log({**metrics, **{f"clock/{n}": v for n, v in clock.items()}}, step=self.progress.step)
+            self.engine.accelerator.log(
+                {**metrics, **{f"clock/{n}": v for n, v in clock.items()}}, step=self.progress.step
+            )
 
     def clock_fields(self) -> dict[str, float]:
         """Rates since the last log boundary; resets it."""

@@ -22,7 +22,17 @@ from fabricate.checkpoint import FileRecord, Manifest, Reader
 from fabricate.engine import derive_seed, pretrained_models, rng_state, seed_everything, set_rng_state
 from fabricate.errors import CheckpointError
 from fabricate.module import overrides, recorded
-from fabricate.state import Saver, chunk, decode_with, export_tensors, find_checkpoint, gather, load_model, load_optimizer, parameter_names
+from fabricate.state import (
+    Saver,
+    chunk,
+    decode_with,
+    export_tensors,
+    find_checkpoint,
+    gather,
+    load_model,
+    load_optimizer,
+    parameter_names,
+)
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -71,7 +81,11 @@ def write(run: Run, path: Path) -> None:
         own = _own_state(run, saver)
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = format.stage(path.parent, run.progress.step, nonce)
-        records.append(format.write_tensors(staging / f"data-{engine.rank:05d}-of-{engine.world_size:05d}.safetensors", saver.chunks))
+        records.append(
+            format.write_tensors(
+                staging / f"data-{engine.rank:05d}-of-{engine.world_size:05d}.safetensors", saver.chunks
+            )
+        )
         records.append(format.write_json(staging / f"rank-{engine.rank:05d}.json", own))
         if engine.rank == 0:
             records.append(format.write_json(staging / "state.json", shared))
@@ -92,7 +106,9 @@ def write(run: Run, path: Path) -> None:
             format.discard(staging)
         if failure is not None and not isinstance(failure, OSError | CheckpointError):
             raise failure
-        raise CheckpointError(f"the checkpoint {path} was not written ({'; '.join(failed)}); the previous one is intact") from failure
+        raise CheckpointError(
+            f"the checkpoint {path} was not written ({'; '.join(failed)}); the previous one is intact"
+        ) from failure
 
 
 def _manifest(run: Run, nonce: str, files: list[FileRecord], aliases: dict[str, str]) -> Manifest:
@@ -103,7 +119,7 @@ def _manifest(run: Run, nonce: str, files: list[FileRecord], aliases: dict[str, 
         nonce=nonce,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tensors=format.tensors_of(files),
-        files=files,
+        files=tuple(files),
         aliases=aliases,
         topology={
             "world_size": run.engine.world_size,
@@ -128,9 +144,16 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         call(trainer=run.trainer, module=run.module, state=state)
         plugins[name] = saver.encode(state, f"plugin/{name}", saver.whole)
     return {
-        "module": {"class": f"{type(run.module).__module__}.{type(run.module).__qualname__}", "arguments": held, "unrecorded": lost},
+        "module": {
+            "class": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
+            "arguments": held,
+            "unrecorded": lost,
+        },
         "optimizers": {label: saver.optimizer(label, o, names) for label, o in run.optimizers.items()},
-        "schedulers": {label: saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole) for label, s in run.schedulers.items()},
+        "schedulers": {
+            label: saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)
+            for label, s in run.schedulers.items()
+        },
         "scaler": run.engine.scaler.state_dict() if run.engine.scaler is not None else None,
         "seed": run.seed,
         "data": _data_identity(run),
@@ -151,7 +174,11 @@ def _own_state(run: Run, saver: Saver) -> dict[str, Any]:
 
 def _data_identity(run: Run) -> dict[str, Any]:
     assert run.source is not None
-    return {"num_samples": run.source.num_samples, "global_batch_size": run.source.global_batch, "kind": run.source.kind}
+    return {
+        "num_samples": run.source.num_samples,
+        "global_batch_size": run.source.global_batch,
+        "kind": run.source.kind,
+    }
 
 
 def _prune(run: Run, root: Path) -> None:
@@ -199,9 +226,13 @@ def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path |
     if str(resume) not in ("auto", "never"):
         path = Path(resume)
         if not path.exists():
-            raise CheckpointError(f"resume={str(resume)!r} does not exist; give 'auto', 'never' or the path of a checkpoint")
+            raise CheckpointError(
+                f"resume={str(resume)!r} does not exist; give 'auto', 'never' or the path of a checkpoint"
+            )
         if not (path / "manifest.json").exists():
-            raise CheckpointError(f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-...")
+            raise CheckpointError(
+                f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
+            )
         _verify(path)
         return path
     if run.run_dir is None:
@@ -223,7 +254,9 @@ def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path |
             run.event("rejected", path=path.name, reason=str(exc), moved_to=aside.name)
             warn(f"{exc}\n  set aside as {aside.name}; trying the one before")
     if found:
-        raise CheckpointError(f"no checkpoint in {root} is good (they were set aside there); start over with resume='never', or restore one")
+        raise CheckpointError(
+            f"no checkpoint in {root} is good (they were set aside there); start over with resume='never', or restore one"
+        )
     return None
 
 
@@ -290,15 +323,21 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
                 f"or say that it is meant: Trainer(accept_changes=({argument!r},))"
             )
     if run.trainer.seed is not None and run.trainer.seed != tree["seed"] and "seed" not in accept_changes:
-        raise CheckpointError(f"{path} was saved with seed={tree['seed']}, this run has seed={run.trainer.seed}; use the same or Trainer(accept_changes=('seed',))")
+        raise CheckpointError(
+            f"{path} was saved with seed={tree['seed']}, this run has seed={run.trainer.seed}; use the same or Trainer(accept_changes=('seed',))"
+        )
     if set(run.optimizers) != set(tree["optimizers"]):
-        raise CheckpointError(f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optimizers)}; they have to be the same")
+        raise CheckpointError(
+            f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optimizers)}; they have to be the same"
+        )
     listening = {name for name, _ in run.calls.listeners("on_save")}
     missing = sorted(n for n in tree["plugins"] if n not in listening)
     surplus = sorted(n for n in listening if n not in tree["plugins"])
     for names, text in ((missing, "holds the state of"), (surplus, "has no state for")):
         if names and "plugins" not in accept_changes:
-            raise CheckpointError(f"{path} {text} the plugin {', '.join(names)}; use the same plugins, or Trainer(accept_changes=('plugins',))")
+            raise CheckpointError(
+                f"{path} {text} the plugin {', '.join(names)}; use the same plugins, or Trainer(accept_changes=('plugins',))"
+            )
 
 
 def _cut_metrics(run: Run, size: int) -> None:
@@ -338,7 +377,7 @@ def export(run: Run) -> Path | None:
 
 def _export(run: Run, path: Path) -> None:
     models = pretrained_models(run.module)
-    model = models[0] if len(models) == 1 else run.module
+    model: Any = models[0] if len(models) == 1 else run.module
     main = run.engine.rank == 0
     if model is not run.module and not run.engine.strategy.shards_parameters:
         if main:
@@ -358,7 +397,11 @@ def _export(run: Run, path: Path) -> None:
                     model.generation_config.save_pretrained(path)
     if main:
         for attribute in vars(run.module).values():
-            if type(attribute).__module__.startswith("transformers") and hasattr(attribute, "save_pretrained") and not isinstance(attribute, torch.nn.Module):
+            if (
+                type(attribute).__module__.startswith("transformers")
+                and hasattr(attribute, "save_pretrained")
+                and not isinstance(attribute, torch.nn.Module)
+            ):
                 attribute.save_pretrained(path)
 
 

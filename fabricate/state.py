@@ -45,11 +45,14 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
     """A piece of the logical tensor `name`: the elements of `tensor`, from `start` on, of a whole of `shape` (default: all)."""
     if tensor.dtype not in _CODES:
-        raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, _CODES))}")
+        raise CheckpointError(
+            f"{name} has the dtype {tensor.dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, _CODES))}"
+        )
 
     def data() -> Any:
         flat = gather(tensor.detach()).reshape(-1).contiguous().cpu()
-        return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+        array: Any = flat.view(torch.uint8).numpy()
+        return memoryview(array) if flat.numel() else b""
 
     whole = tuple(tensor.shape) if shape is None else shape
     return Chunk(name, start, tensor.numel(), _CODES[tensor.dtype], whole, data)
@@ -189,7 +192,9 @@ def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | Non
         )
     for name, tensor in live.items():
         if tuple(saved[source[name]].shape) != tuple(tensor.shape):
-            raise CheckpointError(f"{where}: {name} has shape {tuple(saved[source[name]].shape)}, the module's has {tuple(tensor.shape)}")
+            raise CheckpointError(
+                f"{where}: {name} has shape {tuple(saved[source[name]].shape)}, the module's has {tuple(tensor.shape)}"
+            )
     with torch.no_grad():
         for name, tensor in live.items():
             part, start = strategy.local_part(tensor)
@@ -211,7 +216,9 @@ def load_optimizer(
     """Restore one optimizer: options of each group and this rank's part of the state, matched by parameter name."""
     where = f"checkpoint {reader.path}, optimizer {label!r}"
     if saved["kind"] != type(optimizer).__name__:
-        raise CheckpointError(f"{where} is a {saved['kind']}, this run has a {type(optimizer).__name__}; use the same, or resume='never'")
+        raise CheckpointError(
+            f"{where} is a {saved['kind']}, this run has a {type(optimizer).__name__}; use the same, or resume='never'"
+        )
     live = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
     if [g["names"] for g in saved["groups"]] != live:
         raise CheckpointError(
@@ -257,7 +264,9 @@ def find_checkpoint(path: Path) -> Path:
         return path
     found = committed(path / "checkpoints") if (path / "checkpoints").is_dir() else []
     if not found:
-        raise CheckpointError(f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-...")
+        raise CheckpointError(
+            f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-..."
+        )
     return found[-1]
 
 

@@ -55,7 +55,8 @@ class Strategy(Listener):
 
         Returns the callable that the loop runs. Parameters may be replaced in place; names in `module` must stay.
         """
-        return accelerator.prepare_model(root, evaluation_mode=True)
+        prepared: torch.nn.Module = accelerator.prepare_model(root, evaluation_mode=True)
+        return prepared
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """A context for a micro-batch whose gradients stay local (every one of a window but the last)."""
@@ -63,21 +64,22 @@ class Strategy(Listener):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch. `loss`: 0-dim, weighted and scaled; gradients are averaged over ranks on the last one."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
         """Multiply every gradient by `factor` (0-dim, on the device, the same on every rank), in place; no wait."""
         import torch
         import torch.distributed.tensor as dt
 
-        grads = [p.grad.to_local() if isinstance(p.grad, dt.DTensor) else p.grad for p in parameters if p.grad is not None]
+        grads = [
+            p.grad.to_local() if isinstance(p.grad, dt.DTensor) else p.grad for p in parameters if p.grad is not None
+        ]
         if grads:
             torch._foreach_mul_(grads, factor)
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """2-norm of the global gradient over `parameters`: 0-dim device tensor, the same on every rank. All ranks."""
         import torch
-
         import torch.distributed.tensor as dt
 
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -104,7 +106,7 @@ class Strategy(Listener):
         if any(isinstance(p, dt.Shard) and p.dim != 0 for p in tensor.placements):
             raise ValueError(f"placements {tensor.placements} are no flat range; only dimension 0 may be sharded")
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local = tensor.detach().to_local()
+        local: torch.Tensor = tensor.to_local().detach()
         return local, offset[0] * (tensor.numel() // tensor.shape[0]) if local.numel() else 0
 
     def describe(self) -> dict[str, str]:

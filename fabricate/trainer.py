@@ -128,7 +128,9 @@ class Trainer:
         if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None not to clip")
         if nonfinite not in ("stop", "skip"):
-            raise ConfigurationError(f"nonfinite={nonfinite!r}{did_you_mean(str(nonfinite), ('stop', 'skip'))}; give 'stop' or 'skip'")
+            raise ConfigurationError(
+                f"nonfinite={nonfinite!r}{did_you_mean(str(nonfinite), ('stop', 'skip'))}; give 'stop' or 'skip'"
+            )
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32):
             raise ConfigurationError(f"seed={seed!r}: give a whole number from 0 to {2**32 - 1}, or None")
         if isinstance(plugins, str) or not isinstance(plugins, Iterable):
@@ -136,7 +138,9 @@ class Trainer:
         known = ("global_batch_size", "train", "seed", "plugins")
         for change in accept_changes:
             if change not in known:
-                raise ConfigurationError(f"accept_changes={change!r}{did_you_mean(change, known)}; known: {', '.join(known)}")
+                raise ConfigurationError(
+                    f"accept_changes={change!r}{did_you_mean(change, known)}; known: {', '.join(known)}"
+                )
         self._strategy_asked, self._precision_asked = strategy, precision
         self.max_steps, self.max_epochs = (1, None) if fast_dev_run else (max_steps, max_epochs)
         self.seed = seed
@@ -177,7 +181,9 @@ class Trainer:
     def accelerator(self) -> Accelerator:
         """The Accelerator of the running fit. Raises `FabricateError` before and after."""
         if self._run is None:
-            raise FabricateError("trainer.accelerator exists only while fit, validate, test or predict is running; use it in a step or a hook")
+            raise FabricateError(
+                "trainer.accelerator exists only while fit, validate, test or predict is running; use it in a step or a hook"
+            )
         return self._run.engine.accelerator
 
     @property
@@ -267,10 +273,14 @@ class Trainer:
                 chosen[kind] = (value, "argument")
         if "strategy" not in chosen:
             several = launch.world_size > 1
-            chosen["strategy"] = ("ddp", f"auto: {launch.world_size} processes") if several else ("single", "auto: one process")
+            chosen["strategy"] = (
+                ("ddp", f"auto: {launch.world_size} processes") if several else ("single", "auto: one process")
+            )
         if "precision" not in chosen:
             native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            reason = "the device computes in bf16 natively" if native else f"{device.type} does not compute in bf16 natively"
+            reason = (
+                "the device computes in bf16 natively" if native else f"{device.type} does not compute in bf16 natively"
+            )
             chosen["precision"] = ("bf16" if native else "fp32", f"auto: {reason}")
         strategy, strategy_offer = registry.resolve("strategy", chosen["strategy"][0])
         precision, precision_offer = registry.resolve("precision", chosen["precision"][0])
@@ -282,30 +292,59 @@ class Trainer:
             cpu,
             device,
             {"strategy": chosen["strategy"][1], "precision": chosen["precision"][1]},
-            {"strategy": strategy_offer.origin if strategy_offer else Origin(), "precision": precision_offer.origin if precision_offer else Origin()},
+            {
+                "strategy": strategy_offer.origin if strategy_offer else Origin(),
+                "precision": precision_offer.origin if precision_offer else Origin(),
+            },
             int(asked["gradient_accumulation_steps"].value) if "gradient_accumulation_steps" in asked else None,
+            self._clipping(float(asked["max_grad_norm"].value) if "max_grad_norm" in asked else None),
             "plan_only" in asked,
         )
 
-    def _sources(self, found: _Resolved, train: object, val: object, loading: Loading, seed: int) -> tuple[Source | None, dict[str, Source], dict[str, str]]:
+    def _clipping(self, told: float | None) -> float | None:
+        if told is not None and self.max_grad_norm is not None and told != self.max_grad_norm:
+            raise ConfigurationError(
+                f"max_grad_norm={self.max_grad_norm} in the Trainer and {told} from the launcher; make them equal"
+            )
+        return told if self.max_grad_norm is None else self.max_grad_norm
+
+    def _sources(
+        self, found: _Resolved, train: object, val: object, loading: Loading, seed: int
+    ) -> tuple[Source | None, dict[str, Source], dict[str, str]]:
         """Open the data; derive accumulation from the global batch."""
         rank, world_size = found.launch.rank, found.launch.world_size
         told, accumulation, origin = found.accumulation, self._accumulation, {}
         if told is not None and accumulation is not None and told != accumulation:
-            raise ConfigurationError(f"gradient_accumulation_steps={accumulation} in the Trainer and {told} from the launcher; make them equal")
-        origin["gradient_accumulation_steps"] = "argument" if accumulation is not None else "launcher" if told is not None else "default"
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={accumulation} in the Trainer and {told} from the launcher; make them equal"
+            )
+        origin["gradient_accumulation_steps"] = (
+            "argument" if accumulation is not None else "launcher" if told is not None else "default"
+        )
         accumulation = accumulation or told
         source: Source | None = None
         if train is not None:
-            opened = lambda number: open_source(  # noqa: E731
-                train, argument="train", loading=loading, training=True, rank=rank, world_size=world_size, accumulation=number,
-                seed=seed, limit=self._limit_train,
-            )  # fmt: skip
+
+            def opened(number: int) -> Source:
+                return open_source(
+                    train,
+                    argument="train",
+                    loading=loading,
+                    training=True,
+                    rank=rank,
+                    world_size=world_size,
+                    accumulation=number,
+                    seed=seed,
+                    limit=self._limit_train,
+                )
+
             source = opened(accumulation or 1)
             if self._global_batch_size is not None:
                 per_step = source.batch_size * world_size if source.batch_size else None
                 if per_step is None:
-                    raise ConfigurationError("global_batch_size needs data with a batch_size; pass a dataset with batch_size=..., or use gradient_accumulation_steps")
+                    raise ConfigurationError(
+                        "global_batch_size needs data with a batch_size; pass a dataset with batch_size=..., or use gradient_accumulation_steps"
+                    )
                 number, rest = divmod(self._global_batch_size, per_step)
                 if rest or not number:
                     raise ConfigurationError(
@@ -317,12 +356,17 @@ class Trainer:
                     )
                 accumulation, origin["gradient_accumulation_steps"] = number, "from global_batch_size"
                 source = opened(number)
-        sets = val if isinstance(val, Mapping) and not hasattr(val, "column_names") else {"": val} if val is not None else {}
+        sets = (
+            val
+            if isinstance(val, Mapping) and not hasattr(val, "column_names")
+            else {"": val}
+            if val is not None
+            else {}
+        )
         sets = {"": val} if val is not None and not isinstance(val, Mapping) else sets
-        evaluation = Loading(loading.batch_size, loading.num_workers, loading.collate_fn, False)
         validation = {
             str(name): open_source(
-                data, argument=f"val[{name!r}]" if name else "val", loading=evaluation if not _is_loader(data) else Loading(), training=False,
+                data, argument=f"val[{name!r}]" if name else "val", loading=_for_evaluation(data, loading), training=False,
                 rank=rank, world_size=world_size, seed=seed, limit=self._limit_val,
             )
             for name, data in sets.items()
@@ -366,7 +410,11 @@ class Trainer:
         trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
         settings = [
-            Setting("device", str(found.device), "argument of the launcher" if found.cpu and torch.cuda.is_available() else "detected"),
+            Setting(
+                "device",
+                str(found.device),
+                "argument of the launcher" if found.cpu and torch.cuda.is_available() else "detected",
+            ),
             Setting("world_size", world_size, f"launcher ({found.launch.launcher})"),
             Setting("distributed_type", _distributed_type(found), "Accelerate"),
             Setting("strategy", strategy.name, found.sources["strategy"]),
@@ -392,16 +440,32 @@ class Trainer:
             Setting("max_steps", self.max_steps, "argument" if self.max_steps is not None else "default"),
             Setting("max_epochs", self.max_epochs, "argument" if self.max_epochs is not None else "default"),
             *(
-                Setting(f"learning_rate {n}".removesuffix(" main"), [g["lr"] for g in o.param_groups], f"{type(o).__name__}, never scaled")
+                Setting(
+                    f"learning_rate {n}".removesuffix(" main"),
+                    [g["lr"] for g in o.param_groups],
+                    f"{type(o).__name__}, never scaled",
+                )
                 for n, o in optimizers.items()
             ),
             Setting("parameters_trainable", trainable, "module"),
             Setting("parameters_frozen", frozen, "module"),
-            Setting("clipping", self.max_grad_norm, "fabricate, once per update" if self.max_grad_norm is not None else "default"),
-            Setting("nonfinite", self._nonfinite, "one wait per update" if self._nonfinite == "skip" else "checked at log boundaries"),
+            Setting(
+                "clipping",
+                found.max_grad_norm,
+                "fabricate, once per update" if found.max_grad_norm is not None else "default",
+            ),
+            Setting(
+                "nonfinite",
+                self._nonfinite,
+                "one wait per update" if self._nonfinite == "skip" else "checked at log boundaries",
+            ),
             Setting("seed", seed, origins.get("seed", "argument")),
             Setting("deterministic", self.deterministic, "argument" if self.deterministic else "default"),
-            Setting("run_dir", str(self.run_dir) if self.run_dir is not None else None, "" if self.run_dir is not None else "nothing is written"),
+            Setting(
+                "run_dir",
+                str(self.run_dir) if self.run_dir is not None else None,
+                "" if self.run_dir is not None else "nothing is written",
+            ),
             Setting("save_every", str(self._save_every) if self._save_every and self.run_dir is not None else None, ""),
             Setting("validate_every", str(self._validate_every) if self._validate_every and validation else None, ""),
             Setting("log_every", str(self._log_every), ""),
@@ -409,9 +473,16 @@ class Trainer:
         plugins = [
             {"name": f"strategy {strategy.name}", "origin": str(found.origins["strategy"])},
             {"name": f"precision {precision.name}", "origin": str(found.origins["precision"])},
-            *({"name": n, "origin": str(found.registry.manager.origins.get(n, Origin()))} for n, _ in found.registry.active),
+            *(
+                {"name": n, "origin": str(found.registry.manager.origins.get(n, Origin()))}
+                for n, _ in found.registry.active
+            ),
         ]
-        every = [*notes, *(source.notes if source is not None else ()), *(n for s in validation.values() for n in s.notes)]
+        every = [
+            *notes,
+            *(source.notes if source is not None else ()),
+            *(n for s in validation.values() for n in s.notes),
+        ]
         return Plan(tuple(settings), tuple(plugins), tuple(dict.fromkeys(every)))
 
     # -- running --------------------------------------------------------------------------------------------------------
@@ -437,7 +508,9 @@ class Trainer:
         """
         check_methods(module)
         if self.max_steps is None and self.max_epochs is None:
-            raise ConfigurationError("neither max_steps nor max_epochs is set; say how long to train, for instance Trainer(max_epochs=3)")
+            raise ConfigurationError(
+                "neither max_steps nor max_epochs is set; say how long to train, for instance Trainer(max_epochs=3)"
+            )
         if train is None:
             raise ConfigurationError("train=None: give a DataLoader, a dataset or an iterable of batches")
         self._check_run_dir()
@@ -447,7 +520,9 @@ class Trainer:
         source, validation, origins = self._sources(found, train, val, loading, seed)
         assert source is not None
         if validation and not overrides(module, "validation_step"):
-            raise ConfigurationError(f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)")
+            raise ConfigurationError(
+                f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
+            )
         stages = ["train", *(["validate"] if validation else [])]
         with self._open(found, module, stages, seed) as run:
             # From here to the result: loop.fit is the second frame, the module's step the fourth.
@@ -462,21 +537,33 @@ class Trainer:
                 exc.add_note(f"while training: {where}")
                 raise
             self._finish_fit(run, plan, reason)
-            return FitResult(run.progress.step, run.progress.epoch, dict(run.latest), reason, None if self._fast_dev_run else run.checkpoint)
+            return FitResult(
+                run.progress.step,
+                run.progress.epoch,
+                dict(run.latest),
+                reason,
+                None if self._fast_dev_run else run.checkpoint,
+            )
 
     def _check_run_dir(self) -> None:
         if self._run_dir is not None and self._run_dir.exists() and not self._run_dir.is_dir():
             raise ConfigurationError(f"run_dir={str(self._run_dir)!r} is a file; give a directory")
 
-    def _prepare_fit(self, run: Run, found: _Resolved, origins: Mapping[str, str], resume: str | os.PathLike[str]) -> Plan:
+    def _prepare_fit(
+        self, run: Run, found: _Resolved, origins: Mapping[str, str], resume: str | os.PathLike[str]
+    ) -> Plan:
         """Everything between an open engine and the first step: optimizers, the plan, a checkpoint."""
         module, engine = run.module, run.engine
         configured = module.configure_optimizers()
         run.optimizers, run.schedulers = _optimizers(module, configured)
         parameter_names(module, run.optimizers)
-        run.parameters = {n: [p for g in o.param_groups for p in g["params"] if p.requires_grad] for n, o in run.optimizers.items()}
+        run.parameters = {
+            n: [p for g in o.param_groups for p in g["params"] if p.requires_grad] for n, o in run.optimizers.items()
+        }
         notes = [run.batch_state.pop("model")] if run.batch_state.get("model") else []
-        plan = self.last_plan = self._make_plan(found, module, run.source, run.validation, origins, run.seed, run.optimizers, notes)
+        plan = self.last_plan = self._make_plan(
+            found, module, run.source, run.validation, origins, run.seed, run.optimizers, notes
+        )
         if self.is_main:
             print(plan, flush=True)
         if not found.plan_only and run.run_dir is not None and engine.rank == 0:
@@ -509,7 +596,11 @@ class Trainer:
         if reason == "interrupted":
             if run.calls.on_preempt is not None:
                 run.calls.on_preempt(self, run.module, run.requests.signal)
-            place = f"; the state is saved in {run.checkpoint}, the same call goes on from there" if run.checkpoint else " (no run_dir: nothing is saved)"
+            place = (
+                f"; the state is saved in {run.checkpoint}, the same call goes on from there"
+                if run.checkpoint
+                else " (no run_dir: nothing is saved)"
+            )
             run.module.print(f"interrupted by {run.requests.signal} at step {run.progress.step}{place}")
         else:
             saving.export(run)
@@ -525,11 +616,15 @@ class Trainer:
             run_dir = self._run_dir if "train" in stages else None
             if self._fast_dev_run and "train" in stages:
                 run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
-            trackers = check_trackers(self._trackers, found.registry) if not self._fast_dev_run and "train" in stages else []
+            trackers = (
+                check_trackers(self._trackers, found.registry) if not self._fast_dev_run and "train" in stages else []
+            )
             if trackers and run_dir is None:
                 raise ConfigurationError(f"trackers={self._trackers!r} need a place to write; set run_dir=")
             logging_dir = str(run_dir) if trackers else None
-            engine = Engine(found.launch, found.strategy, found.precision, cpu=found.cpu, log_with=trackers, logging_dir=logging_dir)
+            engine = Engine(
+                found.launch, found.strategy, found.precision, cpu=found.cpu, log_with=trackers, logging_dir=logging_dir
+            )
             if self.seed is not None:
                 seed_everything(self.seed)
             stack.enter_context(_determinism(self.deterministic))
@@ -542,14 +637,16 @@ class Trainer:
                 metrics=Metrics(engine, engine.device), seed=seed, run_dir=run_dir, run_id=engine.broadcast_json(secrets.token_hex(8)),
                 keep=self._keep, trackers=bool(trackers),
                 limits=Limits(
-                    max_steps=self.max_steps, max_epochs=self.max_epochs, max_grad_norm=self.max_grad_norm, nonfinite=self._nonfinite,
+                    max_steps=self.max_steps, max_epochs=self.max_epochs, max_grad_norm=found.max_grad_norm, nonfinite=self._nonfinite,
                     log_every=self._log_every, validate_every=Every(steps=1) if self._fast_dev_run else self._validate_every,
                     validate_first=self._validate_first, save_every=self._save_every,
                 ),
             )  # fmt: skip
             if not found.strategy.exposes_gradients and run.calls.on_before_step is not None:
                 heard = ", ".join(manager.order("on_before_step"))
-                raise ConfigurationError(f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {heard} hears; remove it or choose another strategy")
+                raise ConfigurationError(
+                    f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {heard} hears; remove it or choose another strategy"
+                )
             self._run = run
             object.__setattr__(module, "_trainer", self)
             modes = [(m, m.training) for m in module.modules()]
@@ -559,7 +656,9 @@ class Trainer:
                     run.batch_state["model"] = build_model(module, seed)
                     object.__setattr__(module, "_built", True)
                 if "train" in stages and not any(p.requires_grad for p in module.parameters()):
-                    raise ConfigurationError(f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model")
+                    raise ConfigurationError(
+                        f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
+                    )
                 engine.prepare(module, stages)
                 yield run
             except BaseException as exc:
@@ -611,10 +710,19 @@ class Trainer:
             manager.add(progress_bar(), "progress_bar")
         return found.registry.activate(own)
 
-    def _evaluation(self, module: TrainModule, data: Any, stage: str, checkpoint: str | os.PathLike[str] | None, loading: Mapping[str, Any]) -> Any:
+    def _evaluation(
+        self,
+        module: TrainModule,
+        data: Any,
+        stage: str,
+        checkpoint: str | os.PathLike[str] | None,
+        loading: Mapping[str, Any],
+    ) -> Any:
         check_methods(module)
         if not overrides(module, _STAGES[stage]):
-            raise ConfigurationError(f"{type(module).__name__} has no {_STAGES[stage]}; define {_STAGES[stage]}(self, batch)")
+            raise ConfigurationError(
+                f"{type(module).__name__} has no {_STAGES[stage]}; define {_STAGES[stage]}(self, batch)"
+            )
         found = self._resolve()
         seed, _ = self._base_seed()
         _, sources, _ = self._sources(found, None, data, Loading(**loading), seed)
@@ -632,21 +740,29 @@ class Trainer:
         if checkpoint not in ("best", "last"):
             return Path(checkpoint)
         if self._run_dir is None:
-            raise ConfigurationError(f"checkpoint={checkpoint!r} is looked up in run_dir, which is not set; give a path")
+            raise ConfigurationError(
+                f"checkpoint={checkpoint!r} is looked up in run_dir, which is not set; give a path"
+            )
         return saving.find(self._run_dir, str(checkpoint), self._keep)
 
-    def validate(self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any) -> dict[str, float]:
+    def validate(
+        self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
+    ) -> dict[str, float]:
         """Metrics of `module.validation_step` over exactly `data`, the same on every rank. `data` and `loading` (batch_size,
         num_workers, collate_fn) as for `fit`; `checkpoint`: weights to load first: a path, "best" or "last". All ranks."""
         result: dict[str, float] = self._evaluation(module, data, "validate", checkpoint, loading)
         return result
 
-    def test(self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any) -> dict[str, float]:
+    def test(
+        self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
+    ) -> dict[str, float]:
         """As `validate`, with `module.test_step`."""
         result: dict[str, float] = self._evaluation(module, data, "test", checkpoint, loading)
         return result
 
-    def predict(self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any) -> list[Any] | None:
+    def predict(
+        self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
+    ) -> list[Any] | None:
         """One prediction per sample of `data`, in its order, on rank 0 (None on the others); tensors on the CPU. All ranks."""
         result: list[Any] | None = self._evaluation(module, data, "predict", checkpoint, loading)
         return result
@@ -666,15 +782,23 @@ class _Resolved:
         sources: dict[str, str],
         origins: dict[str, Origin],
         accumulation: int | None,
+        max_grad_norm: float | None,
         plan_only: bool,
     ) -> None:
         self.launch, self.registry, self.strategy, self.precision = launch, registry, strategy, precision
         self.cpu, self.device, self.sources, self.origins = cpu, device, sources, origins
-        self.accumulation, self.plan_only = accumulation, plan_only
+        self.accumulation, self.max_grad_norm, self.plan_only = accumulation, max_grad_norm, plan_only
 
 
-def _is_loader(data: object) -> bool:
-    return isinstance(data, torch.utils.data.DataLoader)
+def _for_evaluation(data: object, loading: Loading) -> Loading:
+    """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
+    if isinstance(data, DataLoader) or not (stream or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))):
+        return Loading()
+    workers = min(loading.num_workers, 1) if stream else loading.num_workers
+    return Loading(loading.batch_size, workers, loading.collate_fn, None if stream else False)
 
 
 def _distributed_type(found: _Resolved) -> str:
@@ -713,9 +837,15 @@ def _parse_keep(keep: int | str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(keep, Mapping):
         unknown = sorted(set(keep) - {"last", "best", "metric", "mode"})
         parsed = {"last": 1, "metric": "val_loss", "mode": "min", **keep}
-        if not unknown and parsed["mode"] in ("min", "max") and all(isinstance(parsed.get(n, 1), int) and parsed.get(n, 1) >= 1 for n in ("last", "best")):
+        if (
+            not unknown
+            and parsed["mode"] in ("min", "max")
+            and all(isinstance(parsed.get(n, 1), int) and parsed.get(n, 1) >= 1 for n in ("last", "best"))
+        ):
             return parsed
-    raise ConfigurationError(f"keep={keep!r}: give a number of at least 1, 'all', or a mapping such as {{'last': 2, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}}")
+    raise ConfigurationError(
+        f"keep={keep!r}: give a number of at least 1, 'all', or a mapping such as {{'last': 2, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}}"
+    )
 
 
 def _optimizers(module: TrainModule, configured: Any) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
@@ -727,19 +857,27 @@ def _optimizers(module: TrainModule, configured: Any) -> tuple[dict[str, torch.o
     for name, value in named.items():
         pair = value if isinstance(value, tuple | list) else (value,)
         if not 1 <= len(pair) <= 2 or not isinstance(pair[0], torch.optim.Optimizer):
-            raise ConfigurationError(f"{where} returned {type(value).__name__} for {name!r}; return an optimizer, (optimizer, scheduler), or a mapping of names to those")
+            raise ConfigurationError(
+                f"{where} returned {type(value).__name__} for {name!r}; return an optimizer, (optimizer, scheduler), or a mapping of names to those"
+            )
         optimizer = pair[0]
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(f"{where}: LBFGS evaluates the loss several times per update, which no strategy can repeat; choose another optimizer")
+            raise ConfigurationError(
+                f"{where}: LBFGS evaluates the loss several times per update, which no strategy can repeat; choose another optimizer"
+            )
         if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
-            raise ConfigurationError(f"{where}: optimizer {name!r} holds no trainable parameter; pass it self.parameters() of layers that require grad")
+            raise ConfigurationError(
+                f"{where}: optimizer {name!r} holds no trainable parameter; pass it self.parameters() of layers that require grad"
+            )
         if any(optimizer is other for other in optimizers.values()):
             raise ConfigurationError(f"{where}: optimizer {name!r} is listed twice")
         optimizers[str(name)] = optimizer
         if len(pair) == 2 and pair[1] is not None:
             scheduler = pair[1]
             if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
-                raise ConfigurationError(f"{where}: the scheduler of {name!r} is {type(scheduler).__name__}; it needs step() and state_dict()")
+                raise ConfigurationError(
+                    f"{where}: the scheduler of {name!r} is {type(scheduler).__name__}; it needs step() and state_dict()"
+                )
             plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
             schedulers[str(name)] = loop.PlateauStep(scheduler) if plateau else scheduler
     if not optimizers:
@@ -753,12 +891,20 @@ def _same_on_every_rank(run: Run) -> None:
         return
     names = [[n, list(p.shape), p.requires_grad] for n, p in run.module.named_parameters()]
     versions = {n: importlib.metadata.version(n) for n in ("torch", "accelerate")}
-    mine = {"hooks": run.calls.manager.table(), "parameters": names, "versions": versions, "seed": run.seed, "total steps": run.total_steps}
+    mine = {
+        "hooks": run.calls.manager.table(),
+        "parameters": names,
+        "versions": versions,
+        "seed": run.seed,
+        "total steps": run.total_steps,
+    }
     everyone = run.engine.gather_json(mine)
     for topic in mine:
         different = [r for r, theirs in enumerate(everyone) if theirs[topic] != everyone[0][topic]]
         if different:
-            raise RankError(f"ranks {different} have other {topic} than rank 0: start every rank with the same script, plugins and packages")
+            raise RankError(
+                f"ranks {different} have other {topic} than rank 0: start every rank with the same script, plugins and packages"
+            )
 
 
 @contextlib.contextmanager
@@ -784,7 +930,10 @@ def _determinism(on: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _interrupts(wanted: Requests) -> Iterator[None]:
     """The first Ctrl-C asks the loop to save and stop at the next boundary; a second one interrupts at once."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
         yield
         return
 

@@ -275,6 +275,12 @@ def test_equal_trees_have_equal_bytes() -> None:
     )
 
 
+def test_the_bytes_of_a_set_do_not_depend_on_its_history() -> None:
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)
+    assert dumps(encode(one, none)) == dumps(encode(other, none))
+
+
 @pytest.mark.parametrize(
     "tree",
     [
@@ -289,6 +295,7 @@ def test_equal_trees_have_equal_bytes() -> None:
         {"$": "float", "value": "1.5"},
         {"$": "bytes", "base64": "a"},
         {"$": "bytes", "base64": "\u00e9"},
+        {"$": "bytes", "base64": "YQ==!"},
         {"$": "str", "base64": "/w=="},
         {"$": "complex", "value": [1, "x"]},
         {"$": "path", "value": 3},
@@ -305,6 +312,7 @@ def test_equal_trees_have_equal_bytes() -> None:
         {"$": "numpy.array", "dtype": "<f8", "shape": [-1, -1], "base64": "AAAAAAAAAAA="},
         {"$": "numpy.array", "dtype": "<f3", "shape": [0], "base64": ""},
         {"$": "numpy.array", "dtype": "<f8", "shape": "ab", "base64": ""},
+        {"$": "numpy.array", "dtype": "<f8", "shape": [0], "base64": "AAAAAAAAAAA="},
         {"$": "numpy.scalar", "dtype": "<f8", "base64": ""},
         {"$": "torch.dtype", "value": "load"},
         {"$": "torch.dtype", "value": "float99"},

@@ -21,7 +21,9 @@ class EarlyStopping(Callback):
         Trainer(plugins=[EarlyStopping("val_loss", patience=3)], ...)
     """
 
-    def __init__(self, metric: str = "val_loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
+    def __init__(
+        self, metric: str = "val_loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0
+    ) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'")
         if patience < 1 or min_delta < 0:
@@ -34,7 +36,9 @@ class EarlyStopping(Callback):
         if stage != "validate":
             return
         if self.metric not in metrics:
-            raise ConfigurationError(f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(metrics) or 'nothing'}; use one of these")
+            raise ConfigurationError(
+                f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(metrics) or 'nothing'}; use one of these"
+            )
         value = metrics[self.metric]
         gain = self.best - value if self.mode == "min" else value - self.best
         if gain > self.min_delta:
@@ -42,7 +46,9 @@ class EarlyStopping(Callback):
             return
         self.waited += 1
         if self.waited >= self.patience:
-            trainer.stop(f"early stopping: {self.metric} has not improved on {self.best:g} in {self.waited} validations")
+            trainer.stop(
+                f"early stopping: {self.metric} has not improved on {self.best:g} in {self.waited} validations"
+            )
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
         state.update(best=self.best, waited=self.waited)

@@ -52,7 +52,9 @@ class ProgressBar(Callback):
         from rich.table import Table
 
         row = Table.grid(padding=(0, 1))
-        row.add_row(f"epoch {self._trainer.epoch}", Bar(total=self._total, completed=self._trainer.step, width=30), self._line())
+        row.add_row(
+            f"epoch {self._trainer.epoch}", Bar(total=self._total, completed=self._trainer.step, width=30), self._line()
+        )
         return row
 
     def _line(self) -> str:

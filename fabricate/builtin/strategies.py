@@ -42,7 +42,9 @@ class DDP(Strategy):
 
     def __post_init__(self) -> None:
         if self.find_unused_parameters not in ("auto", True, False):
-            raise ConfigurationError(f"ddp: find_unused_parameters={self.find_unused_parameters!r}: give 'auto', true or false")
+            raise ConfigurationError(
+                f"ddp: find_unused_parameters={self.find_unused_parameters!r}: give 'auto', true or false"
+            )
         if self.bucket_cap_mb < 1:
             raise ConfigurationError(f"ddp: bucket_cap_mb={self.bucket_cap_mb!r}: a bucket has at least 1 MiB")
 
@@ -65,7 +67,11 @@ class DDP(Strategy):
         return cast("Callable[[], AbstractContextManager[object]]", model.no_sync)()
 
     def describe(self) -> dict[str, str]:
-        looked = "looked for after each forward" if self.find_unused_parameters else "not looked for; one without a gradient is an error"
+        looked = (
+            "looked for after each forward"
+            if self.find_unused_parameters
+            else "not looked for; one without a gradient is an error"
+        )
         return {"unused parameters": looked, "gradients": f"averaged in buckets of {self.bucket_cap_mb} MiB"}
 
 
@@ -159,7 +165,9 @@ class FSDP(Strategy):
         missing = wanted - {type(m).__name__ for _, m in found}
         if missing:
             present = sorted({type(m).__name__ for m in module.modules()})
-            raise ConfigurationError(f"fsdp: wrap={self.wrap!r}: the module has no {', '.join(sorted(missing))}; it has {', '.join(present)}")
+            raise ConfigurationError(
+                f"fsdp: wrap={self.wrap!r}: the module has no {', '.join(sorted(missing))}; it has {', '.join(present)}"
+            )
         yield from reversed(found)  # inner units first
 
     @contextlib.contextmanager
@@ -175,7 +183,9 @@ class FSDP(Strategy):
 
     def describe(self) -> dict[str, str]:
         return {
-            "shards": f"{len(self._units)} units and the rest of the module" if self._units else "the whole module as one unit",
+            "shards": f"{len(self._units)} units and the rest of the module"
+            if self._units
+            else "the whole module as one unit",
             "offload": self.offload or "none",
         }
 

@@ -1,0 +1,82 @@
+"""A generative adversarial network on points of the plane: two optimizers, one update each in turn.
+
+python examples/gan.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.nn.functional import softplus
+from torch.utils.data import TensorDataset
+
+from fabricate import Trainer, TrainModule
+
+MEAN = torch.tensor([2.0, -1.0])
+STD = torch.tensor([0.5, 1.5])
+
+
+class GAN(TrainModule):
+    def __init__(self, noise: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.noise = noise
+        self.generator = layers(noise, width, 2)
+        self.discriminator = layers(2, width, 1)
+
+    def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {
+            "generator": torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.9)),
+            "discriminator": torch.optim.Adam(self.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.9)),
+        }
+
+    def training_step(self, batch: list[torch.Tensor]) -> dict[str, object]:
+        # One update belongs to one optimizer. `trainer.step` counts updates, so the choice also holds when gradients
+        # are accumulated over several batches.
+        (real,) = batch
+        fake = self.generate(len(real))
+        if self.trainer.step % 2 == 0:
+            loss = softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake.detach())).mean()
+            loss = loss + self.penalty(real)
+            self.log("discriminator_loss", loss)
+            return {"loss": loss, "optimizer": "discriminator"}
+        loss = softplus(-self.discriminator(fake)).mean()
+        self.log("generator_loss", loss)
+        return {"loss": loss, "optimizer": "generator"}
+
+    def generate(self, rows: int) -> torch.Tensor:
+        """`rows` points, (rows, 2)."""
+        return self.generator(torch.randn(rows, self.noise, device=self.device))
+
+    def penalty(self, real: torch.Tensor) -> torch.Tensor:
+        """Mean squared gradient of the discriminator at real points (R1): without it the two go round in circles."""
+        real = real.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.discriminator(real).sum(), real, create_graph=True)
+        return gradient.square().sum(1).mean() / 2
+
+
+def layers(inputs: int, width: int, outputs: int) -> torch.nn.Sequential:
+    linear, activation = torch.nn.Linear, torch.nn.LeakyReLU
+    return torch.nn.Sequential(
+        linear(inputs, width), activation(0.2), linear(width, width), activation(0.2), linear(width, outputs)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max-steps", type=int, default=4000)
+    options = parser.parse_args()
+
+    points = MEAN + STD * torch.randn(4096, 2, generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(max_steps=options.max_steps, seed=0, log_every="500 steps")
+    module = GAN()
+    trainer.fit(module, TensorDataset(points), batch_size=128)
+    if trainer.is_main:
+        with torch.no_grad():
+            sample = module.generate(10_000)
+        for name, made, wanted in (("mean", sample.mean(0), MEAN), ("std", sample.std(0), STD)):
+            print(f"{name}: generated {made[0]:.2f} {made[1]:.2f}, wanted {wanted[0]:.2f} {wanted[1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
