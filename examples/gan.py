@@ -9,6 +9,7 @@ import argparse
 
 import torch
 from torch.nn.functional import softplus
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import TensorDataset
 
 from fabricate import Trainer, TrainModule
@@ -24,11 +25,13 @@ class GAN(TrainModule):
         self.generator = layers(noise, width, 2)
         self.discriminator = layers(2, width, 1)
 
-    def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {
-            "generator": torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.9)),
-            "discriminator": torch.optim.Adam(self.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.9)),
-        }
+    def configure_optimizers(self) -> dict[str, tuple[torch.optim.Optimizer, LinearLR]]:
+        half = self.trainer.total_steps // 2  # each optimizer gets every other update
+        pairs = {}
+        for name, network in (("generator", self.generator), ("discriminator", self.discriminator)):
+            optimizer = torch.optim.Adam(network.parameters(), lr=2e-3, betas=(0.5, 0.9))
+            pairs[name] = optimizer, LinearLR(optimizer, 1.0, 0.05, total_iters=half)
+        return pairs
 
     def training_step(self, batch: list[torch.Tensor]) -> dict[str, object]:
         # One update belongs to one optimizer. `trainer.step` counts updates, so the choice also holds when gradients
@@ -64,7 +67,7 @@ def layers(inputs: int, width: int, outputs: int) -> torch.nn.Sequential:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-steps", type=int, default=4000)
+    parser.add_argument("--max-steps", type=int, default=3000)
     options = parser.parse_args()
 
     points = MEAN + STD * torch.randn(4096, 2, generator=torch.Generator().manual_seed(0))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fabricate.builtin.early_stopping import EarlyStopping
     from fabricate.builtin.strategies import DDP, FSDP, Single
-    from fabricate.engine import seed_everything
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
     from fabricate.hooks import Callback, hookimpl
     from fabricate.module import TrainModule
     from fabricate.plan import Plan
     from fabricate.precision import Precision
+    from fabricate.randomness import seed_everything
     from fabricate.records import Every, FitResult
     from fabricate.strategy import Strategy
     from fabricate.trainer import Trainer
@@ -41,7 +41,7 @@ _HOME = {
     "TrainModule": "module",
     "Trainer": "trainer",
     "hookimpl": "hooks",
-    "seed_everything": "engine",
+    "seed_everything": "randomness",
 }
 
 __version__ = "0.1.0.dev0"

@@ -532,8 +532,7 @@ def stage(root: Path, step: int, nonce: str, files: Files = LOCAL) -> Path:
 
     Every rank may call it at once, with the same `nonce`: letters and digits that no other attempt uses.
 
-    >>> stage(Path("run/checkpoints"), 500, "9f3a")  # doctest: +SKIP
-    PosixPath('run/checkpoints/.tmp-step-00000500-9f3a')
+    Example: ``stage(Path("run/checkpoints"), 500, "9f3a")`` returns ``run/checkpoints/.tmp-step-00000500-9f3a``.
     """
     staging = root / _staging_name(step, nonce)
     with _explained("make", staging):

@@ -9,6 +9,7 @@ plugins in the order they were listed, then what fabricate ships. `tryfirst` and
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,19 @@ from typing import Any
 import pluggy
 
 from fabricate.errors import PluginError, did_you_mean
-from fabricate.hooks import ACTIONS, EVENTS, FOREIGN, HOOKS, PER_LISTENER, PROJECT, Events, Listener, Registrations
+from fabricate.hooks import (
+    ACTIONS,
+    EVENTS,
+    FOREIGN,
+    HOOKS,
+    PER_LISTENER,
+    PROJECT,
+    REGISTRATIONS,
+    Callback,
+    Events,
+    Listener,
+    Registrations,
+)
 
 Call = Callable[..., Any]
 
@@ -49,13 +62,17 @@ class Manager(pluggy.PluginManager):
         options = super().parse_hookimpl_opts(plugin, name)
         if options is None and isinstance(plugin, Listener) and name in EVENTS:
             found = getattr(type(plugin), name, None)
-            if inspect.isfunction(found) and found is not getattr(Listener, name):
+            if callable(found) and found is not getattr(Listener, name):
                 return {}
         return options
 
     def add(self, plugin: object, name: str, origin: Origin | None = None) -> None:
         """Register `plugin` under `name`. Raises `PluginError` for anything that could silently never be called."""
         _check(plugin, name)
+        if self.has_plugin(name):
+            raise PluginError(
+                f"plugin {name!r}: the name is taken by another plugin of this run; give it another `name`"
+            )
         try:
             self.register(plugin, name)
             self.check_pending()
@@ -63,6 +80,12 @@ class Manager(pluggy.PluginManager):
             raise PluginError(f"plugin {name!r} cannot be registered: {exc}") from exc
         finally:
             self.changes += 1
+        offers = any(hasattr(plugin, hook) for hook in REGISTRATIONS)
+        if not isinstance(plugin, Listener) and not offers and not self.get_hookcallers(plugin):
+            raise PluginError(
+                f"plugin {name!r} ({type(plugin).__name__}) hears no hook and offers no name: inherit from fabricate.Callback and "
+                "override a hook, or remove it"
+            )
         self.origins[name] = origin or Origin()
 
     def remove(self, name: str) -> None:
@@ -97,17 +120,20 @@ class Manager(pluggy.PluginManager):
         return any(argument in i.argnames for i in getattr(self.hook, hook).get_hookimpls())
 
 
-def _functions(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public functions that user code put on a class, nearest definition first; torch's and ours are not the user's."""
-    seen = set()
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "fabricate", "builtins"):
-            continue
-        for name, value in vars(base).items():
-            value = inspect.unwrap(getattr(value, "__func__", value))
-            if not name.startswith("_") and name not in seen and inspect.isfunction(value):
-                seen.add(name)
-                yield name, value
+def _functions(plugin: object) -> Iterator[tuple[str, Call, dict[str, Any] | None]]:
+    """(name, function as the manager sees it, hook options if it is marked) of every public function that user code put on
+    a plugin; torch's and ours are not the user's."""
+    if inspect.ismodule(plugin):
+        names = [n for n, v in vars(plugin).items() if getattr(v, "__module__", None) == plugin.__name__]
+    else:
+        ours = ("torch", "fabricate", "builtins")
+        users = [base for base in type(plugin).__mro__ if base.__module__.partition(".")[0] not in ours]
+        names = list(dict.fromkeys(n for base in users for n in vars(base)))
+    for name in names:
+        value = inspect.getattr_static(plugin, name)
+        if not name.startswith("_") and inspect.isfunction(getattr(value, "__func__", value)):
+            function = getattr(plugin, name)
+            yield name, function, getattr(function, f"{PROJECT}_impl", None)
 
 
 def _check(plugin: object, name: str) -> None:
@@ -116,32 +142,43 @@ def _check(plugin: object, name: str) -> None:
         raise PluginError(f"plugin {name!r} is the class {plugin.__name__}; pass an instance: {plugin.__name__}()")
     if kind.__hash__ is None:
         raise PluginError(
-            f"plugin {name!r}: {kind.__name__} defines __eq__ without __hash__; plugins compare by identity: use @dataclass(eq=False)"
+            f"plugin {name!r}: {kind.__name__} defines __eq__ without __hash__; plugins compare by identity: use "
+            "@dataclass(eq=False)"
         )
     listener = isinstance(plugin, Listener)
-    if not listener and not inspect.ismodule(plugin) and any(hasattr(kind, hook) for hook in EVENTS):
-        unmarked = [h for h in EVENTS if hasattr(kind, h) and not hasattr(getattr(kind, h), f"{PROJECT}_impl")]
-        if unmarked:
-            raise PluginError(
-                f"plugin {name!r}: {kind.__name__}.{unmarked[0]} would never be called: inherit from fabricate.Callback "
-                "or decorate it with @fabricate.hookimpl"
-            )
-    for method, function in _functions(kind) if listener else ():
-        where = f"{kind.__name__}.{method}"
-        if method in HOOKS:
-            options = getattr(getattr(kind, method), f"{PROJECT}_impl", None) or {}
-            check_arguments(where, function, method, wrapper=bool(options.get("wrapper")))
-        elif method in FOREIGN:
-            raise PluginError(f"{where} is not a hook of fabricate; use {FOREIGN[method]}")
-        elif method.startswith("on_"):
-            raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(method, EVENTS)}")
+    attached = [hook for hook in EVENTS if listener and hook in getattr(plugin, "__dict__", {})]
+    if attached:
+        raise PluginError(
+            f"plugin {name!r}: {attached[0]} is set on the object and would never be called; define it in {kind.__name__}"
+        )
+    for method, function, marked in _functions(plugin):
+        where = f"{plugin.__name__ if inspect.ismodule(plugin) else kind.__name__}.{method}"
+        options = marked or {}
+        hook = options.get("specname") or method
+        if not listener and marked is None:
+            if hook in EVENTS:
+                raise PluginError(
+                    f"plugin {name!r}: {where} would never be called: inherit from fabricate.Callback or decorate it with "
+                    "@fabricate.hookimpl"
+                )
+        elif hook in HOOKS:
+            check_arguments(where, function, hook, wrapper=bool(options.get("wrapper")))
+        elif options.get("optionalhook"):
+            continue
+        elif hook in FOREIGN:
+            raise PluginError(f"{where} is not a hook of fabricate; use {FOREIGN[hook]}")
+        elif hook.startswith("on_") or marked is not None:
+            raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(hook, HOOKS)}")
+        elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):
+            raise PluginError(f"{where} is not a hook of fabricate; did you mean {near[0]!r}?")
 
 
-def check_arguments(where: str, function: Callable[..., Any], hook: str, *, wrapper: bool = False) -> None:
-    """Refuse an implementation of `hook` whose arguments the hook does not have, or which pluggy would not pass."""
+def check_arguments(where: str, function: Call, hook: str, *, wrapper: bool = False) -> None:
+    """Refuse an implementation of `hook` (bound, so without self) whose arguments the hook does not have, or which pluggy
+    would not pass, or whose body would never run."""
     owner: type = Registrations if hook in vars(Registrations) else Events
     known = [p for p in inspect.signature(getattr(owner, hook)).parameters if p != "self"]
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+    for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
             raise PluginError(
                 f"{where}: name the arguments you want, any of {', '.join(known)}; {parameter} is never filled"
@@ -149,7 +186,10 @@ def check_arguments(where: str, function: Callable[..., Any], hook: str, *, wrap
         if parameter.name not in known:
             hint = did_you_mean(parameter.name, known)
             if hook == "on_step" and parameter.name in ("batch", "batch_idx"):
-                hint = "; a step may span several batches: compute the loss in `training_step(batch)`, or hear `on_accumulate(batch)`"
+                hint = (
+                    "; a step may span several batches: compute the loss in `training_step(batch)`, or hear "
+                    "`on_accumulate(batch)`"
+                )
             raise PluginError(
                 f"{where}: hook {hook} has no argument {parameter.name!r} (it has {', '.join(known) or 'none'}){hint}"
             )
@@ -157,6 +197,8 @@ def check_arguments(where: str, function: Callable[..., Any], hook: str, *, wrap
             raise PluginError(
                 f"{where}: argument {parameter.name!r} has a default, which a hook would always use; remove it"
             )
+    if wrapper and hook in PER_LISTENER:
+        raise PluginError(f"{where}: {hook} is called for each listener by itself and cannot be wrapped; take `state`")
     if not wrapper and inspect.isgeneratorfunction(function):
         raise PluginError(
             f"{where} is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)"
@@ -227,12 +269,18 @@ class Calls:
             return None
         arguments = ", ".join((*hook.spec.argnames, *hook.spec.kwargnames))
         event = name not in ACTIONS
-        scope: dict[str, Any] = {"hook": hook, "name": name, "attribute": self._attribute, "returned": self._returned}
+        scope: dict[str, Any] = {"hook": hook, "name": name, "attribute": self._attribute}
+        scope |= {"returned": self._returned, "unanswered": self._unanswered}
         if self.manager.monitors or any(i.wrapper or i.hookwrapper for i in implementations):
             # pluggy itself runs wrappers: compiled calls are an optimisation, never a second semantics.
             named = ", ".join(f"{a}={a}" for a in arguments.split(", "))
             body = [f"result = hook({named})"]
-            body += ["if result: returned(name, None, result)"] if event else ["return result"]
+            if event:
+                body.append("if result: returned(name, None, result)")
+            else:
+                if name != "eval_step":  # the one action whose answer may be nothing
+                    body.append("if result is None: unanswered(name)")
+                body.append("return result")
         elif event:
             body = []
             for number, implementation in enumerate(implementations):
@@ -258,13 +306,21 @@ class Calls:
 
     def _returned(self, hook: str, implementation: Any, result: Any) -> None:
         if implementation is None:
-            result = result[0]
-            name = "or ".join(self.manager.order(hook))
+            result = result[0] if isinstance(result, list) else result
+            name = " or ".join(repr(n) for n in self.manager.order(hook))
         else:
-            name = implementation.plugin_name
+            name = repr(implementation.plugin_name)
         raise PluginError(
-            f"hook {hook} of plugin {name!r} returned {type(result).__name__}; an event returns nothing: "
+            f"hook {hook} of plugin {name} returned {type(result).__name__}; an event returns nothing: "
             "use trainer.request_save(), request_eval() or stop(reason) to ask for something"
+        )
+
+    def _unanswered(self, hook: str) -> None:
+        wrappers = [i.plugin_name for i in getattr(self.manager.hook, hook).get_hookimpls() if i.wrapper]
+        own = "training_step returned nothing, or " if hook == "train_step" else ""
+        raise PluginError(
+            f"hook {hook} ended without an answer: {own}a wrapper did not pass it on ({', '.join(wrappers)}); end it with "
+            "`return (yield)` or `result = yield; ...; return result`"
         )
 
     def _attribute(self, hook: str, exc: BaseException) -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import json
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
@@ -23,9 +20,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import send_to_device
 
+from fabricate.construct import pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, RankError, did_you_mean
 from fabricate.launch import Launch
-from fabricate.module import TrainModule, overrides, step_function
+from fabricate.module import TrainModule, step_function
 from fabricate.precision import Precision
 from fabricate.strategy import Strategy
 
@@ -43,42 +41,6 @@ _HIDDEN = (
     "ACCELERATE_DYNAMO_BACKEND",
 )
 _control_groups: dict[int, Any] = {}
-
-
-def seed_everything(seed: int) -> int:
-    """Seed Python's, NumPy's and torch's (CPU and every device) global generators. `seed`: 0 to 2**32 - 1. Returns it."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigurationError(f"seed={seed!r}: give a whole number from 0 to {2**32 - 1}")
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    return seed
-
-
-def derive_seed(seed: int, *path: object) -> int:
-    """A 32-bit seed that depends on `seed` and `path` only (SHA-256 of their text), so never on world size or order."""
-    return int.from_bytes(hashlib.sha256(repr((seed, *path)).encode()).digest()[:4], "little")
-
-
-def rng_state() -> dict[str, Any]:
-    """The global generators of this rank: Python, NumPy, torch CPU and the current device."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what `rng_state` gave."""
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 class Root(torch.nn.Module):
@@ -106,22 +68,6 @@ class Root(torch.nn.Module):
             return self.steps[stage](batch, batch_idx)
 
 
-def pretrained_models(module: torch.nn.Module) -> list[Any]:
-    """The outermost transformers models inside `module` (transformers is not imported for this)."""
-    import sys
-
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    found: list[tuple[str, Any]] = []
-    for name, child in module.named_modules():
-        if isinstance(child, transformers.PreTrainedModel) and not any(
-            name.startswith(f"{outer}.") for outer, _ in found
-        ):
-            found.append((name, child))
-    return [child for _, child in found]
-
-
 class Engine:
     """An open Accelerator with one strategy and one precision. Use as a context manager; every rank opens its own."""
 
@@ -130,20 +76,20 @@ class Engine:
         launch: Launch,
         strategy: Strategy,
         precision: Precision,
+        device: torch.device,
         *,
-        cpu: bool,
         log_with: Sequence[Any] = (),
         logging_dir: str | None = None,
     ) -> None:
         self.launch = launch
         self.strategy = strategy
         self.precision = precision
-        self._cpu = cpu or not torch.cuda.is_available()
+        self._cpu = device.type == "cpu"
         self._log_with = list(log_with)
         self._logging_dir = logging_dir
         self.rank = launch.rank
         self.world_size = launch.world_size
-        self.device = torch.device("cpu") if self._cpu else torch.device("cuda", launch.local_rank)
+        self.device = device
         self.scaler: torch.amp.GradScaler | None = None
         self.context: contextlib.AbstractContextManager[object] | None = None
 
@@ -226,7 +172,8 @@ class Engine:
             )
         if kind not in self.strategy.distributed_types:
             raise ConfigurationError(
-                f"strategy={self.strategy.name!r} was asked for and Accelerate built {kind}; expected {' or '.join(self.strategy.distributed_types)}"
+                f"strategy={self.strategy.name!r} was asked for and Accelerate built {kind}; expected "
+                f"{' or '.join(self.strategy.distributed_types)}: start the ranks that the strategy needs"
             )
         if self.world_size > 1:
             ranks = self.gather_json(self.rank)
@@ -403,7 +350,7 @@ class Engine:
         self.agree([0])
 
 
-def check_trackers(trackers: Sequence[Any], registry: Any) -> list[Any]:
+def check_trackers(trackers: Sequence[Any]) -> list[Any]:
     """Names and objects for Accelerate's `log_with`. Accelerate drops what is not installed without a word; this refuses."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
@@ -425,77 +372,3 @@ def check_trackers(trackers: Sequence[Any], registry: Any) -> list[Any]:
         else:
             found.append(tracker)
     return found
-
-
-def build_model(module: TrainModule, seed: int) -> str:
-    """Run `configure_model` on the meta device and initialise what it built, submodule by submodule, on the CPU.
-
-    The result depends on `seed` and names only. Returns a line for the plan, empty when there was nothing to build. All
-    ranks, no collectives.
-    """
-    if not overrides(module, "configure_model"):
-        return ""
-    note = "built on the meta device, each layer initialised from seed and name"
-    try:
-        with torch.device("meta"):
-            module.configure_model()
-    except (RuntimeError, NotImplementedError) as exc:
-        # from_pretrained, or code that reads values: it needs real tensors. Seeded, so the same on every rank.
-        seed_everything(derive_seed(seed, "configure_model"))
-        module.configure_model()
-        note = f"built on the CPU, because it needs real tensors ({str(exc).splitlines()[0]})"
-    materialise(module, seed)
-    return note
-
-
-def materialise(module: TrainModule, seed: int) -> None:
-    """Give every parameter and buffer on the meta device memory on the CPU and values from `(seed, name)`."""
-    memory: dict[int, torch.Tensor] = {}
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memory:  # tied weights stay tied
-            empty = torch.empty_like(tensor, device="cpu")
-            if empty.is_floating_point():
-                empty.fill_(float("nan"))  # so that a value nobody set is found below, not trained on
-            memory[id(tensor)] = (
-                torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
-            )
-        return memory[id(tensor)]
-
-    models = pretrained_models(module)
-    pending = []
-    for name, child in module.named_modules():
-        owned = [
-            (table, key, t)
-            for table in (child._parameters, child._buffers)
-            for key, t in table.items()
-            if t is not None and t.is_meta
-        ]
-        for table, key, tensor in owned:
-            table[key] = real(tensor)
-        if owned:
-            pending.append((name, child))
-    before = rng_state()
-    for name, child in pending:
-        torch.manual_seed(derive_seed(seed, "init", name))
-        owner = next((m for m in models if any(child is c for c in m.modules())), None)
-        with torch.no_grad():
-            if overrides(module, "init_weights"):
-                module.init_weights(child)
-            elif owner is not None:
-                owner._init_weights(child)  # the rule that transformers has for its own layers
-            elif hasattr(child, "reset_parameters"):
-                child.reset_parameters()
-            else:
-                raise ConfigurationError(
-                    f"configure_model built {name or 'parameters'} ({type(child).__name__}), which has no reset_parameters; define "
-                    f"init_weights(self, submodule) on {type(module).__name__} to initialise it"
-                )
-    set_rng_state(before)
-    for name, child in pending:
-        for key, tensor in [*child._parameters.items(), *child._buffers.items()]:
-            if tensor is not None and tensor.is_floating_point() and tensor.isnan().any():
-                raise ConfigurationError(
-                    f"{name}.{key} was built by configure_model and has no initial value; set it in "
-                    f"{type(module).__name__}.init_weights(submodule) for {type(child).__name__}"
-                )

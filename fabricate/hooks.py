@@ -15,9 +15,12 @@ The loop, as the hooks see it:
             on_step | on_step_skipped
             on_log                                 when due
             on_eval_start, eval_step ..., on_eval_end      when due
-            on_save (per listener), write_checkpoint, on_saved     when due
-        on_epoch_end
-    on_export, on_fit_end
+            on_epoch_end                       after the last update of the epoch
+            write_checkpoint (inside it on_save, per listener), on_saved      when due
+    write_checkpoint, on_saved                     the last state, unless it is saved already
+    on_preempt                                     when a signal ended the run; else
+    on_export
+    on_fit_end
     on_exception                                   when something was raised
     on_teardown                                    always
 
@@ -117,7 +120,8 @@ class Events:
     @hookspec(firstresult=True)
     def optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> bool | None:
         """Wrappable: the update itself. Returns True when weights changed, False when the update was skipped (fp16
-        overflow). A wrapper must pass the answer on."""
+        overflow). A wrapper must pass the answer on; an implementation that is no wrapper replaces the update when it
+        returns True or False, and leaves it to the next one when it returns None."""
 
     @hookspec
     def on_step(

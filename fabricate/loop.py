@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate.data import rows_of
-from fabricate.engine import rng_state, set_rng_state
 from fabricate.errors import ConfigurationError, FabricateError, did_you_mean
 from fabricate.metrics import Metrics, snapshot_torchmetrics
+from fabricate.optimization import PlateauScheduler
 from fabricate.progress import Due
+from fabricate.randomness import rng_state, set_rng_state
 from fabricate.saving import save
 
 if TYPE_CHECKING:
@@ -29,20 +30,20 @@ _SYNCHRONISED = contextlib.nullcontext()
 def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
-    model, strategy, scaler, limits = engine.model, engine.strategy, engine.scaler, run.limits
+    model, strategy, scaler, settings = engine.model, engine.strategy, engine.scaler, run.settings
     world_size, source = engine.world_size, run.source
     assert source is not None
     log_due, eval_due, save_due = (
-        Due(every, progress) for every in (limits.log_every, limits.validate_every, limits.save_every)
+        Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every)
     )
     manager = calls.manager
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
     everything = [p for p in module.parameters() if p.requires_grad]
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
-    skip_nonfinite = limits.nonfinite == "skip"
+    skip_nonfinite = settings.nonfinite == "skip"
     checked = False
 
-    if limits.validate_first and run.validation and progress.step == 0 and not run.restored:
+    if settings.validate_first and run.validation and progress.step == 0 and not run.restored:
         validate(run)
     while not (reason := _finished(run)):
         if calls.on_epoch_start is not None:
@@ -104,8 +105,8 @@ def fit(run: Run) -> str:
                 total = engine.all_reduce(_sum(weights, engine.device))
                 strategy.scale_gradients(parameters, torch.where(total > 0, rows / total, 0.0))
             norm = engine.grad_norm(parameters) if wants_norm else None
-            if limits.max_grad_norm is not None:
-                strategy.clip(parameters, limits.max_grad_norm, norm)  # type: ignore[arg-type]
+            if run.max_grad_norm is not None:
+                strategy.clip(parameters, run.max_grad_norm, norm)  # type: ignore[arg-type]
             if calls.on_before_step is not None:
                 calls.on_before_step(trainer, module, optimizer, norm)
             if skip_nonfinite and not math.isfinite(float(norm)):  # type: ignore[arg-type]  # the one wait per update
@@ -170,16 +171,16 @@ def fit(run: Run) -> str:
 
 
 def _finished(run: Run) -> str:
-    limits, progress = run.limits, run.progress
-    if limits.max_steps is not None and progress.step >= limits.max_steps:
+    settings, progress = run.settings, run.progress
+    if settings.max_steps is not None and progress.step >= settings.max_steps:
         return "max_steps"
-    return "max_epochs" if limits.max_epochs is not None and progress.epoch >= limits.max_epochs else ""
+    return "max_epochs" if settings.max_epochs is not None and progress.epoch >= settings.max_epochs else ""
 
 
 def _wants_norm(run: Run) -> bool:
-    wants, limits = run.calls.manager.wants, run.limits
+    wants = run.calls.manager.wants
     heard = wants("on_step", "grad_norm") or wants("on_before_step", "grad_norm")
-    return heard or limits.max_grad_norm is not None or limits.nonfinite == "skip"
+    return heard or run.max_grad_norm is not None or run.settings.nonfinite == "skip"
 
 
 def _unpack(output: Any) -> tuple[Any, Any, str | None]:
@@ -259,8 +260,8 @@ def _mean_loss(run: Run, losses: list[Any], weights: list[Any], total: Any) -> t
     zero = torch.zeros((), device=run.engine.device)
     weighted = sum(
         (
-            torch.where(torch.as_tensor(w, device=zero.device) == 0, zero, l.float() * w)
-            for l, w in zip(losses, weights, strict=True)
+            torch.where(torch.as_tensor(w, device=zero.device) == 0, zero, loss.float() * w)
+            for loss, w in zip(losses, weights, strict=True)
         ),
         zero,
     )
@@ -274,7 +275,7 @@ def _host(total: Any, run: Run) -> float:
         return float(total)
     if total.device.type == "cpu":
         return float(total)
-    run.batch_state["tokens"] = run.batch_state.get("tokens", 0) + total
+    run.unread_tokens = run.unread_tokens + total
     return 0.0
 
 
@@ -303,8 +304,8 @@ def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None) -> None
         metrics["grad_norm"] = float(norm)
     for name, optimizer in run.optimizers.items():
         metrics["lr" if len(run.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
-    if "tokens" in run.batch_state:
-        run.progress.tokens += float(run.batch_state.pop("tokens"))
+    run.progress.tokens += float(run.unread_tokens)
+    run.unread_tokens = 0
     run.write_metrics("train", metrics, run.clock_fields())
     if run.calls.on_log is not None:
         run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)
@@ -312,7 +313,7 @@ def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None) -> None
 
 def _stop_if_nonfinite(run: Run, metrics: dict[str, float]) -> None:
     loss = metrics.get("loss", 0.0)
-    if run.limits.nonfinite == "stop" and not math.isfinite(loss):
+    if run.settings.nonfinite == "stop" and not math.isfinite(loss):
         raise FabricateError(
             f"the loss became {loss} in the updates up to step {run.progress.step}; the last checkpoint is from before. Lower the learning "
             "rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
@@ -324,35 +325,9 @@ def validate(run: Run) -> dict[str, float]:
     metrics = evaluate(run, run.validation, "validate")
     run.write_metrics("validate", metrics, run.clock_fields())
     for scheduler in run.schedulers.values():
-        if isinstance(scheduler, PlateauStep):
+        if isinstance(scheduler, PlateauScheduler):
             scheduler.measured(metrics)
     return metrics
-
-
-class PlateauStep:
-    """`ReduceLROnPlateau` in the loop: not stepped per update, but with the validation loss after each validation."""
-
-    def __init__(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau) -> None:
-        self.scheduler = scheduler
-
-    def step(self) -> None:
-        """Nothing per update."""
-
-    def measured(self, metrics: Mapping[str, float]) -> None:
-        """Step with the validation loss; `ConfigurationError` when validation gives none."""
-        if "val_loss" not in metrics:
-            raise ConfigurationError(
-                f"ReduceLROnPlateau needs val_loss and validation gave {', '.join(metrics) or 'nothing'}; return {{'loss': ...}} from validation_step"
-            )
-        self.scheduler.step(metrics["val_loss"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own."""
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The scheduler's own."""
-        self.scheduler.load_state_dict(state)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,11 @@ class Metrics:
             keys = sorted({(n, r) for names in self._collectives.gather_json(keys) for n, r in names})
         if not keys:
             return {}
+        names = [name for name, _ in keys]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigurationError(
+                f"log({twice[0]!r}) is called with reduce='mean' and with reduce='sum'; choose one of them"
+            )
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         rows = []
         for key in keys:
@@ -118,7 +123,9 @@ class Metrics:
         self.reduce()
         result = {n: _mean(t, w) if mean else t for n, (t, w, mean) in sorted(self._totals.items())}
         for name, metric in sorted(self._objects.items()):
-            result[name] = float(metric.compute())
+            value = metric.compute()
+            check_value(name, value)
+            result[name] = float(value)
             metric.reset()
         self._totals = {}
         self._objects = {}

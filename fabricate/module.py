@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
+from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, did_you_mean
 from fabricate.hooks import Listener
 from fabricate.metrics import check_value, is_torchmetric
 
@@ -122,9 +122,14 @@ class TrainModule(torch.nn.Module, Listener):
     def device(self) -> torch.device:
         """Where batches arrive: the Trainer's device, else that of the first parameter, else the CPU."""
         if self._trainer is not None and self._trainer.running:
-            return self._trainer.accelerator.device
+            device: torch.device = self._trainer.accelerator.device
+            return device
         parameter = next(self.parameters(), None)
         return parameter.device if parameter is not None else torch.device("cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copying and pickling take: the module without the Trainer that happens to run it."""
+        return {**self.__dict__, "_trainer": None, "_logged": []}
 
     def print(self, *values: object) -> None:
         """Print on rank 0 only."""
@@ -147,29 +152,27 @@ class TrainModule(torch.nn.Module, Listener):
                 f"load_from_checkpoint({str(path)!r}): the constructor arguments {', '.join(unknown)} could not be recorded; "
                 f"pass them, for instance {cls.__name__}.load_from_checkpoint(path, {unknown[0]}=...)"
             )
-        known = inspect.signature(cls.__init__).parameters
-        accepts_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        arguments = {n: v for n, v in recorded.items() if accepts_any or n in known} | overrides
-        module = cls(**arguments)
+        bound = _bind(cls, recorded, overrides)
+        module = cls(*bound.args[1:], **bound.kwargs)
         module.configure_model()
         load_weights(Path(path), module)
         return module
 
 
 def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
-    """The constructor arguments of `module` by name: those that JSON holds, and the names of those it does not."""
+    """The constructor arguments of `module` by name (those of `*names` as a list): what JSON holds, and the names of the rest."""
     args, kwargs = module._arguments
     try:
         bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
     except TypeError:
         return {}, []
     values: dict[str, Any] = {}
-    for name, parameter in list(bound.signature.parameters.items())[1:]:
-        if name in bound.arguments:
-            if parameter.kind is parameter.VAR_KEYWORD:
-                values |= bound.arguments[name]
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                values[name] = bound.arguments[name]
+    for name, value in list(bound.arguments.items())[1:]:
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            values |= value
+        else:
+            values[name] = list(value) if kind is inspect.Parameter.VAR_POSITIONAL else value
     held, lost = {}, []
     for name, value in values.items():
         try:
@@ -181,6 +184,23 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
         else:
             lost.append(name)
     return held, lost
+
+
+def _bind(kind: type[TrainModule], recorded: dict[str, Any], overrides: dict[str, Any]) -> inspect.BoundArguments:
+    """Arguments for `kind.__init__` (self is None): those recorded, as far as it still has them, and `overrides`."""
+    signature = inspect.signature(kind.__init__)
+    any_keyword = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    bound = signature.bind_partial(None)
+    for name, value in (recorded | overrides).items():
+        if name in signature.parameters:
+            bound.arguments[name] = value
+        elif any_keyword is not None:
+            bound.arguments.setdefault(any_keyword, {})[name] = value
+        elif name in overrides:
+            raise ConfigurationError(
+                f"load_from_checkpoint: {kind.__name__} has no constructor argument {name!r}{did_you_mean(name, signature.parameters)}"
+            )
+    return bound
 
 
 def overrides(module: TrainModule, method: str) -> bool:

@@ -122,7 +122,10 @@ class Registry:
         elif inspect.isclass(plugin):
             raise PluginError(f"plugins: {plugin.__name__} is a class; pass an instance: {plugin.__name__}()")
         else:
-            name = getattr(plugin, "name", None) or getattr(plugin, "__name__", None) or type(plugin).__name__
+            if any(plugin is known for _, known in self.active):
+                raise PluginError(f"plugins: this {type(plugin).__name__} object is listed twice; remove one")
+            names = (getattr(plugin, "name", None), getattr(plugin, "__name__", None))
+            name = next((n for n in names if n and isinstance(n, str)), type(plugin).__name__)
             origin = _distribution_of(plugin)
             taken = {n for n, _ in self.active}
             if name in taken:

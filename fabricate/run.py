@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabricate.records import Every
-
 if TYPE_CHECKING:
     import torch
 
@@ -22,7 +20,9 @@ if TYPE_CHECKING:
     from fabricate.engine import Engine
     from fabricate.metrics import Metrics
     from fabricate.module import TrainModule
+    from fabricate.optimization import Scheduler
     from fabricate.progress import Progress
+    from fabricate.settings import Settings
     from fabricate.trainer import Trainer
 
 
@@ -36,20 +36,6 @@ class Requests:
     signal: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long to train and when to do what."""
-
-    max_steps: int | None
-    max_epochs: int | None
-    max_grad_norm: float | None
-    nonfinite: str
-    log_every: Every
-    validate_every: Every | None
-    validate_first: bool
-    save_every: Every | None
-
-
 @dataclass(kw_only=True)
 class Run:
     """A running fit or evaluation."""
@@ -60,12 +46,13 @@ class Run:
     calls: Calls
     progress: Progress
     metrics: Metrics
+    settings: Settings
     seed: int
-    limits: Limits
+    max_grad_norm: float | None = None
     source: Source | None = None
     validation: dict[str, Source] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    schedulers: dict[str, Any] = field(default_factory=dict)
+    schedulers: dict[str, Scheduler] = field(default_factory=dict)
     parameters: dict[str, list[torch.nn.Parameter]] = field(default_factory=dict)
     """The trainable parameters of each optimizer, listed once: nothing walks the module per step."""
     total_steps: int | None = None
@@ -76,12 +63,13 @@ class Run:
     """The last known value of every metric."""
     checkpoint: Path | None = None
     saved_step: int = -1
-    keep: dict[str, Any] = field(default_factory=dict)
     trackers: bool = False
     clock: float = field(default_factory=time.monotonic)
     logged: tuple[float, int, int] = (0.0, 0, 0)
     """Clock, step and samples at the last log boundary."""
-    batch_state: dict[str, Any] = field(default_factory=dict)
+    unread_tokens: Any = 0
+    """Weights that are still device tensors, added up until the next log boundary."""
+    notes: list[str] = field(default_factory=list)
     restored: bool = False
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -126,3 +114,8 @@ class Run:
         now = time.monotonic()
         self.progress.seconds += now - self.clock
         self.clock = now
+
+    def start_clock(self) -> None:
+        """The fit begins or goes on: time from here counts."""
+        self.clock = time.monotonic()
+        self.logged = (self.clock, self.progress.step, self.progress.samples)

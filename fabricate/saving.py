@@ -19,9 +19,10 @@ import torch
 
 from fabricate import checkpoint as format
 from fabricate.checkpoint import FileRecord, Manifest, Reader
-from fabricate.engine import derive_seed, pretrained_models, rng_state, seed_everything, set_rng_state
+from fabricate.construct import pretrained_models
 from fabricate.errors import CheckpointError
 from fabricate.module import overrides, recorded
+from fabricate.randomness import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.state import (
     Saver,
     chunk,
@@ -66,8 +67,8 @@ def save(run: Run) -> Path | None:
     return path
 
 
-def write(run: Run, path: Path) -> None:
-    """Stage, write this rank's part, agree, commit. All ranks."""
+def write(run: Run, path: Path) -> Path:
+    """Stage, write this rank's part, agree, commit; returns `path`. All ranks."""
     engine = run.engine
     nonce = engine.broadcast_json(secrets.token_hex(4))
     records: list[FileRecord] = []
@@ -97,7 +98,7 @@ def write(run: Run, path: Path) -> None:
         try:
             files = [FileRecord.from_json(r) for _, group in answers for r in group]
             assert staging is not None
-            format.commit(staging, _manifest(run, nonce, files, aliases))
+            format.commit(staging, _manifest(run, nonce, files, aliases), name=path.name)
         except Exception as exc:
             failure = exc
     failed += [str(e) for e in engine.gather_json(repr(failure) if failure and not failed else None) if e]
@@ -109,6 +110,7 @@ def write(run: Run, path: Path) -> None:
         raise CheckpointError(
             f"the checkpoint {path} was not written ({'; '.join(failed)}); the previous one is intact"
         ) from failure
+    return path
 
 
 def _manifest(run: Run, nonce: str, files: list[FileRecord], aliases: dict[str, str]) -> Manifest:
@@ -183,13 +185,13 @@ def _data_identity(run: Run) -> dict[str, Any]:
 
 def _prune(run: Run, root: Path) -> None:
     """Delete what `keep` does not hold. The newest is durable by now, so nothing older is needed for safety."""
-    last = run.keep.get("last")
+    last = run.settings.keep.get("last")
     if last is None:
         return
     found = format.committed(root)
     kept = set(found[-last:])
-    if best := run.keep.get("best"):
-        kept |= set(best_checkpoints(found, run.keep["metric"], run.keep["mode"])[:best])
+    if best := run.settings.keep.get("best"):
+        kept |= set(best_checkpoints(found, run.settings.keep["metric"], run.settings.keep["mode"])[:best])
     if gone := [p for p in found if p not in kept]:
         format.prune(gone)
 
@@ -249,6 +251,8 @@ def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path |
         try:
             _verify(path)
             return path
+        except format.NewerFormatError:
+            raise  # intact, only not for this version: nothing to set aside
         except CheckpointError as exc:
             aside = format.set_aside(path, str(exc))
             run.event("rejected", path=path.name, reason=str(exc), moved_to=aside.name)
@@ -278,13 +282,13 @@ def _move_aside(run_dir: Path, warn: Callable[[str], None]) -> None:
     warn(f"resume='never': the earlier run was moved to {target}")
 
 
-def restore(run: Run, path: Path, accept_changes: tuple[str, ...]) -> None:
+def restore(run: Run, path: Path) -> None:
     """Put everything back as it was when `path` was saved. All ranks. Compared first, so that an error changes nothing."""
     engine = run.engine
     with Reader(path) as reader:
         tree: Any = reader.json("state.json")
         world_size = int(reader.manifest.topology["world_size"])  # type: ignore[arg-type]
-        _compare(run, path, tree, accept_changes)
+        _compare(run, path, tree, run.settings.accept_changes)
         load_model(reader, run.module, engine.strategy)
         names = parameter_names(run.module, run.optimizers)
         for label, optimizer in run.optimizers.items():
@@ -319,12 +323,13 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
     for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train")):
         if now[key] != then[key] and argument not in accept_changes:
             raise CheckpointError(
-                f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. Use the same {argument}, "
-                f"or say that it is meant: Trainer(accept_changes=({argument!r},))"
+                f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
+                f"Use the same {argument}, or say that it is meant: Trainer(accept_changes=({argument!r},))"
             )
-    if run.trainer.seed is not None and run.trainer.seed != tree["seed"] and "seed" not in accept_changes:
+    if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
         raise CheckpointError(
-            f"{path} was saved with seed={tree['seed']}, this run has seed={run.trainer.seed}; use the same or Trainer(accept_changes=('seed',))"
+            f"{path} was saved with seed={tree['seed']}, this run has seed={run.settings.seed}; use the same, "
+            "or Trainer(accept_changes=('seed',))"
         )
     if set(run.optimizers) != set(tree["optimizers"]):
         raise CheckpointError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import json
 import os
 import secrets
@@ -14,26 +15,31 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabricate import loop, saving
-from fabricate.data import Loading, Source, open_source
+from fabricate.construct import build_model
+from fabricate.data import Loading
 from fabricate.dispatch import Calls, Manager, Origin
-from fabricate.engine import Engine, build_model, check_trackers, derive_seed, seed_everything
-from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, RankError, did_you_mean
+from fabricate.engine import Engine, check_trackers
+from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
-from fabricate.launch import Launch, detect, requests
+from fabricate.launch import detect
 from fabricate.metrics import Metrics
-from fabricate.module import TrainModule, check_methods, overrides
-from fabricate.plan import Plan, Setting
+from fabricate.module import STEPS, TrainModule, check_methods, overrides
+from fabricate.optimization import read_optimizers
+from fabricate.plan import Plan
+from fabricate.planning import Data, Resolved, make_plan, open_data, resolve
 from fabricate.progress import Progress
+from fabricate.randomness import derive_seed, seed_everything
 from fabricate.records import Every, FitResult
-from fabricate.registry import Registry, progress_bar
-from fabricate.run import Limits, Requests, Run
+from fabricate.registry import progress_bar
+from fabricate.run import Requests, Run
+from fabricate.settings import check_arguments
 from fabricate.state import parameter_names
 
 if TYPE_CHECKING:
@@ -41,8 +47,6 @@ if TYPE_CHECKING:
 
     from fabricate.precision import Precision
     from fabricate.strategy import Strategy
-
-_STAGES = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Defaults:
@@ -120,50 +124,35 @@ class Trainer:
         accept_changes: Sequence[str] = (),
         **unknown: Any,
     ) -> None:
-        _refuse_unknown(unknown)
-        for name, value in (("max_steps", max_steps), ("max_epochs", max_epochs)):
-            _check_count(name, value, 0)
-        _check_count("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-        _check_count("global_batch_size", global_batch_size, 1)
-        if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
-            raise ConfigurationError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None not to clip")
-        if nonfinite not in ("stop", "skip"):
-            raise ConfigurationError(
-                f"nonfinite={nonfinite!r}{did_you_mean(str(nonfinite), ('stop', 'skip'))}; give 'stop' or 'skip'"
-            )
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32):
-            raise ConfigurationError(f"seed={seed!r}: give a whole number from 0 to {2**32 - 1}, or None")
-        if isinstance(plugins, str) or not isinstance(plugins, Iterable):
-            raise ConfigurationError(f"plugins={plugins!r}: give a list, plugins=[...]")
-        known = ("global_batch_size", "train", "seed", "plugins")
-        for change in accept_changes:
-            if change not in known:
-                raise ConfigurationError(
-                    f"accept_changes={change!r}{did_you_mean(change, known)}; known: {', '.join(known)}"
-                )
-        self._strategy_asked, self._precision_asked = strategy, precision
-        self.max_steps, self.max_epochs = (1, None) if fast_dev_run else (max_steps, max_epochs)
-        self.seed = seed
-        self.deterministic = deterministic
-        self._accumulation = gradient_accumulation_steps
-        self._global_batch_size = global_batch_size
-        self.max_grad_norm = max_grad_norm
-        self._nonfinite = nonfinite
-        self._run_dir = Path(run_dir) if run_dir is not None else None
-        self._save_every = Every.parse("save_every", save_every) if save_every is not None else None
-        self._validate_every = Every.parse("validate_every", validate_every) if validate_every is not None else None
-        self._log_every = Every.parse("log_every", log_every)
-        self._validate_first = validate_first
-        self._keep = _parse_keep(keep)
-        self._show_progress = progress
-        self._plugins = list(plugins)
-        self._trackers = [trackers] if isinstance(trackers, str) else list(trackers)
-        self._limit_train, self._limit_val = (None, 1) if fast_dev_run else (limit_train_batches, limit_val_batches)
-        self._fast_dev_run = fast_dev_run
-        self._accept_changes = tuple(accept_changes)
+        known = [n for n in inspect.signature(Trainer).parameters if n != "unknown"]
+        self.settings = check_arguments(
+            known,
+            unknown,
+            strategy=strategy,
+            precision=precision,
+            max_steps=max_steps,
+            max_epochs=max_epochs,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            global_batch_size=global_batch_size,
+            max_grad_norm=max_grad_norm,
+            nonfinite=nonfinite,
+            seed=seed,
+            deterministic=deterministic,
+            run_dir=run_dir,
+            save_every=save_every,
+            keep=keep,
+            validate_every=validate_every,
+            validate_first=validate_first,
+            log_every=log_every,
+            progress=progress,
+            plugins=plugins,
+            trackers=trackers,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            fast_dev_run=fast_dev_run,
+            accept_changes=accept_changes,
+        )
         self._run: Run | None = None
-        self._last_run: Run | None = None
-        self.last_plan: Plan | None = None
 
     # -- what hooks and modules may ask ---------------------------------------------------------------------------------
 
@@ -227,7 +216,7 @@ class Trainer:
     @property
     def run_dir(self) -> Path | None:
         """Where this run writes, None for nowhere."""
-        return self._run.run_dir if self._run is not None else self._run_dir
+        return self._run.run_dir if self._run is not None else self.settings.run_dir
 
     def request_save(self) -> None:
         """Save at the next update boundary, on all ranks; asking on one rank is enough."""
@@ -248,242 +237,16 @@ class Trainer:
         target = Path(path)
         if target.exists():
             raise CheckpointError(f"save({str(path)!r}): this exists already; give a new path")
-        saving.write(run, target)
-        return target
-
-    # -- resolving ------------------------------------------------------------------------------------------------------
-
-    def _resolve(self) -> _Resolved:
-        launch = detect(os.environ)
-        asked = requests(os.environ)
-        registry = Registry(self._plugins)
-        cpu = "cpu" in asked or not torch.cuda.is_available()
-        device = torch.device("cpu") if cpu else torch.device("cuda", launch.local_rank)
-        chosen: dict[str, tuple[object, str]] = {}
-        for kind, value in (("strategy", self._strategy_asked), ("precision", self._precision_asked)):
-            if kind in asked:
-                request = asked[kind]
-                own = getattr(value, "name", value)
-                if value != "auto" and own != request.value:
-                    raise ConfigurationError(
-                        f"{kind}={own!r} is set in the Trainer and {request.value!r} by {request.source}; remove one or make them equal"
-                    )
-                chosen[kind] = (request.value, request.source) if value == "auto" else (value, "argument")
-            elif value != "auto":
-                chosen[kind] = (value, "argument")
-        if "strategy" not in chosen:
-            several = launch.world_size > 1
-            chosen["strategy"] = (
-                ("ddp", f"auto: {launch.world_size} processes") if several else ("single", "auto: one process")
-            )
-        if "precision" not in chosen:
-            native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            reason = (
-                "the device computes in bf16 natively" if native else f"{device.type} does not compute in bf16 natively"
-            )
-            chosen["precision"] = ("bf16" if native else "fp32", f"auto: {reason}")
-        strategy, strategy_offer = registry.resolve("strategy", chosen["strategy"][0])
-        precision, precision_offer = registry.resolve("precision", chosen["precision"][0])
-        return _Resolved(
-            launch,
-            registry,
-            strategy,
-            precision,
-            cpu,
-            device,
-            {"strategy": chosen["strategy"][1], "precision": chosen["precision"][1]},
-            {
-                "strategy": strategy_offer.origin if strategy_offer else Origin(),
-                "precision": precision_offer.origin if precision_offer else Origin(),
-            },
-            int(asked["gradient_accumulation_steps"].value) if "gradient_accumulation_steps" in asked else None,
-            self._clipping(float(asked["max_grad_norm"].value) if "max_grad_norm" in asked else None),
-            "plan_only" in asked,
-        )
-
-    def _clipping(self, told: float | None) -> float | None:
-        if told is not None and self.max_grad_norm is not None and told != self.max_grad_norm:
-            raise ConfigurationError(
-                f"max_grad_norm={self.max_grad_norm} in the Trainer and {told} from the launcher; make them equal"
-            )
-        return told if self.max_grad_norm is None else self.max_grad_norm
-
-    def _sources(
-        self, found: _Resolved, train: object, val: object, loading: Loading, seed: int
-    ) -> tuple[Source | None, dict[str, Source], dict[str, str]]:
-        """Open the data; derive accumulation from the global batch."""
-        rank, world_size = found.launch.rank, found.launch.world_size
-        told, accumulation, origin = found.accumulation, self._accumulation, {}
-        if told is not None and accumulation is not None and told != accumulation:
-            raise ConfigurationError(
-                f"gradient_accumulation_steps={accumulation} in the Trainer and {told} from the launcher; make them equal"
-            )
-        origin["gradient_accumulation_steps"] = (
-            "argument" if accumulation is not None else "launcher" if told is not None else "default"
-        )
-        accumulation = accumulation or told
-        source: Source | None = None
-        if train is not None:
-
-            def opened(number: int) -> Source:
-                return open_source(
-                    train,
-                    argument="train",
-                    loading=loading,
-                    training=True,
-                    rank=rank,
-                    world_size=world_size,
-                    accumulation=number,
-                    seed=seed,
-                    limit=self._limit_train,
-                )
-
-            source = opened(accumulation or 1)
-            if self._global_batch_size is not None:
-                per_step = source.batch_size * world_size if source.batch_size else None
-                if per_step is None:
-                    raise ConfigurationError(
-                        "global_batch_size needs data with a batch_size; pass a dataset with batch_size=..., or use gradient_accumulation_steps"
-                    )
-                number, rest = divmod(self._global_batch_size, per_step)
-                if rest or not number:
-                    raise ConfigurationError(
-                        f"global_batch_size={self._global_batch_size} is no multiple of batch_size {source.batch_size} x {world_size} ranks = {per_step}"
-                    )
-                if accumulation is not None and accumulation != number:
-                    raise ConfigurationError(
-                        f"global_batch_size={self._global_batch_size} means gradient_accumulation_steps={number}, but {accumulation} is set; remove one"
-                    )
-                accumulation, origin["gradient_accumulation_steps"] = number, "from global_batch_size"
-                source = opened(number)
-        sets = (
-            val
-            if isinstance(val, Mapping) and not hasattr(val, "column_names")
-            else {"": val}
-            if val is not None
-            else {}
-        )
-        sets = {"": val} if val is not None and not isinstance(val, Mapping) else sets
-        validation = {
-            str(name): open_source(
-                data, argument=f"val[{name!r}]" if name else "val", loading=_for_evaluation(data, loading), training=False,
-                rank=rank, world_size=world_size, seed=seed, limit=self._limit_val,
-            )
-            for name, data in sets.items()
-        }  # fmt: skip
-        self._accumulation_used = accumulation or 1
-        return source, validation, origin
-
-    def _total(self, source: Source | None) -> int | None:
-        per_epoch = source.updates_per_epoch if source is not None else None
-        by_epochs = per_epoch * self.max_epochs if per_epoch is not None and self.max_epochs is not None else None
-        known = [n for n in (self.max_steps, by_epochs) if n is not None]
-        return min(known) if known and (self.max_steps is not None or by_epochs is not None) else None
-
-    def _base_seed(self) -> tuple[int, str]:
-        if self.seed is not None:
-            return self.seed, "argument"
-        return derive_seed(torch.initial_seed(), "data"), "from torch's initial seed; random generators are not seeded"
+        return saving.write(run, target)
 
     def plan(self, module: TrainModule, train: object = None, val: object = None, **loading: Any) -> Plan:
-        """The resolved plan, without training: `str(plan)` is its text. `loading`: batch_size, num_workers, collate_fn, shuffle
-        as for `fit`. Nothing is built on a device and no rank talks to another."""
+        """The resolved plan, without training: `str(plan)` is its text. `loading`: batch_size, num_workers, collate_fn,
+        shuffle as for `fit`. Nothing is built on a device and no rank talks to another."""
         check_methods(module)
-        found = self._resolve()
-        seed, origin = self._base_seed()
-        source, validation, origins = self._sources(found, train, val, Loading(**loading), seed)
-        Engine(found.launch, found.strategy, found.precision, cpu=found.cpu).check()
-        return self._make_plan(found, module, source, validation, {**origins, "seed": origin}, seed, {}, [])
-
-    def _make_plan(
-        self,
-        found: _Resolved,
-        module: TrainModule,
-        source: Source | None,
-        validation: Mapping[str, Source],
-        origins: Mapping[str, str],
-        seed: int,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        notes: Sequence[str],
-    ) -> Plan:
-        world_size, strategy, precision = found.launch.world_size, found.strategy, found.precision
-        trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
-        settings = [
-            Setting(
-                "device",
-                str(found.device),
-                "argument of the launcher" if found.cpu and torch.cuda.is_available() else "detected",
-            ),
-            Setting("world_size", world_size, f"launcher ({found.launch.launcher})"),
-            Setting("distributed_type", _distributed_type(found), "Accelerate"),
-            Setting("strategy", strategy.name, found.sources["strategy"]),
-            *(Setting(topic, text, strategy.name) for topic, text in strategy.describe().items()),
-            Setting("precision", precision.name, found.sources["precision"]),
-            Setting("compute_dtype", precision.compute_dtype, "precision"),
-            *(Setting(topic, text, precision.name) for topic, text in precision.describe().items()),
-        ]
-        if source is not None:
-            settings += [
-                Setting("train", source.kind, f"{source.num_samples:,} samples" if source.num_samples is not None else "no length"),
-                Setting("micro_batch_size", source.batch_size, "argument" if source.batch_size else "as the batches come"),
-                Setting("gradient_accumulation_steps", self._accumulation_used, origins.get("gradient_accumulation_steps", "default")),
-                Setting(
-                    "global_batch_size", source.global_batch,
-                    f"{source.batch_size} x {self._accumulation_used} x {world_size}" if source.batch_size else "as the batches come",
-                ),
-                Setting("updates_per_epoch", source.updates_per_epoch, "data"),
-                Setting("total_steps", self._total(source), "max_steps and max_epochs"),
-                Setting("resumes", source.resumes, "data"),
-            ]  # fmt: skip
-        settings += [
-            Setting("max_steps", self.max_steps, "argument" if self.max_steps is not None else "default"),
-            Setting("max_epochs", self.max_epochs, "argument" if self.max_epochs is not None else "default"),
-            *(
-                Setting(
-                    f"learning_rate {n}".removesuffix(" main"),
-                    [g["lr"] for g in o.param_groups],
-                    f"{type(o).__name__}, never scaled",
-                )
-                for n, o in optimizers.items()
-            ),
-            Setting("parameters_trainable", trainable, "module"),
-            Setting("parameters_frozen", frozen, "module"),
-            Setting(
-                "clipping",
-                found.max_grad_norm,
-                "fabricate, once per update" if found.max_grad_norm is not None else "default",
-            ),
-            Setting(
-                "nonfinite",
-                self._nonfinite,
-                "one wait per update" if self._nonfinite == "skip" else "checked at log boundaries",
-            ),
-            Setting("seed", seed, origins.get("seed", "argument")),
-            Setting("deterministic", self.deterministic, "argument" if self.deterministic else "default"),
-            Setting(
-                "run_dir",
-                str(self.run_dir) if self.run_dir is not None else None,
-                "" if self.run_dir is not None else "nothing is written",
-            ),
-            Setting("save_every", str(self._save_every) if self._save_every and self.run_dir is not None else None, ""),
-            Setting("validate_every", str(self._validate_every) if self._validate_every and validation else None, ""),
-            Setting("log_every", str(self._log_every), ""),
-        ]
-        plugins = [
-            {"name": f"strategy {strategy.name}", "origin": str(found.origins["strategy"])},
-            {"name": f"precision {precision.name}", "origin": str(found.origins["precision"])},
-            *(
-                {"name": n, "origin": str(found.registry.manager.origins.get(n, Origin()))}
-                for n, _ in found.registry.active
-            ),
-        ]
-        every = [
-            *notes,
-            *(source.notes if source is not None else ()),
-            *(n for s in validation.values() for n in s.notes),
-        ]
-        return Plan(tuple(settings), tuple(plugins), tuple(dict.fromkeys(every)))
+        found = resolve(self.settings)
+        data = open_data(self.settings, found, train, val, Loading(**loading))
+        Engine(found.launch, found.strategy, found.precision, found.device).check()
+        return make_plan(self.settings, found, module, data)
 
     # -- running --------------------------------------------------------------------------------------------------------
 
@@ -507,155 +270,146 @@ class Trainer:
         Ctrl-C once: the state is saved and `fit` returns with `stop_reason="interrupted"`.
         """
         check_methods(module)
-        if self.max_steps is None and self.max_epochs is None:
+        settings = self.settings
+        if settings.max_steps is None and settings.max_epochs is None:
             raise ConfigurationError(
                 "neither max_steps nor max_epochs is set; say how long to train, for instance Trainer(max_epochs=3)"
             )
         if train is None:
             raise ConfigurationError("train=None: give a DataLoader, a dataset or an iterable of batches")
-        self._check_run_dir()
-        found = self._resolve()
-        seed, seed_origin = self._base_seed()
-        loading = Loading(batch_size, num_workers, collate_fn, shuffle)
-        source, validation, origins = self._sources(found, train, val, loading, seed)
-        assert source is not None
-        if validation and not overrides(module, "validation_step"):
+        if settings.run_dir is not None and settings.run_dir.exists() and not settings.run_dir.is_dir():
+            raise ConfigurationError(f"run_dir={str(settings.run_dir)!r} is a file; give a directory")
+        found = resolve(settings)
+        data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))
+        if data.validation and not overrides(module, "validation_step"):
             raise ConfigurationError(
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
             )
-        stages = ["train", *(["validate"] if validation else [])]
-        with self._open(found, module, stages, seed) as run:
-            # From here to the result: loop.fit is the second frame, the module's step the fourth.
-            run.source, run.validation, run.total_steps = source, validation, self._total(source)
-            plan = self._prepare_fit(run, found, {**origins, "seed": seed_origin}, resume)
+        with self._open(found, module, ["train", *(["validate"] if data.validation else [])], data) as run:
+            self._prepare_fit(run, found, data, resume)
             if found.plan_only:
                 raise SystemExit(0)
             try:
-                reason = loop.fit(run)
+                reason = loop.fit(run)  # the second frame; the module's training_step is the fourth of ours
             except BaseException as exc:
-                where = f"rank {run.engine.rank}, epoch {run.progress.epoch}, step {run.progress.step + 1}, micro-batch {run.progress.micro_step}"
-                exc.add_note(f"while training: {where}")
+                at = run.progress
+                exc.add_note(
+                    f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {at.step + 1}, micro-batch {at.micro_step}"
+                )
                 raise
-            self._finish_fit(run, plan, reason)
-            return FitResult(
-                run.progress.step,
-                run.progress.epoch,
-                dict(run.latest),
-                reason,
-                None if self._fast_dev_run else run.checkpoint,
-            )
+            self._finish_fit(run, reason)
+            checkpoint = None if settings.fast_dev_run else run.checkpoint
+            return FitResult(run.progress.step, run.progress.epoch, dict(run.latest), reason, checkpoint)
 
-    def _check_run_dir(self) -> None:
-        if self._run_dir is not None and self._run_dir.exists() and not self._run_dir.is_dir():
-            raise ConfigurationError(f"run_dir={str(self._run_dir)!r} is a file; give a directory")
-
-    def _prepare_fit(
-        self, run: Run, found: _Resolved, origins: Mapping[str, str], resume: str | os.PathLike[str]
-    ) -> Plan:
+    def _prepare_fit(self, run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str]) -> None:
         """Everything between an open engine and the first step: optimizers, the plan, a checkpoint."""
-        module, engine = run.module, run.engine
-        configured = module.configure_optimizers()
-        run.optimizers, run.schedulers = _optimizers(module, configured)
+        module, engine, settings = run.module, run.engine, self.settings
+        where = f"{type(module).__name__}.configure_optimizers"
+        run.optimizers, run.schedulers = read_optimizers(where, module.configure_optimizers())
         parameter_names(module, run.optimizers)
         run.parameters = {
-            n: [p for g in o.param_groups for p in g["params"] if p.requires_grad] for n, o in run.optimizers.items()
+            name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            for name, optimizer in run.optimizers.items()
         }
-        notes = [run.batch_state.pop("model")] if run.batch_state.get("model") else []
-        plan = self.last_plan = self._make_plan(
-            found, module, run.source, run.validation, origins, run.seed, run.optimizers, notes
-        )
-        if self.is_main:
+        plan = make_plan(settings, found, module, data, run.optimizers, run.notes)
+        if engine.rank == 0:
             print(plan, flush=True)
-        if not found.plan_only and run.run_dir is not None and engine.rank == 0:
-            run.run_dir.mkdir(parents=True, exist_ok=True)
         _same_on_every_rank(run)
         if found.plan_only:
-            return plan
+            return
+        if run.run_dir is not None and engine.rank == 0:
+            run.run_dir.mkdir(parents=True, exist_ok=True)
         path = saving.choose(run, os.fspath(resume), lambda text: print(text, file=sys.stderr, flush=True))
         if run.run_dir is not None and engine.rank == 0:
             temporary = run.run_dir / ".plan.json"
             temporary.write_text(json.dumps(plan.to_json(), indent=1))
             temporary.replace(run.run_dir / "plan.json")
         engine.barrier()
-        if self.seed is not None or engine.world_size > 1:
+        if settings.seed is not None or engine.world_size > 1:
             seed_everything(derive_seed(run.seed, "rank", engine.rank))
         if run.trackers:
             engine.start_trackers(plan.to_json()["settings"])
         if run.calls.on_fit_start is not None:
             run.calls.on_fit_start(self, module)
         if path is not None:
-            saving.restore(run, path, self._accept_changes)
+            saving.restore(run, path)
             module.print(f"resumed from {path} (step {run.progress.step})")
-        run.tick()
-        run.progress.seconds = run.progress.seconds if path is not None else 0.0
-        run.clock_fields()
-        return plan
+        run.start_clock()
 
-    def _finish_fit(self, run: Run, plan: Plan, reason: str) -> None:
+    def _finish_fit(self, run: Run, reason: str) -> None:
         saving.save(run)
         if reason == "interrupted":
             if run.calls.on_preempt is not None:
                 run.calls.on_preempt(self, run.module, run.requests.signal)
-            place = (
-                f"; the state is saved in {run.checkpoint}, the same call goes on from there"
-                if run.checkpoint
-                else " (no run_dir: nothing is saved)"
+            saved = f"the state is saved in {run.checkpoint}; the same call goes on from there"
+            run.module.print(
+                f"interrupted by {run.requests.signal} at step {run.progress.step}: "
+                + (saved if run.checkpoint else "without a run_dir nothing is saved")
             )
-            run.module.print(f"interrupted by {run.requests.signal} at step {run.progress.step}{place}")
         else:
             saving.export(run)
         if run.calls.on_fit_end is not None:
             run.calls.on_fit_end(self, run.module)
 
     @contextlib.contextmanager
-    def _open(self, found: _Resolved, module: TrainModule, stages: Sequence[str], seed: int) -> Iterator[Run]:
+    def _open(self, found: Resolved, module: TrainModule, stages: Sequence[str], data: Data) -> Iterator[Run]:
         """An engine with the module prepared in it; afterwards everything is as before, whatever happened."""
         if self._run is not None:
             raise FabricateError("this Trainer is running already; one fit at a time")
+        settings, training = self.settings, "train" in stages
         with contextlib.ExitStack() as stack:
-            run_dir = self._run_dir if "train" in stages else None
-            if self._fast_dev_run and "train" in stages:
+            stack.enter_context(_environment_restored())
+            run_dir = settings.run_dir if training else None
+            if settings.fast_dev_run and training:
                 run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
-            trackers = (
-                check_trackers(self._trackers, found.registry) if not self._fast_dev_run and "train" in stages else []
-            )
+            trackers = check_trackers(settings.trackers) if training else []
             if trackers and run_dir is None:
-                raise ConfigurationError(f"trackers={self._trackers!r} need a place to write; set run_dir=")
-            logging_dir = str(run_dir) if trackers else None
-            engine = Engine(
-                found.launch, found.strategy, found.precision, cpu=found.cpu, log_with=trackers, logging_dir=logging_dir
+                raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
+            if settings.seed is not None:
+                seed_everything(settings.seed)
+            stack.enter_context(_determinism(settings.deterministic))
+            engine = stack.enter_context(
+                Engine(
+                    found.launch,
+                    found.strategy,
+                    found.precision,
+                    found.device,
+                    log_with=trackers,
+                    logging_dir=str(run_dir) if trackers else None,
+                )
             )
-            if self.seed is not None:
-                seed_everything(self.seed)
-            stack.enter_context(_determinism(self.deterministic))
-            stack.enter_context(engine)
-            if self._fast_dev_run and engine.world_size > 1 and run_dir is not None:
+            if settings.fast_dev_run and run_dir is not None:
                 run_dir = Path(engine.broadcast_json(str(run_dir)))
-            manager = self._register(found, module, bar=self._show_progress and "train" in stages)
             run = Run(
-                trainer=self, module=module, engine=engine, calls=Calls(manager), progress=Progress(),
-                metrics=Metrics(engine, engine.device), seed=seed, run_dir=run_dir, run_id=engine.broadcast_json(secrets.token_hex(8)),
-                keep=self._keep, trackers=bool(trackers),
-                limits=Limits(
-                    max_steps=self.max_steps, max_epochs=self.max_epochs, max_grad_norm=found.max_grad_norm, nonfinite=self._nonfinite,
-                    log_every=self._log_every, validate_every=Every(steps=1) if self._fast_dev_run else self._validate_every,
-                    validate_first=self._validate_first, save_every=self._save_every,
-                ),
-            )  # fmt: skip
+                trainer=self,
+                module=module,
+                engine=engine,
+                calls=Calls(self._register(found, module, bar=settings.progress and training)),
+                progress=Progress(),
+                metrics=Metrics(engine, engine.device),
+                settings=settings,
+                max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
+                seed=found.seed[0],
+                source=data.train,
+                validation=data.validation,
+                total_steps=data.total_steps(settings),
+                run_dir=run_dir,
+                run_id=engine.broadcast_json(secrets.token_hex(8)),
+                trackers=bool(trackers),
+            )
             if not found.strategy.exposes_gradients and run.calls.on_before_step is not None:
-                heard = ", ".join(manager.order("on_before_step"))
+                heard = ", ".join(run.calls.manager.order("on_before_step"))
                 raise ConfigurationError(
-                    f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {heard} hears; remove it or choose another strategy"
+                    f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {heard} hears; remove "
+                    "it or choose another strategy"
                 )
             self._run = run
             object.__setattr__(module, "_trainer", self)
             modes = [(m, m.training) for m in module.modules()]
             try:
                 stack.enter_context(_interrupts(run.requests))
-                if not hasattr(module, "_built"):
-                    run.batch_state["model"] = build_model(module, seed)
-                    object.__setattr__(module, "_built", True)
-                if "train" in stages and not any(p.requires_grad for p in module.parameters()):
+                run.notes += [note] if (note := build_model(module, run.seed)) else []
+                if training and not any(p.requires_grad for p in module.parameters()):
                     raise ConfigurationError(
                         f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
                     )
@@ -671,7 +425,7 @@ class Trainer:
 
     def _report(self, run: Run, exc: BaseException) -> None:
         """Tell listeners and the other ranks; never hides `exc`."""
-        if isinstance(exc, SystemExit):
+        if isinstance(exc, SystemExit | GeneratorExit):
             return
         if run.calls.on_exception is not None:
             try:
@@ -696,193 +450,71 @@ class Trainer:
         finally:
             object.__setattr__(run.module, "_trainer", None)
             run.module._logged.clear()
-            self._run, self._last_run = None, run
+            self._run = None
 
-    def _register(self, found: _Resolved, module: TrainModule, *, bar: bool) -> Manager:
-        own: list[tuple[str, object, Origin]] = [
-            (f"strategy/{found.strategy.name}", found.strategy, found.origins["strategy"]),
-            (f"precision/{found.precision.name}", found.precision, found.origins["precision"]),
-            ("module", module, Origin()),
-        ]
+    def _register(self, found: Resolved, module: TrainModule, *, bar: bool) -> Manager:
         manager = found.registry.manager
         manager.add(Defaults(), PROJECT)
         if bar:  # on every rank, so that all hear the same hooks; it shows on rank 0
             manager.add(progress_bar(), "progress_bar")
-        return found.registry.activate(own)
+        parts = [(f"{kind}/{choice.made.name}", choice.made, choice.origin) for kind, choice in found.choices.items()]
+        return found.registry.activate([*parts, ("module", module, Origin())])
 
-    def _evaluation(
+    def _evaluate(
         self,
+        stage: str,
         module: TrainModule,
         data: Any,
-        stage: str,
         checkpoint: str | os.PathLike[str] | None,
         loading: Mapping[str, Any],
     ) -> Any:
         check_methods(module)
-        if not overrides(module, _STAGES[stage]):
+        if not overrides(module, STEPS[stage]):
             raise ConfigurationError(
-                f"{type(module).__name__} has no {_STAGES[stage]}; define {_STAGES[stage]}(self, batch)"
+                f"{type(module).__name__} has no {STEPS[stage]}; define {STEPS[stage]}(self, batch)"
             )
-        found = self._resolve()
-        seed, _ = self._base_seed()
-        _, sources, _ = self._sources(found, None, data, Loading(**loading), seed)
-        if not sources:
+        if data is None:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
+        found = resolve(self.settings)
+        opened = open_data(self.settings, found, None, data, Loading(**loading))
         path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
-        with self._open(found, module, [stage], seed) as run:
+        with self._open(found, module, [stage], opened) as run:
             if path is not None:
                 saving.load_weights_only(run, path)
             if stage == "predict":
-                return loop.predict(run, next(iter(sources.values())))
-            return loop.evaluate(run, sources, stage)
+                return loop.predict(run, next(iter(opened.validation.values())))
+            return loop.evaluate(run, opened.validation, stage)
 
     def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> Path:
         if checkpoint not in ("best", "last"):
             return Path(checkpoint)
-        if self._run_dir is None:
+        if self.settings.run_dir is None:
             raise ConfigurationError(
-                f"checkpoint={checkpoint!r} is looked up in run_dir, which is not set; give a path"
+                f"checkpoint={checkpoint!r} is looked up in run_dir, which is not set; give a path, or set run_dir"
             )
-        return saving.find(self._run_dir, str(checkpoint), self._keep)
+        return saving.find(self.settings.run_dir, str(checkpoint), self.settings.keep)
 
     def validate(
         self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
     ) -> dict[str, float]:
         """Metrics of `module.validation_step` over exactly `data`, the same on every rank. `data` and `loading` (batch_size,
         num_workers, collate_fn) as for `fit`; `checkpoint`: weights to load first: a path, "best" or "last". All ranks."""
-        result: dict[str, float] = self._evaluation(module, data, "validate", checkpoint, loading)
+        result: dict[str, float] = self._evaluate("validate", module, data, checkpoint, loading)
         return result
 
     def test(
         self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
     ) -> dict[str, float]:
         """As `validate`, with `module.test_step`."""
-        result: dict[str, float] = self._evaluation(module, data, "test", checkpoint, loading)
+        result: dict[str, float] = self._evaluate("test", module, data, checkpoint, loading)
         return result
 
     def predict(
         self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
     ) -> list[Any] | None:
         """One prediction per sample of `data`, in its order, on rank 0 (None on the others); tensors on the CPU. All ranks."""
-        result: list[Any] | None = self._evaluation(module, data, "predict", checkpoint, loading)
+        result: list[Any] | None = self._evaluate("predict", module, data, checkpoint, loading)
         return result
-
-
-class _Resolved:
-    """What a fit is going to use, and where each choice came from."""
-
-    def __init__(
-        self,
-        launch: Launch,
-        registry: Registry,
-        strategy: Strategy,
-        precision: Precision,
-        cpu: bool,
-        device: torch.device,
-        sources: dict[str, str],
-        origins: dict[str, Origin],
-        accumulation: int | None,
-        max_grad_norm: float | None,
-        plan_only: bool,
-    ) -> None:
-        self.launch, self.registry, self.strategy, self.precision = launch, registry, strategy, precision
-        self.cpu, self.device, self.sources, self.origins = cpu, device, sources, origins
-        self.accumulation, self.max_grad_norm, self.plan_only = accumulation, max_grad_norm, plan_only
-
-
-def _for_evaluation(data: object, loading: Loading) -> Loading:
-    """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
-    from torch.utils.data import DataLoader, IterableDataset
-
-    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
-    if isinstance(data, DataLoader) or not (stream or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))):
-        return Loading()
-    workers = min(loading.num_workers, 1) if stream else loading.num_workers
-    return Loading(loading.batch_size, workers, loading.collate_fn, None if stream else False)
-
-
-def _distributed_type(found: _Resolved) -> str:
-    if found.launch.world_size == 1:
-        return "NO"
-    return "MULTI_CPU" if found.cpu else "MULTI_GPU"
-
-
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    import inspect
-
-    known = [n for n in inspect.signature(Trainer.__init__).parameters if n not in ("self", "unknown")]
-    elsewhere = {
-        "callbacks": "plugins=[...]", "logger": "trackers=[...]", "loggers": "trackers=[...]", "accumulate_grad_batches": "gradient_accumulation_steps=",
-        "gradient_clip_val": "max_grad_norm=", "devices": "the launcher (fabricate run --nproc N)", "accelerator": "the launcher, or ACCELERATE_USE_CPU=1",
-        "num_nodes": "the launcher (fabricate run --nnodes N)", "default_root_dir": "run_dir=", "output_dir": "run_dir=", "val_check_interval": "validate_every=",
-        "check_val_every_n_epoch": "validate_every=", "log_every_n_steps": "log_every=", "enable_progress_bar": "progress=", "mixed_precision": "precision=",
-        "num_train_epochs": "max_epochs=", "learning_rate": "configure_optimizers", "train_dataset": "trainer.fit(module, train, val)",
-        "num_sanity_val_steps": "validate_first=", "enable_checkpointing": "run_dir=", "per_device_train_batch_size": "fit(..., batch_size=)",
-    }  # fmt: skip
-    for name in unknown:
-        hint = f"; use {elsewhere[name]}" if name in elsewhere else did_you_mean(name, known)
-        raise ConfigurationError(f"Trainer has no argument {name!r}{hint}")
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}, or None")
-
-
-def _parse_keep(keep: int | str | Mapping[str, Any]) -> dict[str, Any]:
-    if keep == "all":
-        return {"last": None, "metric": "val_loss", "mode": "min"}
-    if isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1:
-        return {"last": keep, "metric": "val_loss", "mode": "min"}
-    if isinstance(keep, Mapping):
-        unknown = sorted(set(keep) - {"last", "best", "metric", "mode"})
-        parsed = {"last": 1, "metric": "val_loss", "mode": "min", **keep}
-        if (
-            not unknown
-            and parsed["mode"] in ("min", "max")
-            and all(isinstance(parsed.get(n, 1), int) and parsed.get(n, 1) >= 1 for n in ("last", "best"))
-        ):
-            return parsed
-    raise ConfigurationError(
-        f"keep={keep!r}: give a number of at least 1, 'all', or a mapping such as {{'last': 2, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}}"
-    )
-
-
-def _optimizers(module: TrainModule, configured: Any) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
-    """Read what `configure_optimizers` returned."""
-    where = f"{type(module).__name__}.configure_optimizers"
-    named = configured if isinstance(configured, Mapping) else {"main": configured}
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    schedulers: dict[str, Any] = {}
-    for name, value in named.items():
-        pair = value if isinstance(value, tuple | list) else (value,)
-        if not 1 <= len(pair) <= 2 or not isinstance(pair[0], torch.optim.Optimizer):
-            raise ConfigurationError(
-                f"{where} returned {type(value).__name__} for {name!r}; return an optimizer, (optimizer, scheduler), or a mapping of names to those"
-            )
-        optimizer = pair[0]
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                f"{where}: LBFGS evaluates the loss several times per update, which no strategy can repeat; choose another optimizer"
-            )
-        if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
-            raise ConfigurationError(
-                f"{where}: optimizer {name!r} holds no trainable parameter; pass it self.parameters() of layers that require grad"
-            )
-        if any(optimizer is other for other in optimizers.values()):
-            raise ConfigurationError(f"{where}: optimizer {name!r} is listed twice")
-        optimizers[str(name)] = optimizer
-        if len(pair) == 2 and pair[1] is not None:
-            scheduler = pair[1]
-            if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
-                raise ConfigurationError(
-                    f"{where}: the scheduler of {name!r} is {type(scheduler).__name__}; it needs step() and state_dict()"
-                )
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            schedulers[str(name)] = loop.PlateauStep(scheduler) if plateau else scheduler
-    if not optimizers:
-        raise ConfigurationError(f"{where} returned no optimizer")
-    return optimizers, schedulers
 
 
 def _same_on_every_rank(run: Run) -> None:
@@ -905,6 +537,18 @@ def _same_on_every_rank(run: Run) -> None:
             raise RankError(
                 f"ranks {different} have other {topic} than rank 0: start every rank with the same script, plugins and packages"
             )
+
+
+@contextlib.contextmanager
+def _environment_restored() -> Iterator[None]:
+    """torch sets variables of its compiler when the first optimizer is built; they go again with the fit."""
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - before:
+            if name.startswith(("TORCHINDUCTOR_", "TRITON_")):
+                del os.environ[name]
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ import fabricate.testing
 
 # Files and folders of fabricate/. A file imports from lower floors, and from its own where that makes no cycle.
 FLOORS = [
-    {"errors"},
-    {"records", "metrics", "launch", "codec", "files", "order"},
-    {"hooks", "progress", "strategy", "precision", "checkpoint"},
-    {"module", "data", "registry", "dispatch", "engine", "state", "plan"},
-    {"loop", "saving", "run", "cli", "__main__"},
+    {"errors", "hooks"},
+    {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"},
+    {"progress", "checkpoint", "dispatch", "data", "settings", "optimization"},
+    {"module", "registry", "planning", "construct", "engine", "state", "run"},
+    {"loop", "saving", "cli", "__main__"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]

@@ -26,11 +26,18 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'")
-        if patience < 1 or min_delta < 0:
-            raise ConfigurationError(f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): at least 1 and 0")
+        if not isinstance(patience, int) or patience < 1 or min_delta < 0:
+            raise ConfigurationError(
+                f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): a whole number of at least 1, and at least 0"
+            )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
-        self.best = math.inf if mode == "min" else -math.inf
+        self._worst = math.inf if mode == "min" else -math.inf
+        self.best = self._worst
         self.waited = 0
+
+    def on_fit_start(self) -> None:
+        # Each fit begins anew; a resumed one takes its state from the checkpoint afterwards, in on_load.
+        self.best, self.waited = self._worst, 0
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
         if stage != "validate":

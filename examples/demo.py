@@ -1,0 +1,99 @@
+"""A language model: a tiny GPT-2 trained from nothing on Python's standard library, or any causal model fine-tuned.
+
+python examples/demo.py
+fabricate run examples/demo.py --nproc 2 -- --stop-at 200    (twice: the second time resumes)
+fabricate run examples/demo.py --nproc 4 -- --model gpt2 --dataset wikitext --learning-rate 5e-5 --max-epochs 3
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from demo_text import BLOCK, draw_losses, read_texts, to_blocks, train_tokenizer
+from generate import sample
+
+from fabricate import Callback, Trainer, TrainModule
+
+
+class LanguageModel(TrainModule):
+    def __init__(self, model: str, tokenizer: Any, learning_rate: float) -> None:
+        super().__init__()
+        self.name, self.learning_rate = model, learning_rate
+        self.tokenizer = tokenizer  # an attribute, so that it is exported next to the weights
+
+    def configure_model(self) -> None:
+        if self.name == "tiny":
+            end = self.tokenizer.eos_token_id
+            sizes = {"n_positions": BLOCK, "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": len(self.tokenizer)}
+            config = transformers.GPT2Config(**sizes, bos_token_id=end, eos_token_id=end, pad_token_id=end)
+            self.model = transformers.GPT2LMHeadModel(config)
+        else:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(self.name)
+        self.model.loss_type = "ForCausalLM"  # transformers cannot tell it from the name GPT2LMHeadModel, and warns
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+        total = self.trainer.total_steps
+        return optimizer, transformers.get_linear_schedule_with_warmup(optimizer, total // 10, total)
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # The loss is a mean over the labels that count, the first of each row excepted: that number is its weight.
+        return {"loss": self.model(**batch).loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
+
+    validation_step = training_step
+
+
+class StopAt(Callback):
+    """Stops half way, as if the machine's time were up. Running the same command again goes on from there."""
+
+    def __init__(self, stop_at: int | None) -> None:
+        self.stop_at = stop_at
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        if step == self.stop_at:
+            trainer.stop(f"--stop-at {step}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="tiny, a hub name such as gpt2, or a folder")
+    parser.add_argument("--dataset", default="stdlib", help="stdlib, wikitext, or a text file")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--max-steps", type=int, default=400)
+    parser.add_argument("--max-epochs", type=int, help="instead of --max-steps")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows per rank")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--every", default="50 steps", help="when to validate and save")
+    parser.add_argument("--stop-at", type=int, help="stop after this step; the same command then goes on from there")
+    options = parser.parse_args()
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    texts = read_texts(options.dataset)
+    if options.model == "tiny":
+        tokenizer = train_tokenizer(texts["train"])
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # gpt2 has no padding of its own
+    train, val = (to_blocks(texts[split], tokenizer) for split in ("train", "validation"))
+
+    steps = None if options.max_epochs else options.max_steps
+    often = {"validate_first": True, "validate_every": options.every, "save_every": options.every}
+    stop = [StopAt(options.stop_at)]
+    limits = {"max_steps": steps, "max_epochs": options.max_epochs, "limit_val_batches": 8, "max_grad_norm": 1.0}
+    trainer = Trainer(seed=0, run_dir=options.run_dir, plugins=stop, **limits, **often)
+    module = LanguageModel(options.model, tokenizer, options.learning_rate)
+    result = trainer.fit(module, train, val, batch_size=options.batch_size)
+    if trainer.is_main:
+        print(f"ended at step {result.steps}: {result.stop_reason}")
+        print(f"loss curve: {draw_losses(options.run_dir)}")
+        print(f"model: {options.run_dir / 'model'}, a sample:\n{sample(options.run_dir / 'model', 'def ')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Reads an exported RUN_DIR/model/ with transformers alone, and lets it write. fabricate is not needed, nor imported.
+
+python examples/generate.py runs/demo/model --prompt "import "
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def sample(folder: Path, prompt: str, tokens: int = 80) -> str:
+    """`prompt` and what the model in `folder` writes after it; the same text each time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ids = model.generate(
+            **tokenizer(prompt, return_tensors="pt"),
+            max_new_tokens=tokens,
+            do_sample=True,
+            temperature=0.7,
+            top_k=40,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--prompt", default="def ")
+    options = parser.parse_args()
+    text = sample(options.folder, options.prompt)
+    if "fabricate" in sys.modules:
+        raise SystemExit("fabricate was imported")
+    print(f"{options.folder} read by transformers alone:\n{text}")
+
+
+if __name__ == "__main__":
+    main()

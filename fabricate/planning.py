@@ -1,0 +1,280 @@
+"""From settings to a plan: which strategy and precision run, over which data, and where each choice came from.
+
+Decides; builds nothing on a device, and no rank talks to another. Must not know: the engine, the loop, checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fabricate.data import Loading, Source, open_source
+from fabricate.dispatch import Origin
+from fabricate.errors import ConfigurationError
+from fabricate.launch import Launch, Request, detect, requests
+from fabricate.plan import Plan, Setting
+from fabricate.precision import Precision
+from fabricate.registry import Registry
+from fabricate.settings import Settings
+from fabricate.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy or precision with the reason it was taken and the plugin it came from."""
+
+    made: Any
+    source: str
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What is going to run. `accumulation` and `max_grad_norm` are None when nobody set them."""
+
+    launch: Launch
+    registry: Registry
+    device: torch.device
+    choices: dict[str, Choice]
+    accumulation: tuple[int, str] | None
+    max_grad_norm: tuple[float, str] | None
+    seed: tuple[int, str]
+    plan_only: bool
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy object of this fit."""
+        made: Strategy = self.choices["strategy"].made
+        return made
+
+    @property
+    def precision(self) -> Precision:
+        """The precision object of this fit."""
+        made: Precision = self.choices["precision"].made
+        return made
+
+
+@dataclass(frozen=True)
+class Data:
+    """The opened data of a fit or an evaluation, and how many micro-batches make an update."""
+
+    train: Source | None = None
+    validation: dict[str, Source] = field(default_factory=dict)
+    accumulation: tuple[int, str] = (1, "default")
+
+    def total_steps(self, settings: Settings) -> int | None:
+        """The number of updates of the whole fit; None when it cannot be known."""
+        per_epoch = self.train.updates_per_epoch if self.train is not None else None
+        epochs = settings.max_epochs
+        known = [
+            settings.max_steps,
+            per_epoch * epochs if per_epoch is not None and epochs is not None else None,
+        ]
+        return min((n for n in known if n is not None), default=None)
+
+
+def resolve(settings: Settings) -> Resolved:
+    """Names to objects, "auto" to a choice, the launcher's word against the Trainer's. Two set values that differ are an
+    error that names both. All ranks, no collectives."""
+    launch, asked = detect(os.environ), requests(os.environ)
+    registry = Registry(settings.plugins)
+    on_cpu = "cpu" in asked or not torch.cuda.is_available()
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
+    choices = {}
+    for kind, value in (("strategy", settings.strategy), ("precision", settings.precision)):
+        chosen, source = _choose(kind, value, asked.get(kind), launch, device)
+        made, offer = registry.resolve(kind, chosen)
+        choices[kind] = Choice(made, source, offer.origin if offer is not None else Origin())
+    if settings.seed is not None:
+        seed = (settings.seed, "argument")
+    else:
+        seed = (torch.initial_seed() % 2**32, "torch's initial seed; random generators are not seeded")
+    return Resolved(
+        launch=launch,
+        registry=registry,
+        device=device,
+        choices=choices,
+        accumulation=_told("gradient_accumulation_steps", settings.gradient_accumulation_steps, asked, int),
+        max_grad_norm=_told("max_grad_norm", settings.max_grad_norm, asked, float),
+        seed=seed,
+        plan_only="plan_only" in asked,
+    )
+
+
+def _choose(kind: str, value: Any, request: Request | None, launch: Launch, device: torch.device) -> tuple[Any, str]:
+    automatic = isinstance(value, str) and value == "auto"
+    if request is not None:
+        own = getattr(value, "name", value)
+        if not automatic and own != request.value:
+            raise ConfigurationError(
+                f"{kind}={own!r} is set in the Trainer and {request.value!r} by {request.source}; remove one, or make "
+                "them equal"
+            )
+        return (request.value, request.source) if automatic else (value, "argument")
+    if not automatic:
+        return value, "argument"
+    if kind == "strategy":
+        several = launch.world_size > 1
+        return ("ddp", f"auto: {launch.world_size} processes") if several else ("single", "auto: one process")
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16", "auto: the device computes in bf16 natively"
+    return "fp32", f"auto: {device.type} is not known to compute in bf16 natively"
+
+
+def _told(argument: str, own: Any, asked: Mapping[str, Request], kind: type) -> tuple[Any, str] | None:
+    request = asked.get(argument)
+    if request is None:
+        return (own, "argument") if own is not None else None
+    told = kind(request.value)
+    if own is not None and own != told:
+        raise ConfigurationError(
+            f"{argument}={own} is set in the Trainer and {told} by {request.source}; remove one, or make them equal"
+        )
+    return (told, request.source)
+
+
+def open_data(settings: Settings, found: Resolved, train: object, val: object, loading: Loading) -> Data:
+    """Open training and validation data for this rank; a global batch is turned into accumulation steps."""
+    rank, world_size, seed = found.launch.rank, found.launch.world_size, found.seed[0]
+
+    def opened(data: object, argument: str, how: Loading, training: bool, accumulation: int = 1) -> Source:
+        limit = settings.limit_train_batches if training else settings.limit_val_batches
+        return open_source(
+            data,
+            argument=argument,
+            loading=how,
+            training=training,
+            rank=rank,
+            world_size=world_size,
+            accumulation=accumulation,
+            seed=seed,
+            limit=limit,
+        )
+
+    accumulation = found.accumulation or (1, "default")
+    source = opened(train, "train", loading, True, accumulation[0]) if train is not None else None
+    if source is not None and settings.global_batch_size is not None:
+        if source.batch_size is None:
+            raise ConfigurationError(
+                "global_batch_size needs rows that can be counted ahead: pass a dataset with batch_size=..., or set "
+                "gradient_accumulation_steps"
+            )
+        per_step = source.batch_size * world_size
+        number, rest = divmod(settings.global_batch_size, per_step)
+        if rest or not number:
+            raise ConfigurationError(
+                f"global_batch_size={settings.global_batch_size} is no multiple of batch_size {source.batch_size} x "
+                f"{world_size} ranks = {per_step}"
+            )
+        if found.accumulation is not None and found.accumulation[0] != number:
+            raise ConfigurationError(
+                f"global_batch_size={settings.global_batch_size} means gradient_accumulation_steps={number}, but "
+                f"{found.accumulation[0]} is set ({found.accumulation[1]}); remove one"
+            )
+        accumulation = (number, "from global_batch_size")
+        source = opened(train, "train", loading, True, number)
+    sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
+    validation = {
+        str(name): opened(data, f"val[{name!r}]" if name else "val", _for_evaluation(data, loading), False)
+        for name, data in sets.items()
+    }
+    return Data(source, validation, accumulation)
+
+
+def _for_evaluation(data: object, loading: Loading) -> Loading:
+    """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, DataLoader) or not (stream or indexed):
+        return Loading()
+    workers = min(loading.num_workers, 1) if stream else loading.num_workers
+    return Loading(loading.batch_size, workers, loading.collate_fn, None if stream else False)
+
+
+def make_plan(
+    settings: Settings,
+    found: Resolved,
+    module: torch.nn.Module,
+    data: Data,
+    optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan as data. `optimizers` are known once the module is built; without them the learning rates are left out."""
+    world_size, strategy, precision, source = found.launch.world_size, found.strategy, found.precision, data.train
+    kind = "NO" if world_size == 1 else "MULTI_CPU" if found.device.type == "cpu" else "MULTI_GPU"
+    written = settings.run_dir is not None
+
+    def by_argument(value: object) -> str:
+        return "argument" if value is not None else "default"
+
+    lines = [
+        Setting(
+            "device", str(found.device), "detected" if torch.cuda.is_available() or kind == "NO" else "no GPU here"
+        ),
+        Setting("world_size", world_size, f"launcher ({found.launch.launcher})"),
+        Setting("distributed_type", kind, "Accelerate"),
+        Setting("strategy", strategy.name, found.choices["strategy"].source),
+        *(Setting(topic, text, strategy.name) for topic, text in strategy.describe().items()),
+        Setting("precision", precision.name, found.choices["precision"].source),
+        Setting("compute_dtype", precision.compute_dtype, f"{precision.name}; verified before the first step"),
+        *(Setting(topic, text, precision.name) for topic, text in precision.describe().items()),
+    ]
+    if source is not None:
+        size = f"{source.num_samples:,} samples" if source.num_samples is not None else "no length"
+        product = f"{source.batch_size} x {data.accumulation[0]} x {world_size}"
+        counted = source.batch_size is not None
+        lines += [
+            Setting("train", source.kind, size),
+            Setting("micro_batch_size", source.batch_size, "per rank" if counted else "as the batches come"),
+            Setting("gradient_accumulation_steps", *data.accumulation),
+            Setting("global_batch_size", source.global_batch, product if counted else "as the batches come"),
+            Setting("updates_per_epoch", source.updates_per_epoch, "data"),
+            Setting("total_steps", data.total_steps(settings), "max_steps and max_epochs"),
+            Setting("resumes", source.resumes, "data"),
+        ]
+    lines += [
+        Setting("max_steps", settings.max_steps, by_argument(settings.max_steps)),
+        Setting("max_epochs", settings.max_epochs, by_argument(settings.max_epochs)),
+        *(
+            Setting(
+                "learning_rate" if name == "main" else f"learning_rate {name}",
+                [float(group["lr"]) for group in optimizer.param_groups],
+                f"{type(optimizer).__name__}, never scaled",
+            )
+            for name, optimizer in (optimizers or {}).items()
+        ),
+        Setting("parameters_trainable", sum(p.numel() for p in module.parameters() if p.requires_grad), "module"),
+        Setting("parameters_frozen", sum(p.numel() for p in module.parameters() if not p.requires_grad), "module"),
+        Setting(
+            "clipping",
+            found.max_grad_norm[0] if found.max_grad_norm else None,
+            f"by fabricate, once per update; {found.max_grad_norm[1]}" if found.max_grad_norm else "default",
+        ),
+        Setting(
+            "nonfinite",
+            settings.nonfinite,
+            "one wait for the device per update" if settings.nonfinite == "skip" else "noticed at log boundaries",
+        ),
+        Setting("seed", *found.seed),
+        Setting("deterministic", settings.deterministic, "argument" if settings.deterministic else "default"),
+        Setting("run_dir", str(settings.run_dir) if written else None, "argument" if written else "nothing is written"),
+        Setting("save_every", str(settings.save_every) if settings.save_every and written else None, ""),
+        Setting(
+            "validate_every", str(settings.validate_every) if settings.validate_every and data.validation else None
+        ),
+        Setting("log_every", str(settings.log_every)),
+    ]
+    plugins = [
+        {"name": f"{kind} {choice.made.name}", "origin": str(choice.origin)} for kind, choice in found.choices.items()
+    ]
+    origins = found.registry.manager.origins
+    plugins += [{"name": name, "origin": str(origins.get(name, Origin()))} for name, _ in found.registry.active]
+    sources = [s for s in (source, *data.validation.values()) if s is not None]
+    every = [*notes, *(note for s in sources for note in s.notes)]
+    return Plan(tuple(lines), tuple(plugins), tuple(dict.fromkeys(every)))

@@ -1,0 +1,52 @@
+"""Random generators: seeding, seeds derived from names, and the state of all global generators.
+
+Must not know: ranks, the loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from fabricate.errors import ConfigurationError
+
+
+def seed_everything(seed: int) -> int:
+    """Seed Python's, NumPy's and torch's (CPU and every device) global generators. `seed`: 0 to 2**32 - 1. Returns it."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigurationError(f"seed={seed!r}: give a whole number from 0 to {2**32 - 1}")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def derive_seed(seed: int, *path: object) -> int:
+    """A 32-bit seed that depends on `seed` and `path` only (SHA-256 of their text), so never on world size or order."""
+    return int.from_bytes(hashlib.sha256(repr((seed, *path)).encode()).digest()[:4], "little")
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators of this rank: Python, NumPy, torch CPU and the current device."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what `rng_state` gave."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
