@@ -25,8 +25,13 @@ lint: env
 test: lint
 	$(BIN)/python -m pytest
 
+# Two ranks stop half way, the same command resumes and finishes, and transformers alone reads the result.
+demo: train := $(BIN)/fabricate run examples/demo.py --nproc 2 -- --run-dir runs/demo --stop-at 200
 demo: env
-	$(BIN)/python examples/demo.py
+	rm -rf runs/demo
+	$(train)
+	$(train)
+	$(BIN)/python examples/generate.py runs/demo/model
 
 clean:
 	rm -rf $(VENV) build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache

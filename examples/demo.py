@@ -1,6 +1,5 @@
 """A language model: a tiny GPT-2 trained from nothing on Python's standard library, or any causal model fine-tuned.
 
-python examples/demo.py
 fabricate run examples/demo.py --nproc 2 -- --stop-at 200    (twice: the second time resumes)
 fabricate run examples/demo.py --nproc 4 -- --model gpt2 --dataset wikitext --learning-rate 5e-5 --max-epochs 3
 """
@@ -9,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch
 import transformers
-from demo_text import BLOCK, draw_losses, read_texts, to_blocks, train_tokenizer
+from demo_text import BLOCK, draw_losses, load_tokenizer, read_texts, to_blocks
 from generate import sample
 
 from fabricate import Callback, Trainer, TrainModule
 
 
 class LanguageModel(TrainModule):
-    def __init__(self, model: str, tokenizer: Any, learning_rate: float) -> None:
+    def __init__(self, model: str, tokenizer: transformers.PreTrainedTokenizerBase, learning_rate: float) -> None:
         super().__init__()
         self.name, self.learning_rate = model, learning_rate
         self.tokenizer = tokenizer  # an attribute, so that it is exported next to the weights
@@ -36,7 +34,7 @@ class LanguageModel(TrainModule):
             self.model = transformers.AutoModelForCausalLM.from_pretrained(self.name)
         self.model.loss_type = "ForCausalLM"  # transformers cannot tell it from the name GPT2LMHeadModel, and warns
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
         total = self.trainer.total_steps
         return optimizer, transformers.get_linear_schedule_with_warmup(optimizer, total // 10, total)
@@ -75,23 +73,25 @@ def main() -> None:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     texts = read_texts(options.dataset)
-    if options.model == "tiny":
-        tokenizer = train_tokenizer(texts["train"])
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # gpt2 has no padding of its own
+    tokenizer = load_tokenizer(options.model, texts["train"])
     train, val = (to_blocks(texts[split], tokenizer) for split in ("train", "validation"))
 
-    steps = None if options.max_epochs else options.max_steps
-    often = {"validate_first": True, "validate_every": options.every, "save_every": options.every}
-    stop = [StopAt(options.stop_at)]
-    limits = {"max_steps": steps, "max_epochs": options.max_epochs, "limit_val_batches": 8, "max_grad_norm": 1.0}
-    trainer = Trainer(seed=0, run_dir=options.run_dir, plugins=stop, **limits, **often)
+    trainer = Trainer(
+        max_steps=None if options.max_epochs else options.max_steps,
+        max_epochs=options.max_epochs,
+        max_grad_norm=1.0,
+        seed=0,
+        run_dir=options.run_dir,
+        validate_first=True,
+        validate_every=options.every,
+        save_every=options.every,
+        limit_val_batches=8,
+        plugins=[StopAt(options.stop_at)],
+    )
     module = LanguageModel(options.model, tokenizer, options.learning_rate)
     result = trainer.fit(module, train, val, batch_size=options.batch_size)
     if trainer.is_main:
-        print(f"ended at step {result.steps}: {result.stop_reason}")
-        print(f"loss curve: {draw_losses(options.run_dir)}")
+        print(f"ended at step {result.steps} ({result.stop_reason}), loss curve: {draw_losses(options.run_dir)}")
         print(f"model: {options.run_dir / 'model'}, a sample:\n{sample(options.run_dir / 'model', 'def ')}")
 
 

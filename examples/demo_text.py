@@ -1,6 +1,6 @@
 """Text, tokens and the picture of the language model demo. Nothing in here is about fabricate.
 
-read_texts gives texts, train_tokenizer a tokenizer made from them, to_blocks the rows that a model is trained on.
+read_texts gives texts, load_tokenizer a tokenizer, to_blocks the rows that a model is trained on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 BLOCK = 128  # tokens in a row
 TEXT_LIMIT = 3_000_000  # characters of the standard library
@@ -31,12 +31,17 @@ def read_texts(name: str) -> dict[str, list[str]]:
         texts = [text for text in texts if text]
     else:
         lines = Path(name).read_text(encoding="utf-8").splitlines(keepends=True)
-        texts = ["".join(lines[at : at + 50]) for at in range(0, len(lines), 50)]
-    return {"train": [t for n, t in enumerate(texts) if n % 20 != 9], "validation": texts[9::20] or texts[-1:]}
+        size = len(lines) // 100 + 1
+        texts = ["".join(lines[at : at + size]) for at in range(0, len(lines), size)]
+    return {"train": [text for n, text in enumerate(texts) if n % 20], "validation": texts[::20]}
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1024 tokens; the same texts give the same tokens on every rank."""
+def load_tokenizer(model: str, texts: list[str]) -> PreTrainedTokenizerBase:
+    """The model's own. For "tiny" a byte-level BPE of 1024 tokens from `texts`, which are the same on every rank."""
+    if model != "tiny":
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # gpt2 has no padding of its own
+        return tokenizer
     bpe, end = Tokenizer(models.BPE()), "<|endoftext|>"
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -45,17 +50,19 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
 
 
-def to_blocks(texts: list[str], tokenizer: Any) -> datasets.Dataset:
+def to_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
     """Rows of BLOCK tokens. Every text's last row is padded; padding is no label (-100), or the model would learn it."""
 
     def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
         options = {"truncation": True, "max_length": BLOCK, "padding": "max_length", "return_overflowing_tokens": True}
         found = tokenizer(rows["text"], **options)
-        ids, masks = found["input_ids"], found["attention_mask"]
-        labels = [[i if m else -100 for i, m in zip(*pair, strict=True)] for pair in zip(ids, masks, strict=True)]
-        return {"input_ids": ids, "attention_mask": masks, "labels": labels}
+        pairs = zip(found["input_ids"], found["attention_mask"], strict=True)
+        kept = [(ids, mask) for ids, mask in pairs if sum(mask) > 1]  # one token predicts nothing
+        labels = [[i if real else -100 for i, real in zip(ids, mask, strict=True)] for ids, mask in kept]
+        return {"input_ids": [ids for ids, _ in kept], "attention_mask": [mask for _, mask in kept], "labels": labels}
 
-    return datasets.Dataset.from_dict({"text": texts}).map(cut, batched=True, remove_columns=["text"]).with_format("torch")
+    rows = datasets.Dataset.from_dict({"text": texts})
+    return rows.map(cut, batched=True, remove_columns=["text"]).with_format("torch")
 
 
 def draw_losses(run_dir: Path) -> Path:

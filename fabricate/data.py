@@ -91,10 +91,13 @@ class Source(ABC):
 
     `kind` is "dataloader", "dataset", "stream" or "iterable". Counts that need a length nobody gave are None:
     `batch_size` (rows per rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last),
-    `global_batch` (rows per update), `updates_per_epoch`. `resumes` is "exactly, by position" or "by replay".
+    `global_batch` (rows per update), `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the
+    data, None where a sampler or the data itself decides. `resumes` is "exactly, by position" or "by replay".
     """
 
-    def __init__(self, setup: _Setup, kind: str, *, batch_size: int | None, units: int | None, resumes: str) -> None:
+    def __init__(
+        self, setup: _Setup, kind: str, *, batch_size: int | None, units: int | None, resumes: str, shuffle: bool | None
+    ) -> None:
         """`units` is the epoch's length before the limit: rows, or batches when the batches are the user's."""
         step = (batch_size or 1) * setup.world_size
         self._setup = setup
@@ -103,6 +106,7 @@ class Source(ABC):
         self.kind = kind
         self.batch_size = batch_size
         self.resumes = resumes
+        self.shuffle = shuffle
         self.notes: tuple[str, ...] = tuple(setup.notes)
         self.global_batch = self._units_per_window if batch_size else None
         usable = units if units is None or self._cap is None else min(units, self._cap)
@@ -119,6 +123,10 @@ class Source(ABC):
                 )
             if batch_size:
                 self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
+
+    def reseed(self, seed: int) -> None:
+        """Go on with another seed: that of the run which is resumed. Before any reading."""
+        self._setup = replace(self._setup, seed=seed)
 
     @abstractmethod
     def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
@@ -330,9 +338,10 @@ def _open_dataset(data: Any, setup: _Setup, loading: Loading) -> Source:
         setup,
         "dataset",
         data,
-        lambda epoch: _Rows(epoch_order(rows, seed=setup.seed, epoch=epoch, shuffle=shuffle)),
+        lambda seed, epoch: _Rows(epoch_order(rows, seed=seed, epoch=epoch, shuffle=shuffle)),
         batch_size=loading.batch_size,
         units=rows,
+        shuffle=shuffle,
         options={
             "collate_fn": loading.collate_fn,
             "num_workers": loading.num_workers,
@@ -362,16 +371,16 @@ def _open_loader(loader: DataLoader[Any], setup: _Setup, loading: Loading) -> So
         return _open_batches(loader, setup, "batch_size=None turns batching off")
 
     batch_size: int | None
-    draw: Callable[[int], _Rows | _Batches]
+    draw: _Draw
     if type(batch_sampler) is BatchSampler:
         batch_size, sampler = batch_sampler.batch_size, batch_sampler.sampler
         if batch_sampler.drop_last:
             setup.note_drop_last()
             setup = replace(setup, drop_last=setup.training)
-        draw, units, order = _sampler_order(loader.dataset, sampler, setup)
+        draw, units, order, shuffle = _sampler_order(loader.dataset, sampler)
     else:
-        batch_size, sampler = None, batch_sampler
-        draw, units = lambda epoch: _Batches(_drawn(sampler, setup.seed, epoch)), _length(sampler)
+        batch_size, sampler, shuffle = None, batch_sampler, None
+        draw, units = lambda seed, epoch: _Batches(_drawn(sampler, seed, epoch)), _length(sampler)
         order = f"the batches of {type(sampler).__name__}, drawn per epoch from the seed, dealt to the ranks in turn"
     if units is None:
         return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
@@ -383,7 +392,9 @@ def _open_loader(loader: DataLoader[Any], setup: _Setup, loading: Loading) -> So
     options["prefetch_factor"] = loader.prefetch_factor
     if loader.pin_memory_device:  # naming it at all is deprecated in torch
         options["pin_memory_device"] = loader.pin_memory_device
-    return _Indexed(setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, options=options)
+    return _Indexed(
+        setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, shuffle=shuffle, options=options
+    )
 
 
 def _has_own_loop(loader: DataLoader[Any]) -> bool:
@@ -391,17 +402,22 @@ def _has_own_loop(loader: DataLoader[Any]) -> bool:
     return kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
 
 
-def _sampler_order(dataset: Any, sampler: Any, setup: _Setup) -> tuple[Callable[[int], _Rows], int | None, str]:
-    """How to draw an epoch's rows as `sampler` would, how many there are, and a phrase for the note."""
+def _sampler_order(dataset: Any, sampler: Any) -> tuple[_Draw, int | None, str, bool | None]:
+    """How to draw an epoch's rows as `sampler` would, how many there are, a phrase for the note, and `Source.shuffle`."""
     rows = _length(sampler)
     # Exactly torch's own classes over the whole data set; a subclass may order as it likes and is asked instead.
     whole = type(sampler) in (SequentialSampler, RandomSampler) and rows == _length(dataset) == len(sampler.data_source)
     shuffle = type(sampler) is RandomSampler
     if whole and rows is not None and not (shuffle and sampler.replacement):
         phrase = "shuffled, the permutation comes from the seed and the epoch" if shuffle else "not shuffled"
-        return (lambda epoch: _Rows(epoch_order(rows, seed=setup.seed, epoch=epoch, shuffle=shuffle))), rows, phrase
+        return (
+            lambda seed, epoch: _Rows(epoch_order(rows, seed=seed, epoch=epoch, shuffle=shuffle)),
+            rows,
+            phrase,
+            shuffle,
+        )
     phrase = f"the rows of {type(sampler).__name__}, drawn per epoch from the seed, the same on all ranks"
-    return (lambda epoch: _Rows(_as_indices(_drawn(sampler, setup.seed, epoch)))), rows, phrase
+    return lambda seed, epoch: _Rows(_as_indices(_drawn(sampler, seed, epoch))), rows, phrase, None
 
 
 def _open_stream(data: Any, setup: _Setup, loading: Loading) -> Source:
@@ -541,6 +557,7 @@ class _Batches:
         return [len(self._batches[begin + share.start]) if share.rows else 0 for share in shares]
 
 
+_Draw = Callable[[int, int], _Rows | _Batches]  # an epoch's order, from (seed, epoch)
 _Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
 
 
@@ -552,13 +569,15 @@ class _Indexed(Source):
         setup: _Setup,
         kind: str,
         dataset: Any,
-        draw: Callable[[int], _Rows | _Batches],
+        draw: _Draw,
         *,
         batch_size: int | None,
         units: int,
+        shuffle: bool | None,
         options: dict[str, Any],
     ) -> None:
-        super().__init__(setup, kind, batch_size=batch_size, units=units, resumes="exactly, by position")
+        resumes = "exactly, by position"
+        super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=shuffle)
         self._dataset = dataset
         self._draw = draw
         self._options = options
@@ -598,7 +617,7 @@ class _Indexed(Source):
 
     def _order(self, epoch: int) -> tuple[_Rows | _Batches, int]:
         """The epoch's order and the units of it that the limit leaves."""
-        order = self._draw(epoch)
+        order = self._draw(self._setup.seed, epoch)
         if not len(order):
             raise self._setup.empty()
         return order, len(order) if self._cap is None else min(self._cap, len(order))
@@ -714,7 +733,7 @@ class _Sequential(Source):
         in_worker: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(setup, kind, batch_size=batch_size, units=units, resumes="by replay")
+        super().__init__(setup, kind, batch_size=batch_size, units=units, resumes="by replay", shuffle=None)
         self._data = data
         self._collate = collate
         self._in_worker = in_worker
@@ -906,3 +925,16 @@ def _begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> None:
             set_epoch(epoch)
         if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(batch_seed(seed, epoch))
+
+
+def describe(batch: object, depth: int = 0) -> str:
+    """One line about a batch: the keys, types and shapes in it, for error messages."""
+    if isinstance(batch, torch.Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping) and depth < 3:
+        inside = ", ".join(f"{key!r}: {describe(value, depth + 1)}" for key, value in list(batch.items())[:20])
+        return "{" + inside + "}"
+    if isinstance(batch, tuple | list) and depth < 3:
+        inside = ", ".join(describe(value, depth + 1) for value in batch[:8]) + (", ..." if len(batch) > 8 else "")
+        return f"({inside})" if isinstance(batch, tuple) else f"[{inside}]"
+    return type(batch).__name__

@@ -290,6 +290,22 @@ class Engine:
         """Rank 0's JSON value on every rank. All ranks."""
         return self.gather_json(value if self.rank == 0 else None)[0]
 
+    def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
+        """Give every rank rank 0's buffers (running statistics differ between ranks); the returned function puts this
+        rank's own back, so that evaluating changes nothing. All ranks."""
+        if self.world_size == 1:
+            return lambda: None
+        buffers = list(module.buffers())
+        own = [buffer.clone() for buffer in buffers]
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+
+        def restore() -> None:
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
+
+        return restore
+
     def send_rows(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
         """Every rank's tensor (same dtype and trailing shape, any number of rows) on rank 0, on the CPU; None elsewhere.
         All ranks, one message per rank: nothing is padded and nothing invented."""

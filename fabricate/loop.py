@@ -33,15 +33,14 @@ def fit(run: Run) -> str:
     model, strategy, scaler, settings = engine.model, engine.strategy, engine.scaler, run.settings
     world_size, source = engine.world_size, run.source
     assert source is not None
-    log_due, eval_due, save_due = (
-        Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every)
-    )
+    dues = tuple(Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every))
     manager = calls.manager
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
-    everything = [p for p in module.parameters() if p.requires_grad]
+    everything = list(module.parameters())
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
     skip_nonfinite = settings.nonfinite == "skip"
     checked = False
+    unsized = source.num_samples is None and world_size > 1
 
     if settings.validate_first and run.validation and progress.step == 0 and not run.restored:
         validate(run)
@@ -55,11 +54,13 @@ def fit(run: Run) -> str:
                 calls.refresh()
                 wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
             calls.step = progress.step + 1
+            if unsized:
+                _same_window(run, window)
             num_micro_steps, rows = window.num_micro_steps, window.rows
             last = num_micro_steps - 1
             name, own_weights, losses, weights = only, False, [], []
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
-                batch = engine.to_device(batch)
+                run.batch = batch = engine.to_device(batch)
                 with _SYNCHRONISED if micro_step == last else strategy.no_sync(model):
                     if calls.train_step is None:
                         output = model("train", batch, progress.micro_step)
@@ -109,7 +110,8 @@ def fit(run: Run) -> str:
                 strategy.clip(parameters, run.max_grad_norm, norm)  # type: ignore[arg-type]
             if calls.on_before_step is not None:
                 calls.on_before_step(trainer, module, optimizer, norm)
-            if skip_nonfinite and not math.isfinite(float(norm)):  # type: ignore[arg-type]  # the one wait per update
+            # Under nonfinite="skip" this is the one wait per update; a loss scaler looks itself.
+            if skip_nonfinite and scaler is None and not math.isfinite(float(norm)):  # type: ignore[arg-type]
                 applied, why = False, "non-finite gradients"
             else:
                 why = "loss scale overflow"
@@ -139,28 +141,29 @@ def fit(run: Run) -> str:
 
             # ---- the boundary: requests and moments that fell due -------------------------------------------------
             run.tick()
-            stop, saving, evaluating = _agree(run, log_due, eval_due, save_due)
-            logging = log_due.reached(progress)
-            if logging or window.last or _finished(run) or stop:
-                metrics = run.metrics.reduce()
-                if logging:
-                    _log(run, metrics, norm)
-                _stop_if_nonfinite(run, metrics)
             epoch = progress.epoch
             if window.last:
                 progress.epoch, progress.position = epoch + 1, 0
+            stop, logging, evaluating, saving = _agree(run, dues)
+            if logging or window.last or stop or _finished(run):
+                metrics = run.metrics.reduce()
+                if logging:
+                    _log(run, metrics, norm, epoch)
+                _stop_if_nonfinite(run, metrics)
+            if window.last:
                 averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
-                run.write_metrics("epoch", averages, run.clock_fields())
-            evaluating |= eval_due.reached(progress)
+                run.write_metrics("epoch", averages, epoch)
             if run.validation and evaluating:
                 validate(run)
             if window.last and calls.on_epoch_end is not None:
                 calls.on_epoch_end(trainer, module, epoch)
-            saving |= save_due.reached(progress)
+            if window.last or evaluating:  # what was asked for meanwhile counts now, on all ranks
+                late_stop, _, _, late_save = _agree(run, ())
+                stop, saving = stop or late_stop, saving or late_save
             if saving and run.run_dir is not None:
                 save(run)
-            if stop or run.requests.stop:
-                return _stop_reason(run, stop)
+            if stop:
+                return _stop_reason(run)
             if _finished(run) == "max_steps":
                 break
         if progress.position == 0 and not progress.micro_step:
@@ -168,6 +171,18 @@ def fit(run: Run) -> str:
                 "train gave no batch in this epoch; an iterator that is used up cannot be read again"
             )
     return reason
+
+
+def _same_window(run: Run, window: Any) -> None:
+    """Data without a length: every rank has to find the same windows, or their collectives would not match."""
+    mine = [window.num_micro_steps, window.rows, int(window.last)]
+    largest = run.engine.agree([*mine, *(-n for n in mine)])
+    if any(most != -least for most, least in zip(largest[:3], largest[3:], strict=True)):
+        everyone = run.engine.gather_json(mine)
+        raise ConfigurationError(
+            f"train differs between ranks at step {run.progress.step + 1} (micro-batches, rows, last window, by rank): {everyone}; every "
+            "rank has to iterate over the same data, which fabricate splits"
+        )
 
 
 def _finished(run: Run) -> str:
@@ -279,34 +294,34 @@ def _host(total: Any, run: Run) -> float:
     return 0.0
 
 
-def _agree(run: Run, log_due: Due, eval_due: Due, save_due: Due) -> tuple[bool, bool, bool]:
-    """What any rank asked for, the same on every rank. Clocks are rank 0's."""
-    requests, progress = run.requests, run.progress
-    clocks = [due.by_clock and run.engine.rank == 0 and due.reached(progress) for due in (eval_due, save_due)]
-    flags = [bool(requests.stop), requests.save or clocks[1], requests.evaluate or clocks[0], bool(requests.signal)]
+def _agree(run: Run, dues: tuple[Due, ...]) -> tuple[bool, bool, bool, bool]:
+    """Whether to stop, log, evaluate and save: moments that fell due and what any rank asked for, the same on every rank.
+    Clocks are rank 0's."""
+    requests = run.requests
+    due = [d.reached(run.progress) if not d.by_clock or run.engine.rank == 0 else False for d in dues] or [False] * 3
+    asked = [due[0], requests.evaluate or due[1], requests.save or due[2], bool(requests.stop), bool(requests.signal)]
     if run.engine.world_size > 1:
-        flags = [bool(f) for f in run.engine.agree([int(f) for f in flags])]
+        asked = [bool(flag) for flag in run.engine.agree([int(flag) for flag in asked])]
     requests.save = requests.evaluate = False
-    if flags[3]:
-        names = run.engine.gather_json(requests.signal)
-        requests.signal = next(n for n in names if n)
+    logging, evaluating, saving, stop, interrupted = asked
+    if interrupted:
+        requests.signal = next(name for name in run.engine.gather_json(requests.signal) if name)
         requests.stop = "interrupted"
-    return flags[0] or flags[3], flags[1], flags[2]
+    return stop or interrupted, logging, evaluating, saving
 
 
-def _stop_reason(run: Run, agreed: bool) -> str:
-    reasons = run.engine.gather_json(run.requests.stop)
-    return next((r for r in reasons if r), "stopped")
+def _stop_reason(run: Run) -> str:
+    return next((reason for reason in run.engine.gather_json(run.requests.stop) if reason), "stopped")
 
 
-def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None) -> None:
+def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None, epoch: int) -> None:
     if norm is not None:
         metrics["grad_norm"] = float(norm)
     for name, optimizer in run.optimizers.items():
         metrics["lr" if len(run.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
     run.progress.tokens += float(run.unread_tokens)
     run.unread_tokens = 0
-    run.write_metrics("train", metrics, run.clock_fields())
+    run.write_metrics("train", metrics, epoch)
     if run.calls.on_log is not None:
         run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)
 
@@ -323,7 +338,7 @@ def _stop_if_nonfinite(run: Run, metrics: dict[str, float]) -> None:
 def validate(run: Run) -> dict[str, float]:
     """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
     metrics = evaluate(run, run.validation, "validate")
-    run.write_metrics("validate", metrics, run.clock_fields())
+    run.write_metrics("validate", metrics, run.progress.epoch)
     for scheduler in run.schedulers.values():
         if isinstance(scheduler, PlateauScheduler):
             scheduler.measured(metrics)
@@ -335,6 +350,7 @@ def _evaluating(run: Run) -> Any:
     """Eval mode and no grad; afterwards every submodule's mode and the random generators are as before."""
     modes = [(m, m.training) for m in run.module.modules()]
     generators = rng_state()
+    restore_buffers = run.engine.share_buffers(run.module)
     pending, run.module._logged[:] = list(run.module._logged), []
     run.module.eval()
     try:
@@ -344,6 +360,7 @@ def _evaluating(run: Run) -> Any:
         for module, mode in modes:
             module.training = mode
         set_rng_state(generators)
+        restore_buffers()
         run.module._logged[:] = pending
 
 

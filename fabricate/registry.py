@@ -236,7 +236,8 @@ class Registry:
             )
         if not isinstance(value, str):
             raise ConfigurationError(
-                f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ('fsdp:offload=cpu') or a {base.__name__} object"
+                f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ('fsdp:offload=cpu') or "
+                f"a {base.__name__} object"
             )
         name, options = parse_name(kind, value)
         offer = self.find(kind, name)

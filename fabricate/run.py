@@ -67,6 +67,8 @@ class Run:
     clock: float = field(default_factory=time.monotonic)
     logged: tuple[float, int, int] = (0.0, 0, 0)
     """Clock, step and samples at the last log boundary."""
+    batch: Any = None
+    """The micro-batch at work, to describe it when a step fails."""
     unread_tokens: Any = 0
     """Weights that are still device tensors, added up until the next log boundary."""
     notes: list[str] = field(default_factory=list)
@@ -79,16 +81,16 @@ class Run:
             with (self.run_dir / "events.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def write_metrics(self, stage: str, metrics: dict[str, float], clock: dict[str, float]) -> None:
-        """Append to metrics.jsonl and tell the trackers (rank 0). `clock`: what depends on time, kept apart because a
+    def write_metrics(self, stage: str, metrics: dict[str, float], epoch: int) -> None:
+        """Append to metrics.jsonl and tell the trackers (rank 0). What depends on time goes under "clock", apart, because a
         resumed run cannot repeat it."""
         self.latest |= metrics
+        clock = self._clock_fields()
         if self.engine.rank:
             return
         if self.run_dir is not None:
-            progress = self.progress
             finite = {n: v if math.isfinite(v) else str(v) for n, v in metrics.items()}
-            line = {"step": progress.step, "epoch": progress.epoch, "stage": stage, "metrics": finite, "clock": clock}
+            line = {"step": self.progress.step, "epoch": epoch, "stage": stage, "metrics": finite, "clock": clock}
             with (self.run_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         if self.trackers:
@@ -96,7 +98,7 @@ class Run:
                 {**metrics, **{f"clock/{n}": v for n, v in clock.items()}}, step=self.progress.step
             )
 
-    def clock_fields(self) -> dict[str, float]:
+    def _clock_fields(self) -> dict[str, float]:
         """Rates since the last log boundary; resets it."""
         now = time.monotonic()
         before, step, samples = self.logged

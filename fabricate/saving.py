@@ -11,7 +11,7 @@ import importlib.metadata
 import math
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from fabricate.randomness import derive_seed, rng_state, seed_everything, set_rn
 from fabricate.state import (
     Saver,
     chunk,
+    compare_optimizer,
     decode_with,
     export_tensors,
     find_checkpoint,
@@ -153,7 +154,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         },
         "optimizers": {label: saver.optimizer(label, o, names) for label, o in run.optimizers.items()},
         "schedulers": {
-            label: saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)
+            label: {"kind": type(s).__name__, "state": saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)}
             for label, s in run.schedulers.items()
         },
         "scaler": run.engine.scaler.state_dict() if run.engine.scaler is not None else None,
@@ -180,6 +181,7 @@ def _data_identity(run: Run) -> dict[str, Any]:
         "num_samples": run.source.num_samples,
         "global_batch_size": run.source.global_batch,
         "kind": run.source.kind,
+        "shuffle": run.source.shuffle,
     }
 
 
@@ -197,13 +199,14 @@ def _prune(run: Run, root: Path) -> None:
 
 
 def best_checkpoints(found: list[Path], metric: str, mode: str) -> list[Path]:
-    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the newer first."""
+    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first, since a checkpoint between
+    two evaluations repeats the value of the one before it."""
     scored = []
     for path in found:
         with Reader(path) as reader:
             if metric in reader.manifest.metrics:
                 value = float(reader.manifest.metrics[metric])
-                scored.append((value if mode == "min" else -value, -reader.manifest.step, path))
+                scored.append((value if mode == "min" else -value, reader.manifest.step, path))
     return [path for _, _, path in sorted(scored)]
 
 
@@ -236,15 +239,15 @@ def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path |
                 f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
             )
         _verify(path)
+        if run.run_dir is not None:
+            _make_room(run.run_dir, path, warn)
         return path
     if run.run_dir is None:
         return None
-    root = checkpoints(run)
-    if not root.is_dir():
-        return None
     if resume == "never":
-        _move_aside(run.run_dir, warn)
+        _move_aside(run.run_dir, _EVERYTHING, "resume='never'", warn)
         return None
+    root = checkpoints(run)
     format.clean(root)
     found = format.committed(root)
     for path in reversed(found):
@@ -257,10 +260,11 @@ def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path |
             aside = format.set_aside(path, str(exc))
             run.event("rejected", path=path.name, reason=str(exc), moved_to=aside.name)
             warn(f"{exc}\n  set aside as {aside.name}; trying the one before")
-    if found:
+    if found or any(root.glob(".bad-*")):  # also the next time: starting over has to be somebody's decision
         raise CheckpointError(
             f"no checkpoint in {root} is good (they were set aside there); start over with resume='never', or restore one"
         )
+    _cut_metrics(run, 0)  # of a run that ended before its first checkpoint
     return None
 
 
@@ -269,17 +273,31 @@ def _verify(path: Path) -> None:
         reader.verify()
 
 
-def _move_aside(run_dir: Path, warn: Callable[[str], None]) -> None:
-    """resume="never" in a used run directory: what is there is kept under another name, so that nothing is lost or mixed."""
-    if not format.committed(run_dir / "checkpoints"):
+_EVERYTHING = ("checkpoints", "metrics.jsonl", "events.jsonl", "model", "plan.json")
+
+
+def _make_room(run_dir: Path, path: Path, warn: Callable[[str], None]) -> None:
+    """A run that starts from `path` is going to write checkpoints that must not meet those of another run."""
+    root = run_dir / "checkpoints"
+    if path.resolve().parent != root.resolve():
+        _move_aside(run_dir, _EVERYTHING, f"resume={str(path)!r} is of another run", warn)
+        return
+    found = [p.name for p in format.committed(root)]
+    newer = [f"checkpoints/{name}" for name in found[found.index(path.name) + 1 :]] if path.name in found else []
+    _move_aside(run_dir, newer, f"resume={str(path)!r} goes back", warn)
+
+
+def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[str], None]) -> None:
+    """What is in the way of a new run is kept under another name, so that nothing is lost or mixed."""
+    present = [name for name in names if (run_dir / name).exists()]
+    if not present or present == ["plan.json"]:  # of a run that never began
         return
     number = next(n for n in range(1, 10_000) if not (run_dir / f"before-{n}").exists())
     target = run_dir / f"before-{number}"
-    target.mkdir()
-    for name in ("checkpoints", "metrics.jsonl", "events.jsonl", "plan.json", "model"):
-        if (run_dir / name).exists():
-            (run_dir / name).rename(target / name)
-    warn(f"resume='never': the earlier run was moved to {target}")
+    for name in present:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).rename(target / name)
+    warn(f"{why}: {', '.join(present)} moved to {target}")
 
 
 def restore(run: Run, path: Path) -> None:
@@ -289,29 +307,38 @@ def restore(run: Run, path: Path) -> None:
         tree: Any = reader.json("state.json")
         world_size = int(reader.manifest.topology["world_size"])  # type: ignore[arg-type]
         _compare(run, path, tree, run.settings.accept_changes)
-        load_model(reader, run.module, engine.strategy)
         names = parameter_names(run.module, run.optimizers)
+        for label, optimizer in run.optimizers.items():
+            compare_optimizer(path, label, optimizer, tree["optimizers"][label], names)
+        load_model(reader, run.module, engine.strategy)
         for label, optimizer in run.optimizers.items():
             load_optimizer(reader, label, optimizer, tree["optimizers"][label], names, engine.strategy)
         for label, scheduler in run.schedulers.items():
-            if label in tree["schedulers"]:
-                scheduler.load_state_dict(decode_with(reader, tree["schedulers"][label]))
+            scheduler.load_state_dict(decode_with(reader, tree["schedulers"][label]["state"]))
         if engine.scaler is not None and tree["scaler"]:
             engine.scaler.load_state_dict(tree["scaler"])
         run.progress.load(tree["progress"])
         run.latest = dict(decode_with(reader, tree["latest"]))
-        run.seed = tree["seed"]
+        if run.settings.seed is None:  # nobody asked for one: the order goes on as it began
+            run.seed = tree["seed"]
+            for source in (run.source, *run.validation.values()):
+                assert source is not None
+                source.reseed(run.seed)
         for name, call in run.calls.listeners("on_load"):
             if name in tree["plugins"]:
                 call(trainer=run.trainer, module=run.module, state=decode_with(reader, tree["plugins"][name]))
         same = world_size == engine.world_size
-        own: Any = reader.json(f"rank-{engine.rank if same else 0:05d}.json")
-        run.metrics.load(decode_with(reader, own["metrics"]), same_rank=same or engine.rank == 0)
+        # On another number of ranks, rank 0 goes on with what all of them had collected since the last log boundary.
+        ranks = [engine.rank] if same else range(world_size if engine.rank == 0 else 1)
+        own: list[Any] = [reader.json(f"rank-{rank:05d}.json") for rank in ranks]
+        collected = [decode_with(reader, each["metrics"]) for each in own]
+        pending = [entry for each in collected for entry in each["pending"]]
+        run.metrics.load({**collected[0], "pending": pending}, same_rank=same or engine.rank == 0)
         if same:
-            set_rng_state(decode_with(reader, own["rng"]))
+            set_rng_state(decode_with(reader, own[0]["rng"]))
         else:
             seed_everything(derive_seed(run.seed, "rank", engine.rank, engine.world_size, run.progress.step))
-    if run.run_dir is not None and path.parent == checkpoints(run):
+    if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
         run.checkpoint, run.saved_step = path, run.progress.step
         _cut_metrics(run, tree["metrics_bytes"])
     run.restored = True
@@ -320,7 +347,7 @@ def restore(run: Run, path: Path) -> None:
 
 def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -> None:
     now, then = _data_identity(run), tree["data"]
-    for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train")):
+    for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train"), ("shuffle", "train")):
         if now[key] != then[key] and argument not in accept_changes:
             raise CheckpointError(
                 f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
@@ -334,6 +361,12 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
     if set(run.optimizers) != set(tree["optimizers"]):
         raise CheckpointError(
             f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optimizers)}; they have to be the same"
+        )
+    schedulers = {label: type(s).__name__ for label, s in run.schedulers.items()}
+    saved_schedulers = {label: s["kind"] for label, s in tree["schedulers"].items()}
+    if schedulers != saved_schedulers:
+        raise CheckpointError(
+            f"{path} has the schedulers {saved_schedulers}, this run has {schedulers}; they have to be the same"
         )
     listening = {name for name, _ in run.calls.listeners("on_save")}
     missing = sorted(n for n in tree["plugins"] if n not in listening)

@@ -206,16 +206,11 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"
 
 
-def load_optimizer(
-    reader: Reader,
-    label: str,
-    optimizer: torch.optim.Optimizer,
-    saved: Mapping[str, Any],
-    names: Mapping[int, str],
-    strategy: Strategy,
+def compare_optimizer(
+    path: Path, label: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]
 ) -> None:
-    """Restore one optimizer: options of each group and this rank's part of the state, matched by parameter name."""
-    where = f"checkpoint {reader.path}, optimizer {label!r}"
+    """`CheckpointError` unless `optimizer` is of the kind that was saved, over the same parameters in the same groups."""
+    where = f"checkpoint {path}, optimizer {label!r}"
     if saved["kind"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{where} is a {saved['kind']}, this run has a {type(optimizer).__name__}; use the same, or resume='never'"
@@ -226,6 +221,18 @@ def load_optimizer(
             f"{where} has {len(saved['groups'])} groups over {sum(len(g['names']) for g in saved['groups'])} parameters, this run "
             f"{len(live)} over {sum(map(len, live))}, or in another order; build the optimizer as before, or resume='never'"
         )
+
+
+def load_optimizer(
+    reader: Reader,
+    label: str,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    names: Mapping[int, str],
+    strategy: Strategy,
+) -> None:
+    """Restore one optimizer, which `compare_optimizer` found to fit: options of each group and this rank's part of the
+    state, matched by parameter name."""
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update(decode_with(reader, stored["options"]))
     prefix = f"optimizer/{label}/"
@@ -288,10 +295,12 @@ def load_weights(path: Path, module: torch.nn.Module) -> None:
 
 
 def export_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by `state_dict` name, shared ones once, as they lie (sharded ones too)."""
+    """Parameters and persistent buffers by `state_dict` name, shared ones once, as they lie (sharded ones too), in the order
+    in which a safetensors file holds them: wide elements first. Ranks that gather in this order meet the one that writes."""
     kept = set(module.state_dict(keep_vars=True))
     parameters, buffers, _ = named_tensors(module)
-    return [(n, t.detach()) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
+    found = [(n, t.detach()) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
+    return sorted(found, key=lambda pair: -pair[1].element_size())
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

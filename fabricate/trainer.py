@@ -23,7 +23,7 @@ import torch
 
 from fabricate import loop, saving
 from fabricate.construct import build_model
-from fabricate.data import Loading
+from fabricate.data import Loading, describe
 from fabricate.dispatch import Calls, Manager, Origin
 from fabricate.engine import Engine, check_trackers
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, RankError
@@ -296,6 +296,8 @@ class Trainer:
                 exc.add_note(
                     f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {at.step + 1}, micro-batch {at.micro_step}"
                 )
+                if run.batch is not None:
+                    exc.add_note(f"the batch was {describe(run.batch)}")
                 raise
             self._finish_fit(run, reason)
             checkpoint = None if settings.fast_dev_run else run.checkpoint

@@ -28,7 +28,7 @@ class EarlyStopping(Callback):
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'")
         if not isinstance(patience, int) or patience < 1 or min_delta < 0:
             raise ConfigurationError(
-                f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): a whole number of at least 1, and at least 0"
+                f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): at least 1 (whole) and 0"
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self._worst = math.inf if mode == "min" else -math.inf

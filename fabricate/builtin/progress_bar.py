@@ -32,6 +32,7 @@ class ProgressBar(Callback):
         self._shown = 0.0
         self._metrics: dict[str, float] = {}
         self._main = False
+        self._tokens = 0.0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -61,13 +62,15 @@ class ProgressBar(Callback):
         progress = self._trainer.progress
         now = time.monotonic()
         if self._begin is None:
-            self._begin = (now, progress.step, progress.samples)
+            self._begin, self._tokens = (now, progress.step, progress.samples), progress.tokens
         began, step, samples = self._begin
         rate = (progress.step - step) / max(now - began, 1e-9)
         parts = [f"step {progress.step}" + (f"/{self._total}" if self._total else "")]
         parts += [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         if rate:
             parts += [f"{rate:.3g} steps/s", f"{(progress.samples - samples) / max(now - began, 1e-9):.4g} samples/s"]
+            if progress.tokens and progress.tokens != progress.samples:
+                parts.append(f"{(progress.tokens - self._tokens) / max(now - began, 1e-9):.4g} tokens/s")
             if self._total:
                 parts.append(f"{_duration((self._total - progress.step) / rate)} left")
         return "  ".join(parts)
