@@ -43,7 +43,7 @@ def fit(run: Run) -> str:
     unsized = source.num_samples is None and world_size > 1
 
     if settings.validate_first and run.validation and progress.step == 0 and not run.restored:
-        validate(run)
+        validate(run, progress.epoch)
     while not (reason := _finished(run)):
         if calls.on_epoch_start is not None:
             calls.on_epoch_start(trainer, module, progress.epoch)
@@ -154,7 +154,7 @@ def fit(run: Run) -> str:
                 averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
                 run.write_metrics("epoch", averages, epoch)
             if run.validation and evaluating:
-                validate(run)
+                validate(run, epoch)
             if window.last and calls.on_epoch_end is not None:
                 calls.on_epoch_end(trainer, module, epoch)
             if window.last or evaluating:  # what was asked for meanwhile counts now, on all ranks
@@ -335,10 +335,10 @@ def _stop_if_nonfinite(run: Run, metrics: dict[str, float]) -> None:
         )
 
 
-def validate(run: Run) -> dict[str, float]:
+def validate(run: Run, epoch: int) -> dict[str, float]:
     """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
     metrics = evaluate(run, run.validation, "validate")
-    run.write_metrics("validate", metrics, run.progress.epoch)
+    run.write_metrics("validate", metrics, epoch)
     for scheduler in run.schedulers.values():
         if isinstance(scheduler, PlateauScheduler):
             scheduler.measured(metrics)

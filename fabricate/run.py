@@ -85,7 +85,7 @@ class Run:
         """Append to metrics.jsonl and tell the trackers (rank 0). What depends on time goes under "clock", apart, because a
         resumed run cannot repeat it."""
         self.latest |= metrics
-        clock = self._clock_fields()
+        clock = {"time": time.time(), "seconds": self.progress.seconds} | (self._rates() if stage == "train" else {})
         if self.engine.rank:
             return
         if self.run_dir is not None:
@@ -98,15 +98,13 @@ class Run:
                 {**metrics, **{f"clock/{n}": v for n, v in clock.items()}}, step=self.progress.step
             )
 
-    def _clock_fields(self) -> dict[str, float]:
-        """Rates since the last log boundary; resets it."""
+    def _rates(self) -> dict[str, float]:
+        """Steps and samples per second since the last log boundary, which this call becomes."""
         now = time.monotonic()
         before, step, samples = self.logged
         self.logged = (now, self.progress.step, self.progress.samples)
         seconds = max(now - before, 1e-9)
         return {
-            "time": time.time(),
-            "seconds": self.progress.seconds,
             "steps_per_second": (self.progress.step - step) / seconds,
             "samples_per_second": (self.progress.samples - samples) / seconds,
         }

@@ -454,7 +454,15 @@ def find(run_dir: Path, which: str, keep: dict[str, Any]) -> Path:
     """The "last" or the "best" checkpoint of a run directory; best by `keep`'s metric."""
     found = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
     chosen = found[::-1] if which == "last" else best_checkpoints(found, keep["metric"], keep["mode"])
+    if not chosen and which == "best" and found:
+        with Reader(found[-1]) as reader:
+            known = ", ".join(sorted(reader.manifest.metrics)) or "none"
+        raise CheckpointError(
+            f"checkpoint='best': no checkpoint in {run_dir} recorded {keep['metric']!r}; recorded are {known}: name one with "
+            "Trainer(keep={'last': 2, 'best': 1, 'metric': ..., 'mode': 'min'})"
+        )
     if not chosen:
-        recorded_metric = "" if which == "last" else f" that recorded {keep['metric']!r}"
-        raise CheckpointError(f"checkpoint={which!r}: {run_dir} has no checkpoint{recorded_metric}")
+        raise CheckpointError(
+            f"checkpoint={which!r}: {run_dir} has no checkpoint; fit with this run_dir first, or give a path"
+        )
     return chosen[0]

@@ -377,7 +377,7 @@ class Trainer:
                     found.precision,
                     found.device,
                     log_with=trackers,
-                    logging_dir=str(run_dir) if trackers else None,
+                    logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
                 )
             )
             if settings.fast_dev_run and run_dir is not None:
