@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -55,11 +56,10 @@ def to_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets.
 
     def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
         options = {"truncation": True, "max_length": BLOCK, "padding": "max_length", "return_overflowing_tokens": True}
-        found = tokenizer(rows["text"], **options)
-        pairs = zip(found["input_ids"], found["attention_mask"], strict=True)
-        kept = [(ids, mask) for ids, mask in pairs if sum(mask) > 1]  # one token predicts nothing
-        labels = [[i if real else -100 for i, real in zip(ids, mask, strict=True)] for ids, mask in kept]
-        return {"input_ids": [ids for ids, _ in kept], "attention_mask": [mask for _, mask in kept], "labels": labels}
+        found = tokenizer(rows["text"], return_tensors="np", **options)
+        masks = found["attention_mask"]
+        ids, masks = (array[masks.sum(1) > 1] for array in (found["input_ids"], masks))  # one token predicts nothing
+        return {"input_ids": ids, "attention_mask": masks, "labels": numpy.where(masks == 1, ids, -100)}
 
     rows = datasets.Dataset.from_dict({"text": texts})
     return rows.map(cut, batched=True, remove_columns=["text"]).with_format("torch")

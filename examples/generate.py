@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+PROMPT = "def __init__(self"
 
-def sample(folder: Path, prompt: str, tokens: int = 80) -> str:
+
+def sample(folder: Path, prompt: str = PROMPT, tokens: int = 80) -> str:
     """`prompt` and what the model in `folder` writes after it; the same text each time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -33,7 +35,7 @@ def sample(folder: Path, prompt: str, tokens: int = 80) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompt", default="def ")
+    parser.add_argument("--prompt", default=PROMPT)
     options = parser.parse_args()
     text = sample(options.folder, options.prompt)
     if "fabricate" in sys.modules:

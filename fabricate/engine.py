@@ -6,6 +6,7 @@ and leaving everything as it was. Must not know: hooks, data, checkpoints, the l
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import json
@@ -41,6 +42,19 @@ _HIDDEN = (
     "ACCELERATE_DYNAMO_BACKEND",
 )
 _control_groups: dict[int, Any] = {}
+_exit_handlers: list[object] = []
+_failures: list[str] = []
+
+
+def _leave_group_at_exit() -> None:
+    """Close the process group when the interpreter ends, once: left open, a rank may be torn down in the midst of it."""
+    if dist.is_initialized() and not _exit_handlers:
+        _exit_handlers.append(atexit.register(_leave_group))
+
+
+def _leave_group() -> None:
+    if dist.is_initialized() and not _failures:  # after a failure others may be gone, and closing could wait for them
+        dist.destroy_process_group()
 
 
 class Root(torch.nn.Module):
@@ -120,15 +134,16 @@ class Engine:
                     f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
                 ) from exc
         try:
+            _leave_group_at_exit()
             self._verify()
+            self.device = self.accelerator.device
+            self.context = self.precision.forward_context(self.device)
+            self.scaler = self.precision.loss_scaler(self.device)
+            self.accelerator.scaler = self.scaler
+            self._verify_precision()
         except BaseException:
             self.__exit__()
             raise
-        self.device = self.accelerator.device
-        self.context = self.precision.forward_context(self.device)
-        self.scaler = self.precision.loss_scaler(self.device)
-        self.accelerator.scaler = self.scaler
-        self._verify_precision()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -158,8 +173,9 @@ class Engine:
         try:
             yield
         finally:
-            os.environ.clear()
-            os.environ.update(before)
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
     def _verify(self) -> None:
         """What Accelerate really built against what was asked for."""
@@ -342,6 +358,7 @@ class Engine:
             return ""
         import traceback
 
+        _failures.append(type(exc).__name__)
         echo = isinstance(exc, RuntimeError) and any(
             word in str(exc)
             for word in ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "Socket")

@@ -6,6 +6,7 @@ Building a Trainer has no effects; everything happens in `fit`, `validate`, `tes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import inspect
 import json
@@ -313,6 +314,7 @@ class Trainer:
             name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             for name, optimizer in run.optimizers.items()
         }
+        found = dataclasses.replace(found, seed=(run.seed, found.seed[1]))
         plan = make_plan(settings, found, module, data, run.optimizers, run.notes)
         if engine.rank == 0:
             print(plan, flush=True)
@@ -380,6 +382,11 @@ class Trainer:
                     logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
                 )
             )
+            # A seed that nobody set is each process's own: rank 0's counts.
+            seed = int(engine.broadcast_json(found.seed[0]))
+            for source in (data.train, *data.validation.values()):
+                if source is not None and seed != found.seed[0]:
+                    source.reseed(seed)
             if settings.fast_dev_run and run_dir is not None:
                 run_dir = Path(engine.broadcast_json(str(run_dir)))
             run = Run(
@@ -391,7 +398,7 @@ class Trainer:
                 metrics=Metrics(engine, engine.device),
                 settings=settings,
                 max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
-                seed=found.seed[0],
+                seed=seed,
                 source=data.train,
                 validation=data.validation,
                 total_steps=data.total_steps(settings),
@@ -436,7 +443,7 @@ class Trainer:
                 exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
         first = run.engine.report_failure(exc)
         if first:
-            raise RankError(first) from exc
+            raise RankError(first) from None  # `exc` is the broken connection, an echo of what is told here
 
     def _close(self, run: Run) -> None:
         pending = sys.exc_info()[1]
