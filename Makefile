@@ -26,7 +26,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 # Two ranks stop half way, the same command resumes and finishes, and transformers alone reads the result.
-demo: train := $(BIN)/fabricate run examples/demo.py --nproc 2 -- --run-dir runs/demo --stop-at 200
+demo: train := $(BIN)/fabricate run examples/demo.py --nproc 2 -- --run-dir runs/demo --stop-at 300
 demo: env
 	rm -rf runs/demo
 	$(train)

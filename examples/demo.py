@@ -1,6 +1,6 @@
 """A language model: a tiny GPT-2 trained from nothing on Python's standard library, or any causal model fine-tuned.
 
-fabricate run examples/demo.py --nproc 2 -- --stop-at 200    (twice: the second time resumes)
+fabricate run examples/demo.py --nproc 2 -- --stop-at 300    (twice: the second time resumes)
 fabricate run examples/demo.py --nproc 4 -- --model gpt2 --dataset wikitext --learning-rate 5e-5 --max-epochs 3
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="tiny, a hub name such as gpt2, or a folder")
     parser.add_argument("--dataset", default="stdlib", help="stdlib, wikitext, or a text file")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--max-steps", type=int, default=400)
+    parser.add_argument("--max-steps", type=int, default=600)
     parser.add_argument("--max-epochs", type=int, help="instead of --max-steps")
     parser.add_argument("--batch-size", type=int, default=8, help="rows per rank")
     parser.add_argument("--learning-rate", type=float, default=3e-3)

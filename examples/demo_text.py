@@ -57,9 +57,9 @@ def to_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets.
     def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
         options = {"truncation": True, "max_length": BLOCK, "padding": "max_length", "return_overflowing_tokens": True}
         found = tokenizer(rows["text"], return_tensors="np", **options)
-        masks = found["attention_mask"]
-        ids, masks = (array[masks.sum(1) > 1] for array in (found["input_ids"], masks))  # one token predicts nothing
-        return {"input_ids": ids, "attention_mask": masks, "labels": numpy.where(masks == 1, ids, -100)}
+        kept = found["attention_mask"].sum(1) > 1  # a row of one token predicts nothing
+        ids, real = found["input_ids"][kept], found["attention_mask"][kept]
+        return {"input_ids": ids, "attention_mask": real, "labels": numpy.where(real == 1, ids, -100)}
 
     rows = datasets.Dataset.from_dict({"text": texts})
     return rows.map(cut, batched=True, remove_columns=["text"]).with_format("torch")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 PROMPT = "def __init__(self"
 
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompt", default=PROMPT)
     options = parser.parse_args()
+    disable_progress_bar()
     text = sample(options.folder, options.prompt)
     if "fabricate" in sys.modules:
         raise SystemExit("fabricate was imported")

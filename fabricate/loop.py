@@ -85,8 +85,9 @@ def fit(run: Run) -> str:
                     scaled = loss if type(factor) is float and factor == 1.0 else loss * factor
                     strategy.backward(scaled if scaler is None else scaler.scale(scaled))
                 loss = loss.detach()
-                module.log("loss", loss)
-                run.metrics.take(module._logged, weight)
+                run.metrics.pending.append(("loss", loss, weight, "mean"))
+                if module._logged:
+                    run.metrics.take(module._logged, weight)
                 losses.append(loss)
                 weights.append(weight)
                 if calls.on_accumulate is not None:
@@ -145,7 +146,8 @@ def fit(run: Run) -> str:
             if window.last:
                 progress.epoch, progress.position = epoch + 1, 0
             stop, logging, evaluating, saving = _agree(run, dues)
-            if logging or window.last or stop or _finished(run):
+            finished = _finished(run)
+            if logging or window.last or stop or finished:
                 metrics = run.metrics.reduce()
                 if logging:
                     _log(run, metrics, norm, epoch)
@@ -164,7 +166,7 @@ def fit(run: Run) -> str:
                 save(run)
             if stop:
                 return _stop_reason(run)
-            if _finished(run) == "max_steps":
+            if finished == "max_steps":
                 break
         if progress.position == 0 and not progress.micro_step:
             raise ConfigurationError(

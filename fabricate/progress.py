@@ -38,51 +38,41 @@ class Progress:
             setattr(self, name, type(getattr(self, name))(state[name]))
 
 
+_COUNTERS = {
+    "steps": ("step", 1),
+    "epochs": ("epoch", 1),
+    "tokens": ("tokens", 1),
+    "minutes": ("seconds", 60),
+    "hours": ("seconds", 3600),
+}
+"""The counter that a unit of `Every` reads, and how much of it makes one."""
+
+
 class Due:
     """Tells at each update boundary whether an `Every` has come round since it was last asked. None never falls due.
 
-    For steps the test is one comparison of integers. Moments are multiples of the amount counted from the beginning of the
-    run, so that a resumed run keeps the rhythm of one that never stopped.
+    Asking is one comparison. Moments are multiples of the amount counted from the beginning of the run, so that a resumed
+    run keeps the rhythm of one that never stopped.
     """
 
-    __slots__ = ("amount", "every", "next_step", "passed")
+    __slots__ = ("amount", "by_clock", "counter", "next")
 
     def __init__(self, every: Every | None, progress: Progress) -> None:
-        self.every = every
-        self.amount = (every.amount * 60 if every.unit == "hours" else every.amount) if every else math.inf
-        self.passed = 0
-        self.next_step = math.inf
+        self.counter, size = _COUNTERS[every.unit] if every is not None else ("step", 1)
+        self.amount = every.amount * size if every is not None else math.inf
+        self.by_clock = self.counter == "seconds"
+        """Rank 0's clock decides: the ranks have to agree."""
+        self.next = math.inf
         self.start(progress)
 
-    @property
-    def by_clock(self) -> bool:
-        """Whether rank 0's clock decides, so that the ranks have to agree."""
-        return self.every is not None and self.every.unit in ("minutes", "hours")
-
     def start(self, progress: Progress) -> None:
-        """Count from where `progress` is (after a resume)."""
-        self.passed = int(self._value(progress) // self.amount)
-        if self.every is not None and self.every.unit == "steps":
-            self.next_step = (self.passed + 1) * self.amount
-
-    def _value(self, progress: Progress) -> float:
-        if self.every is None:
-            return 0.0
-        unit = self.every.unit
-        if unit == "steps":
-            return progress.step
-        if unit == "epochs":
-            return progress.epoch
-        if unit == "tokens":
-            return progress.tokens
-        return progress.seconds / 60
+        """Count from where `progress` is."""
+        if self.amount is not math.inf:
+            self.next = (getattr(progress, self.counter) // self.amount + 1) * self.amount
 
     def reached(self, progress: Progress) -> bool:
-        """True once per moment. Cheap: call it after every update and at every end of an epoch."""
-        if self.next_step is not math.inf and progress.step < self.next_step:
-            return False
-        passed = int(self._value(progress) // self.amount)
-        if passed <= self.passed:
+        """True once per moment. Cheap: call it after every update."""
+        if getattr(progress, self.counter) < self.next:
             return False
         self.start(progress)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,7 +21,7 @@ _UNITS = {
     "token": "tokens",
     "tokens": "tokens",
 }
-_TEXT = re.compile(r"\s*([0-9.eE+_]+)\s*([A-Za-z]+)\s*")
+_TEXT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]+)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,9 @@ class Every:
         if len(given) != 1:
             raise ConfigurationError(f"Every({given}) needs exactly one unit, for instance Every(steps=500)")
         unit, value = next(iter(given.items()))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigurationError(f"Every({unit}={value!r}): the number has to be positive")
-        if unit in ("steps", "epochs") and int(value) != value:
+        if unit in ("steps", "epochs") and not float(value).is_integer():
             raise ConfigurationError(f"Every({unit}={value!r}): {unit} are whole numbers")
 
     @property
@@ -65,19 +66,23 @@ class Every:
         """Read `value` as given to `argument`: an `Every`, a number of steps, or text such as "1 epoch" or "1e9 tokens"."""
         if isinstance(value, Every):
             return value
-        if isinstance(value, int) and not isinstance(value, bool):
-            return cls(steps=value)
-        if isinstance(value, str) and (match := _TEXT.fullmatch(value)) and match[2].lower() in _UNITS:
-            try:
-                number = float(match[1].replace("_", ""))
-            except ValueError:
-                number = 0.0
-            unit = _UNITS[match[2].lower()]
-            amount: float = int(number) if unit in ("steps", "epochs") and number == int(number) else number
-            return cls(**{unit: amount})  # type: ignore[arg-type]
-        raise ConfigurationError(
-            f"{argument}={value!r} is not a duration: write '500 steps', '1 epoch', '10 minutes', '1e9 tokens' or Every(steps=500)"
-        )
+        given: tuple[str, float] | None = None
+        if isinstance(value, str) and (match := _TEXT.fullmatch(value)):
+            given = match[2].lower(), float(match[1].replace("_", ""))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            given = "steps", value
+        if given is None or given[0] not in _UNITS:
+            raise ConfigurationError(
+                f"{argument}={value!r} is not a duration: write '500 steps', '1 epoch', '10 minutes', '1e9 tokens' or "
+                "Every(steps=500)"
+            )
+        unit, number = _UNITS[given[0]], given[1]
+        if unit in ("steps", "epochs") and float(number).is_integer():
+            number = int(number)
+        try:
+            return cls(**{unit: number})  # type: ignore[arg-type]
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"{argument}={value!r}: {exc}") from None
 
     def __str__(self) -> str:
         amount = self.amount

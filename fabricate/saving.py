@@ -26,6 +26,7 @@ from fabricate.randomness import derive_seed, rng_state, seed_everything, set_rn
 from fabricate.state import (
     Saver,
     chunk,
+    compare_model,
     compare_optimizer,
     decode_with,
     export_tensors,
@@ -307,6 +308,7 @@ def restore(run: Run, path: Path) -> None:
         tree: Any = reader.json("state.json")
         world_size = int(reader.manifest.topology["world_size"])  # type: ignore[arg-type]
         _compare(run, path, tree, run.settings.accept_changes)
+        compare_model(reader, run.module)
         names = parameter_names(run.module, run.optimizers)
         for label, optimizer in run.optimizers.items():
             compare_optimizer(path, label, optimizer, tree["optimizers"][label], names)

@@ -174,10 +174,8 @@ def parameter_names(module: torch.nn.Module, optimizers: Mapping[str, torch.opti
     return names
 
 
-def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | None = None) -> None:
-    """Copy the checkpoint's weights into `module`'s memory, only this rank's part. Everything is compared first: names and
-    shapes have to agree, or `CheckpointError` names the difference and nothing is changed."""
-    strategy = strategy or Strategy()
+def compare_model(reader: Reader, module: torch.nn.Module) -> dict[str, str]:
+    """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit."""
     parameters, buffers, _ = named_tensors(module)
     live = {f"model/{n}": t for n, t in (*parameters.items(), *buffers.items())}
     saved = {n: r for n, r in reader.manifest.tensors.items() if n.startswith("model/")}
@@ -188,18 +186,25 @@ def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | Non
     surplus = [n for n in saved if n not in set(source.values())]
     if missing or surplus:
         raise CheckpointError(
-            f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; "
-            "build the module with the same arguments"
+            f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the module with the same arguments"
         )
     for name, tensor in live.items():
         if tuple(saved[source[name]].shape) != tuple(tensor.shape):
             raise CheckpointError(
                 f"{where}: {name} has shape {tuple(saved[source[name]].shape)}, the module's has {tuple(tensor.shape)}"
             )
+    return source
+
+
+def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | None = None) -> None:
+    """Copy the checkpoint's weights into `module`'s memory, only this rank's part. Compared first, see `compare_model`."""
+    strategy = strategy or Strategy()
+    source = compare_model(reader, module)
+    parameters, buffers, _ = named_tensors(module)
     with torch.no_grad():
-        for name, tensor in live.items():
+        for name, tensor in (*parameters.items(), *buffers.items()):
             part, start = strategy.local_part(tensor)
-            part.copy_(read(reader, source[name], start, part.numel()).reshape(part.shape))
+            part.copy_(read(reader, source[f"model/{name}"], start, part.numel()).reshape(part.shape))
 
 
 def _some(names: list[str]) -> str:

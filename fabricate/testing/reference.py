@@ -1,0 +1,363 @@
+"""What the conformance kit trains: one small module, by hand in plain PyTorch and by fabricate on ranks.
+
+Owns the module, its data, the loop by hand, and what a rank records of a fit. It judges nothing: `checks` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import TensorDataset
+
+from fabricate import Callback, Precision, Strategy, Trainer, TrainModule
+from fabricate.testing._worker import _load
+
+SEED = 3
+TOKENS, WIDTH = 4, 16
+BOOM = "raised on purpose by the conformance kit"
+Part = tuple[int, torch.Tensor]
+"""What a rank holds of a tensor: where it begins in the flattened whole, and the elements."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plugin in a form that travels to ranks: a name for `Trainer`, or where to import a class or factory from."""
+
+    text: str
+    module: str = ""
+    file: str = ""
+    qualname: str = ""
+
+    def make(self) -> Any:
+        """The name itself, or a fresh object: runs must not share state."""
+        return operator.attrgetter(self.qualname)(_load(self.module, self.file))() if self.module else self.text
+
+    def __str__(self) -> str:
+        return self.qualname or repr(self.text)
+
+
+class Learner(TrainModule):
+    """Per-token regression on rows of `TOKENS` tokens; about 1,100 parameters in several units, and a buffer.
+
+    by_token: rows have unequal numbers of tokens, and the loss is the mean over tokens. several: one optimizer for the blocks
+    and one for the head, which take turns.
+    """
+
+    def __init__(
+        self, *, dropout: float = 0.0, by_token: bool = False, several: bool = False, adam: bool = False
+    ) -> None:
+        super().__init__()
+        self.by_token, self.several, self.adam = by_token, several, adam
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)])
+        self.head = torch.nn.Linear(WIDTH, 1)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+        self.observed = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.shift
+        for block in self.blocks:
+            x = block(x)
+            self.observed = str(x.dtype).removeprefix("torch.")
+            x = self.dropout(torch.tanh(x))
+        out: torch.Tensor = self.head(x).squeeze(-1)
+        return out
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Mean squared error over all tokens, or over those that count."""
+        x, y, counts = batch
+        error = (self(x) - y).square()
+        return (error * counts).sum() / counts.sum().clamp(min=1) if self.by_token else error.mean()
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = {"loss": self.loss(batch)}
+        if self.by_token:
+            answer["weight"] = batch[2].sum()
+        if self.several:
+            answer["optimizer"] = self.turn(self.trainer.step)
+        return answer
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(batch)}
+
+    @staticmethod
+    def turn(step: int) -> str:
+        """The optimizer of the update after `step`."""
+        return ("blocks", "head")[step % 2]
+
+    def configure_optimizers(self) -> Any:
+        def build(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+            if self.adam:
+                return torch.optim.AdamW(parameters, lr=0.01)
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # unlike Adam it shows gradients of a wrong scale
+
+        if self.several:
+            return {"blocks": build(self.blocks.parameters()), "head": build(self.head.parameters())}
+        return build(self.parameters())
+
+
+def rows(number: int) -> TensorDataset:
+    """`number` rows: x (tokens, width), y (tokens,), and which tokens count (tokens,); float32. Every fourth row is full,
+    others may be empty. Targets are small, so that a first loss scale of 65536 does not overflow float16."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(number, TOKENS, WIDTH, generator=generator)
+    lengths = torch.randint(0, TOKENS + 1, (number,), generator=generator)
+    lengths[::4] = TOKENS
+    counts = (torch.arange(TOKENS) < lengths[:, None]).float()
+    return TensorDataset(x, 0.3 * torch.tanh(x[..., :4].sum(-1)), counts)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training task. `global_batch` is a multiple of accumulation x ranks; rows are read in order unless `shuffle`."""
+
+    global_batch: int
+    accumulation: int = 1
+    max_grad_norm: float | None = None
+    ragged: bool = False
+    by_token: bool = False
+    several: bool = False
+    adam: bool = False
+    dropout: float = 0.0
+    shuffle: bool = False
+    steps: int = 6
+    val_rows: int = 0
+
+    def module(self) -> Learner:
+        """The module with its first weights, the same every time."""
+        torch.manual_seed(SEED)
+        return Learner(dropout=self.dropout, by_token=self.by_token, several=self.several, adam=self.adam)
+
+    def data(self) -> TensorDataset:
+        """Three windows an epoch; when ragged, the third holds one row, which all ranks but one do without."""
+        return rows(2 * self.global_batch + (1 if self.ragged else self.global_batch))
+
+
+@dataclass
+class Trace:
+    """What one rank saw of a fit (or what the loop by hand did)."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    steps: list[tuple[str, str]] = field(default_factory=list)
+    """After each update: digests of the weights this rank holds and of its random generators."""
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    saved: list[tuple[int, str]] = field(default_factory=list)
+    skipped: int = 0
+    gradients: dict[str, Part | None] = field(default_factory=dict)
+    first: dict[str, Part] = field(default_factory=dict)
+    """The weights before the first update of this fit, after a checkpoint was loaded."""
+    last: dict[str, Part] = field(default_factory=dict)
+    bytes_held: int = 0
+    observed: str = ""
+    mixed_precision: str = ""
+    stop_reason: str = ""
+
+
+def by_hand(case: Case) -> Trace:
+    """Whole global batches in one process and plain PyTorch: no fabricate loop, no accumulation, no ranks."""
+    trace = Trace()
+    with torch.random.fork_rng(devices=[]):
+        module, data = case.module(), case.data()
+    made = module.configure_optimizers()
+    optimizers: Mapping[str, torch.optim.Optimizer] = made if case.several else {"": made}
+    starts = range(0, len(data), case.global_batch)
+    windows = [[t[start : start + case.global_batch] for t in data.tensors] for start in starts]
+    for step in range(case.steps):
+        optimizer = optimizers[Learner.turn(step) if case.several else ""]
+        loss = module.loss(windows[step % len(windows)])
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, case.max_grad_norm or float("inf"))
+        if step == 0:
+            trace.gradients = {n: (0, p.grad.flatten().clone()) for n, p in named(module) if p.grad is not None}
+        optimizer.step()
+        module.zero_grad()
+        trace.losses.append(loss.item())
+        trace.norms.append(norm.item())
+    trace.last = {n: (0, p.detach().flatten()) for n, p in named(module)}
+    return trace
+
+
+def named(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The module's parameters in an order that does not depend on their names' order of creation."""
+    return sorted(module.named_parameters())
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One fit for every rank of a job. `label` names the check in messages; `precision` None: fp32."""
+
+    label: str
+    case: Case
+    strategy: Subject
+    precision: Subject | None = None
+    plugins: tuple[Subject, ...] = ()
+    hear_gradients: bool = False
+    run_dir: str | None = None
+    resume: str = "never"
+    accept_changes: tuple[str, ...] = ()
+    failing_rank: int | None = None
+
+
+SAVE_STEP = 2  # in the middle of an epoch
+MARK = "[kit] "
+
+
+def run_fits(fits: list[Fit]) -> list[Trace]:
+    """The job of one rank: one trace per fit. What is raised carries a note with the fit's label."""
+    traces = []
+    for fit in fits:
+        print(f"{MARK}{fit.label}", flush=True)  # for a rank that hangs, this is how the parent learns where
+        try:
+            traces.append(_run(fit))
+        except BaseException as exc:
+            exc.add_note(f"{MARK}{fit.label}")
+            raise
+    return traces
+
+
+def _run(fit: Fit) -> Trace:
+    case, trace, probe = fit.case, Trace(), Probe()
+    recorder = (_GradientRecorder if fit.hear_gradients else _Recorder)(probe, trace)
+    extra: list[object] = [recorder]
+    if fit.failing_rank == int(os.environ["RANK"]):
+        extra.append(_Failing())
+    elif fit.failing_rank is not None:
+        extra.append(_NotFailing())
+    module, data = case.module(), case.data()
+    trainer = Trainer(
+        strategy=fit.strategy.make(),
+        precision=fit.precision.make() if fit.precision else probe,
+        plugins=[*(plugin.make() for plugin in fit.plugins), *extra],
+        max_steps=case.steps,
+        gradient_accumulation_steps=case.accumulation,
+        max_grad_norm=case.max_grad_norm,
+        seed=SEED,
+        run_dir=fit.run_dir,
+        save_every=f"{SAVE_STEP} steps" if fit.run_dir else None,
+        validate_every="2 steps" if case.val_rows else None,
+        keep="all",
+        progress=False,
+        accept_changes=fit.accept_changes,
+    )
+    micro_batch = case.global_batch // case.accumulation // int(os.environ["WORLD_SIZE"])
+    val = rows(case.val_rows) if case.val_rows else None
+    result = trainer.fit(module, data, val, batch_size=micro_batch, shuffle=case.shuffle, resume=fit.resume)
+    trace.stop_reason, trace.observed = result.stop_reason, module.observed
+    return trace
+
+
+class Probe(Precision):
+    """fp32, and a look at the strategy that runs beside it, whether that came as an object or by name."""
+
+    name = "fp32"
+
+    def __init__(self) -> None:
+        self.strategy: Strategy | None = None
+
+    def check(self, device: torch.device, strategy: Strategy) -> Iterable[str]:
+        self.strategy = strategy
+        return ()
+
+
+class _Recorder(Callback):
+    """Listed last, so that it sees what the plugins before it did. Changes nothing and draws no random number."""
+
+    def __init__(self, probe: Probe, trace: Trace) -> None:
+        self._probe, self._trace = probe, trace
+
+    def _part(self, tensor: torch.Tensor) -> Part:
+        local, start = (self._probe.strategy or Strategy()).local_part(tensor)
+        return start, local.detach().flatten().cpu().clone()
+
+    def _held(self, module: TrainModule) -> dict[str, Part]:
+        return {name: self._part(parameter) for name, parameter in named(module)}
+
+    def on_epoch_start(self, module: TrainModule) -> None:
+        if not self._trace.first:
+            self._trace.first = self._held(module)
+
+    def on_step(
+        self, module: TrainModule, loss: torch.Tensor, grad_norm: torch.Tensor | None, trainer: Trainer
+    ) -> None:
+        self._trace.losses.append(float(loss))
+        self._trace.norms.append(None if grad_norm is None else float(grad_norm))
+        self._trace.steps.append((_digest(self._held(module)), random_digest()))
+        self._trace.mixed_precision = trainer.accelerator.mixed_precision
+
+    def on_step_skipped(self) -> None:
+        self._trace.skipped += 1
+
+    def on_eval_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self._trace.metrics.append((trainer.step, dict(metrics)))
+
+    def on_saved(self, module: TrainModule, step: int) -> None:
+        self._trace.saved.append((step, _digest(self._held(module))))
+
+    def on_fit_end(self, module: TrainModule) -> None:
+        self._trace.last = self._held(module)
+        strategy = self._probe.strategy or Strategy()
+        memory = [strategy.local_part(p)[0].untyped_storage() for _, p in named(module)]
+        self._trace.bytes_held = sum({m.data_ptr(): m.nbytes() for m in memory}.values())
+
+
+class _GradientRecorder(_Recorder):
+    def on_before_step(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.step == 0:
+            self._trace.gradients = {n: None if p.grad is None else self._part(p.grad) for n, p in named(module)}
+
+
+class _Failing(Callback):
+    name = "failing"
+
+    def on_step(self, step: int) -> None:
+        if step == SAVE_STEP:
+            raise ValueError(BOOM)
+
+
+class _NotFailing(Callback):
+    """Beside `_Failing` on the other ranks, because all ranks have to hear the same hooks."""
+
+    name = "failing"
+
+    def on_step(self, step: int) -> None:
+        pass
+
+
+def _digest(held: Mapping[str, Part]) -> str:
+    digest = hashlib.sha256()
+    for name, (start, values) in sorted(held.items()):
+        digest.update(f"{name} {start}".encode())
+        digest.update(values.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def random_digest() -> str:
+    """A digest of the global generators of Python, NumPy and torch."""
+    numbers = torch.get_rng_state().numpy().tobytes()
+    return hashlib.sha256(
+        repr((random.getstate(), numpy.random.get_state(legacy=False))).encode() + numbers
+    ).hexdigest()
+
+
+def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its logical name, flattened, on the CPU."""
+    from safetensors.torch import load_file
+
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for file in path.glob("*.safetensors"):
+        for entry, values in load_file(file).items():
+            name, _, start = entry.rpartition("|")
+            pieces.setdefault(name, []).append((int(start), values))
+    order = operator.itemgetter(0)
+    return {name: torch.cat([values for _, values in sorted(found, key=order)]) for name, found in pieces.items()}

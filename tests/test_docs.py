@@ -1,0 +1,115 @@
+"""The pages say what is so: their Python runs, the errors they explain exist, their tables and links are right."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fabricate import ConfigurationError, Trainer
+from fabricate.hooks import FOREIGN
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"```(.*)")
+
+
+def script_of(page: Path) -> str:
+    """The page's ```python blocks as one script, at their own line numbers; blocks marked `no-run` are left out."""
+    lines, block = [], None
+    for line in page.read_text(encoding="utf-8").splitlines():
+        fence = FENCE.fullmatch(line)
+        if fence:
+            block = fence[1] if block is None else None
+        lines.append(line if block == "python" and not fence else "")
+    return "\n".join(lines).rstrip()
+
+
+def table_rows(page: str, heading: str) -> list[tuple[str, str]]:
+    """The (first, second) cells of the table below `heading`, without the backquotes."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", text, re.MULTILINE)
+    return [(first, second.replace("`", "")) for first, second in rows]
+
+
+def messages() -> Iterator[str]:
+    """Every text in the source, with … for what is filled in."""
+    for path in sorted((ROOT / "fabricate").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+                yield re.sub("…+", "…", "".join(parts))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if script_of(p)], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(script_of(page), encoding="utf-8")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{page.name}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_script_in_the_readme_is_short_and_learns_the_line(tmp_path: Path) -> None:
+    script = script_of(ROOT / "README.md").strip()
+    assert len(script.splitlines()) <= 20
+    (tmp_path / "line.py").write_text(script)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "fabricate", "run", "line.py", "--nproc", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps, reason, loss = done.stdout.splitlines()[-1].split()
+    assert (steps, reason) == ("200", "max_steps")
+    assert float(loss) < 1e-3
+
+
+def test_every_explained_error_is_in_the_source() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    keys = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert len(keys) == len(re.findall("^### ", page, re.MULTILINE)) > 30
+    known = list(messages())
+    missing = [key for key in keys if not any(key in message for message in known)]
+    assert missing == []
+
+
+def test_the_hooks_of_lightning_are_translated_as_the_errors_do() -> None:
+    rows = table_rows("from-lightning.md", "Hooks")
+    assert len(rows) > 15
+    assert [(name, use) for name, use in rows if FOREIGN.get(name) != use] == []
+
+
+def test_the_arguments_of_lightnings_trainer_are_translated_as_the_errors_do() -> None:
+    rows = table_rows("from-lightning.md", "Arguments of the Trainer")
+    assert len(rows) > 10
+    for name, use in rows:
+        with pytest.raises(ConfigurationError) as caught:
+            Trainer(**{name: 1})
+        assert str(caught.value) == f"Trainer has no argument {name!r}; use {use}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        found = page.parent / name if name else page
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings], target
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} - {"index.md"}
+    assert sorted(page for page in pages if f"({page})" not in index) == []
