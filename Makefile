@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabricate-fp8[torchao]'
 
 export OMP_NUM_THREADS ?= 1
 
@@ -11,10 +12,11 @@ export OMP_NUM_THREADS ?= 1
 env: $(INSTALLED)
 
 # torch first: whichever build the machine offers then satisfies the pin, and nothing later replaces it.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[tensorboard,metrics,demo,examples,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(PLUGINS)
 	touch $@
 
 lint: env

@@ -7,8 +7,6 @@ and `plan`.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,10 +16,12 @@ from typing import Any, NoReturn
 import click
 
 from fabricate import launch
+from fabricate.cli_plugins import PluginCommands, plugins
+from fabricate.console import print_table
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
 
 
-class _Group(click.Group):
+class _Group(PluginCommands):
     """A group that prints fabricate's own errors as one line; `--debug` lets them through with their traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -183,27 +183,7 @@ def _agreed(option: str, given: Any, path: str, key: str, configured: Any) -> An
     return configured if given is None else given
 
 
-@main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plugins(as_json: bool) -> None:
-    """List what is built in and installed: names on offer, distribution, version, state.
-
-    An installed plugin is active once it is named: Trainer(plugins=["ema"]), --plugin ema or FABRICATE_PLUGINS=ema.
-
-    \b
-    Example:
-      fabricate plugins --json
-    """
-    from fabricate.registry import Registry
-
-    rows = Registry(()).describe()
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
-        return
-    _table(
-        ("name", "distribution", "version", "offers", "state", "reason"),
-        [(r.name, r.distribution, r.version, "\n".join(r.offers), r.state, r.reason) for r in rows],
-    )
+main.add_command(plugins)
 
 
 @main.group()
@@ -245,7 +225,7 @@ def ls(path: Path) -> None:
     if not rows:
         click.echo(f"no checkpoints in {path}")
         return
-    _table(("step", "size", "created", "strategy", "world size", "state"), rows)
+    print_table(("step", "size", "created", "strategy", "world size", "state"), rows)
 
 
 @ckpt.command()
@@ -307,18 +287,3 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: folded to the terminal's width, and as wide as it needs to be in a file or a pipe."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)

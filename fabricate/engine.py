@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import send_to_device
 
 from fabricate.construct import pretrained_models
-from fabricate.errors import ConfigurationError, FabricateError, RankError, did_you_mean
+from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
 from fabricate.precision import Precision
@@ -99,7 +100,8 @@ class Engine:
         self.strategy = strategy
         self.precision = precision
         self._cpu = device.type == "cpu"
-        self._log_with = list(log_with)
+        self._log_with = [tracker for tracker in log_with if not inspect.isfunction(tracker)]
+        self._made_later = [tracker for tracker in log_with if inspect.isfunction(tracker)]
         self._logging_dir = logging_dir
         self.rank = launch.rank
         self.world_size = launch.world_size
@@ -349,6 +351,9 @@ class Engine:
             n: s["value"] if isinstance(s["value"], int | float | str | bool) else str(s["value"])
             for n, s in config.items()
         }
+        if self.rank == 0:  # a tracker may ask Accelerate for its rank while it is made: not before now
+            os.makedirs(self._logging_dir or ".", exist_ok=True)
+            self.accelerator.log_with += [_checked_tracker(m("fabricate", self._logging_dir)) for m in self._made_later]
         self.accelerator.init_trackers("fabricate", config=flat)
 
     def report_failure(self, exc: BaseException) -> str:
@@ -383,12 +388,28 @@ class Engine:
         self.agree([0])
 
 
-def check_trackers(trackers: Sequence[Any]) -> list[Any]:
-    """Names and objects for Accelerate's `log_with`. Accelerate drops what is not installed without a word; this refuses."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+def _checked_tracker(made: Any) -> Any:
+    from accelerate.tracking import GeneralTracker
+
+    if not isinstance(made, GeneralTracker):
+        raise PluginError(f"a registered tracker made a {type(made).__name__}, not an accelerate GeneralTracker")
+    return made
+
+
+def tracker_names() -> list[str]:
+    """The trackers that Accelerate brings along, installed or not."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    return sorted(str(getattr(n, "value", n)) for n in LOGGER_TYPE_TO_CLASS)
+
+
+def check_trackers(trackers: Sequence[Any], find: Callable[[str], Callable[[str, str], Any]]) -> list[Any]:
+    """What an `Engine` takes as `log_with`: names of Accelerate's trackers, objects, and functions that make registered
+    ones, by `find`. Accelerate drops what is not installed without a word; this refuses."""
+    from accelerate.tracking import GeneralTracker, get_available_trackers
 
     found: list[Any] = []
-    known = sorted(str(getattr(n, "value", n)) for n in LOGGER_TYPE_TO_CLASS)
+    known = tracker_names()
     for tracker in trackers:
         if isinstance(tracker, GeneralTracker):
             found.append(tracker)
@@ -397,9 +418,12 @@ def check_trackers(trackers: Sequence[Any]) -> list[Any]:
                 f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker"
             )
         elif tracker not in known:
-            raise ConfigurationError(
-                f"trackers={tracker!r} is not known{did_you_mean(tracker, known)}; known: {', '.join(known)}"
-            )
+            try:
+                found.append(find(tracker))
+            except ConfigurationError as exc:
+                raise ConfigurationError(
+                    f"trackers={tracker!r} is not known{did_you_mean(tracker, known)}; known: {', '.join(known)}; of plugins: {exc}"
+                ) from exc
         elif tracker not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
             raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {tracker}")
         else:

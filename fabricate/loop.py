@@ -18,7 +18,7 @@ from fabricate.metrics import Metrics, snapshot_torchmetrics
 from fabricate.optimization import PlateauScheduler
 from fabricate.progress import Due
 from fabricate.randomness import rng_state, set_rng_state
-from fabricate.saving import save
+from fabricate.saving import save_requested
 
 if TYPE_CHECKING:
     from fabricate.data import Source
@@ -54,6 +54,7 @@ def fit(run: Run) -> str:
                 calls.refresh()
                 wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
             calls.step = progress.step + 1
+            run.at_boundary = False
             if unsized:
                 _same_window(run, window)
             num_micro_steps, rows = window.num_micro_steps, window.rows
@@ -147,11 +148,12 @@ def fit(run: Run) -> str:
                 progress.epoch, progress.position = epoch + 1, 0
             stop, logging, evaluating, saving = _agree(run, dues)
             finished = _finished(run)
-            if logging or window.last or stop or finished:
+            if logging:
                 metrics = run.metrics.reduce()
-                if logging:
-                    _log(run, metrics, norm, epoch)
+                _log(run, metrics, norm, epoch)
                 _stop_if_nonfinite(run, metrics)
+            elif window.last or stop or finished:
+                _stop_if_nonfinite(run, run.metrics.look())
             if window.last:
                 averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
                 run.write_metrics("epoch", averages, epoch)
@@ -159,11 +161,12 @@ def fit(run: Run) -> str:
                 validate(run, epoch)
             if window.last and calls.on_epoch_end is not None:
                 calls.on_epoch_end(trainer, module, epoch)
-            if window.last or evaluating:  # what was asked for meanwhile counts now, on all ranks
+            if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
                 late_stop, _, _, late_save = _agree(run, ())
                 stop, saving = stop or late_stop, saving or late_save
-            if saving and run.run_dir is not None:
-                save(run)
+            run.at_boundary = True
+            if saving:
+                save_requested(run)
             if stop:
                 return _stop_reason(run)
             if finished == "max_steps":
@@ -301,10 +304,12 @@ def _agree(run: Run, dues: tuple[Due, ...]) -> tuple[bool, bool, bool, bool]:
     Clocks are rank 0's."""
     requests = run.requests
     due = [d.reached(run.progress) if not d.by_clock or run.engine.rank == 0 else False for d in dues] or [False] * 3
-    asked = [due[0], requests.evaluate or due[1], requests.save or due[2], bool(requests.stop), bool(requests.signal)]
+    save = requests.save or due[2] or bool(requests.paths)
+    asked = [due[0], requests.evaluate or due[1], save, bool(requests.stop), bool(requests.signal)]
     if run.engine.world_size > 1:
         asked = [bool(flag) for flag in run.engine.agree([int(flag) for flag in asked])]
-    requests.save = requests.evaluate = False
+    requests.save = requests.save or due[2]  # kept until save_requested asks every rank what for
+    requests.evaluate = False
     logging, evaluating, saving, stop, interrupted = asked
     if interrupted:
         requests.signal = next(name for name in run.engine.gather_json(requests.signal) if name)
@@ -380,6 +385,7 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
             metrics = Metrics(engine, engine.device)
             for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
                 batch = engine.to_device(item.batch)
+                run.batch_idx = batch_idx
                 restore = snapshot_torchmetrics(module) if item.rows == 0 else None
                 output = (
                     forward(stage, batch, batch_idx)
@@ -423,6 +429,7 @@ def predict(run: Run, source: Source) -> list[Any] | None:
             calls.on_eval_start(trainer, module, "predict")
         for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
             batch = engine.to_device(item.batch)
+            run.batch_idx = batch_idx
             output = (
                 forward("predict", batch, batch_idx)
                 if calls.eval_step is None

@@ -155,6 +155,7 @@ class TrainModule(torch.nn.Module, Listener):
         bound = _bind(cls, recorded, overrides)
         module = cls(*bound.args[1:], **bound.kwargs)
         module.configure_model()
+        object.__setattr__(module, "_built", True)  # a Trainer must not build it anew
         load_weights(Path(path), module)
         return module
 

@@ -13,13 +13,14 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import time
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fabricate.dispatch import Manager, Origin
-from fabricate.errors import ConfigurationError, PluginError, did_you_mean
+from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
 from fabricate.hooks import PROJECT, REGISTRATIONS, Listener
 from fabricate.precision import Precision
 from fabricate.strategy import Strategy
@@ -71,6 +72,17 @@ class PluginInfo:
     offers: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A row of `fabricate plugins check`: an installed plugin, how long its import took, and what is wrong with it."""
+
+    name: str
+    distribution: str
+    version: str
+    milliseconds: float
+    problems: tuple[str, ...]
+
+
 def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
     """Installed plugins by name, nothing imported; a list, so that two distributions with one name are seen."""
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
@@ -87,15 +99,18 @@ class Registry:
     """The plugins of one Trainer.
 
     `plugins`: objects (listeners, modules with hook implementations), names of installed plugins, names with options
-    ("ema:decay=0.99"), or "no:name" to block one. FABRICATE_PLUGINS adds names.
+    ("ema:decay=0.99"), or "no:name" to block one. FABRICATE_PLUGINS adds names. `tolerant`: one that cannot be activated
+    is kept as broken with its reason, for the command line, instead of raising.
     """
 
-    def __init__(self, plugins: Iterable[object] = ()) -> None:
+    def __init__(self, plugins: Iterable[object] = (), *, tolerant: bool = False) -> None:
         self.manager = Manager()
         self._points = _entry_points()
         self._offers: dict[str, list[Offer]] = {}
         self._broken: dict[str, str] = {}
         self._consulted: set[str] = set()
+        self._classes: set[str] = set()
+        self._milliseconds: dict[str, float] = {}
         self._blocked: set[str] = set()
         self.active: list[tuple[str, object]] = []
         """Named or passed plugins in the order given; registered by `activate`."""
@@ -106,7 +121,12 @@ class Registry:
         for plugin in given:
             if isinstance(plugin, str) and plugin.startswith("no:"):
                 continue
-            self._add(plugin)
+            try:
+                self._add(plugin)
+            except FabricateError as exc:
+                if not (tolerant and isinstance(plugin, str)):
+                    raise
+                self._broken[plugin.partition(":")[0].strip() or plugin] = str(exc)
 
     def _add(self, plugin: object) -> None:
         origin = Origin()
@@ -151,7 +171,7 @@ class Registry:
         origin = _origin(points[0])
         try:
             return points[0].load(), origin
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:  # a plugin that exits must not look like a run that ended
             raise PluginError(
                 f"plugin {name!r} ({origin}, {points[0].value}) fails to import: {type(exc).__name__}: {exc}"
             ) from exc
@@ -174,7 +194,7 @@ class Registry:
 
             try:
                 function(register)
-            except Exception as exc:
+            except (Exception, SystemExit) as exc:
                 if state != "available":
                     raise PluginError(
                         f"plugin {name!r} ({origin}) fails in {hook}: {type(exc).__name__}: {exc}"
@@ -188,12 +208,17 @@ class Registry:
                 continue
             self._consulted.add(name)
             for point in points:
+                began = time.perf_counter()
                 try:
                     loaded = point.load()
-                except Exception as exc:
+                except (Exception, SystemExit) as exc:
                     self._broken[name] = f"{point.value} fails to import: {type(exc).__name__}: {exc}"
                     continue
-                if not inspect.isclass(loaded):
+                finally:
+                    self._milliseconds[name] = (time.perf_counter() - began) * 1000
+                if inspect.isclass(loaded):
+                    self._classes.add(name)
+                else:
                     self._collect(loaded, name, _origin(point), "available")
 
     def names(self, kind: str) -> list[str]:
@@ -248,6 +273,21 @@ class Registry:
             )
         return built, offer
 
+    def tracker(self, text: str) -> Callable[[str, str], Any]:
+        """What makes the registered tracker `text` (a name, maybe with options) from a run name and a logging directory."""
+        name, options = parse_name("trackers", text)
+        offer = self.find("tracker", name)
+
+        def make(run_name: str, logging_dir: str) -> Any:
+            return build(offer.load(), "tracker", name, options, run_name=run_name, logging_dir=logging_dir)
+
+        return make
+
+    def offered(self, kind: str) -> list[Offer]:
+        """Everything of `kind` that is on offer; installed plugins are imported to learn it."""
+        self._consult_installed()
+        return [offer for key, found in sorted(self._offers.items()) if key.startswith(f"{kind}:") for offer in found]
+
     def activate(self, listeners: Iterable[tuple[str, object, Origin]]) -> Manager:
         """Register `listeners` (strategy, precision, module), the active plugins and fabricate's own, in calling order."""
         listed = [*listeners, *((n, p, self.manager.origins[n]) for n, p in self.active)]
@@ -260,11 +300,12 @@ class Registry:
         self._consult_installed()
         active = {name for name, _ in self.active}
         rows = []
-        for name in [PROJECT, *sorted(set(self._points) | active | self._blocked)]:
+        for name in [PROJECT, *sorted({*self._points, *active, *self._blocked, *self._broken} - {PROJECT})]:
             origin = Origin(DISTRIBUTION, _version()) if name == PROJECT else self.manager.origins.get(name)
             if origin is None:
                 origin = _origin(self._points[name][0]) if name in self._points else Origin()
             offers = tuple(key for key, found in sorted(self._offers.items()) if any(o.plugin == name for o in found))
+            offers += (f"plugin:{name}",) if name in self._classes | active and not offers else ()
             state = (
                 "built-in"
                 if name == PROJECT
@@ -280,6 +321,59 @@ class Registry:
                 PluginInfo(name, origin.distribution, origin.version, state, self._broken.get(name, ""), offers)
             )
         return rows
+
+    def check(self, taken: Mapping[str, Collection[str]]) -> list[Checked]:
+        """Import every installed plugin, make what it offers without options, and tell what is wrong. `taken`: names by
+        kind that win over plugins besides the built-in ones."""
+        self._consult_installed()
+        rows = []
+        for name, points in self._points.items():
+            for point in points:
+                origin = _origin(point)
+                problems = [self._broken[name]] if name in self._broken else []
+                problems += [
+                    f"{_origin(p)} has a plugin of the same name; uninstall one" for p in points if p is not point
+                ]
+                own = [o for found in self._offers.values() for o in found if (o.plugin, o.origin) == (name, origin)]
+                for offer in own:
+                    problems += self._clashes(offer, taken.get(offer.kind, ()))
+                if not problems:
+                    problems += _trials(name, point.load(), own)
+                milliseconds = self._milliseconds.get(name, 0.0)
+                rows.append(Checked(name, origin.distribution, origin.version, milliseconds, tuple(problems)))
+        return rows
+
+    def _clashes(self, offer: Offer, taken: Collection[str]) -> Iterable[str]:
+        same = [o for o in self._offers[f"{offer.kind}:{offer.name}"] if o is not offer]
+        if offer.name in taken or any(o.plugin == PROJECT for o in same):
+            yield f"{offer.kind} {offer.name!r} is shadowed by the built-in one; choose it as {offer.plugin}/{offer.name}"
+        for other in same:
+            if other.plugin != PROJECT:
+                yield (
+                    f"{offer.kind} {offer.name!r} is offered by {other.plugin!r} ({other.origin}) too; choose with "
+                    f"{offer.plugin}/{offer.name} or {other.plugin}/{other.name}"
+                )
+
+
+def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
+    """What fails when the plugin and its offers are made as a run would make them, as far as they need no options."""
+    candidates: list[tuple[str, Callable[[], Any]]] = [(f"plugin {name!r}", lambda: plugin)]
+    candidates += [(f"{o.kind} {o.name!r}", o.load) for o in offers if o.kind in ("strategy", "precision")]
+    for what, load in candidates:
+        try:
+            found = load()
+            if not inspect.isclass(found) and what.startswith("plugin"):
+                made = found
+            elif any(
+                p.default is p.empty and p.kind is not p.VAR_KEYWORD
+                for p in inspect.signature(found).parameters.values()
+            ):
+                continue
+            else:
+                made = found()
+            Manager().add(made, name)
+        except (Exception, SystemExit) as exc:
+            yield f"{what}: {type(exc).__name__}: {exc}"
 
 
 def progress_bar() -> Any:
@@ -301,8 +395,8 @@ def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
-def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, str]) -> Any:
-    """Call `factory` with `options`, each converted by the type that the factory declares for it."""
+def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, str], **given: Any) -> Any:
+    """Call `factory` with `given` and `options`, each option converted by the type that the factory declares for it."""
     try:
         hints = typing.get_type_hints(
             factory if not inspect.isclass(factory) or dataclasses.is_dataclass(factory) else factory.__init__
@@ -318,7 +412,7 @@ def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, 
                 f"{kind}={name!r} has no option {key!r}{did_you_mean(key, parameters)}; options: {known}"
             )
         arguments[key] = _convert(text, hints.get(key, str), f"{kind}={name!r}: option {key}={text!r}")
-    return factory(**arguments)
+    return factory(**given, **arguments)
 
 
 def _convert(text: str, hint: Any, where: str) -> Any:
@@ -365,4 +459,4 @@ def _version() -> str:
     return fabricate.__version__
 
 
-__all__ = ["REGISTRATIONS", "Offer", "PluginInfo", "Registry", "build", "parse_name"]
+__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "build", "parse_name"]

@@ -32,6 +32,7 @@ class Requests:
 
     stop: str = ""
     save: bool = False
+    paths: list[str] = field(default_factory=list)
     evaluate: bool = False
     signal: str = ""
 
@@ -67,6 +68,9 @@ class Run:
     clock: float = field(default_factory=time.monotonic)
     logged: tuple[float, int, int] = (0.0, 0, 0)
     """Clock, step and samples at the last log boundary."""
+    at_boundary: bool = True
+    """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are under way."""
+    batch_idx: int = 0
     batch: Any = None
     """The micro-batch at work, to describe it when a step fails."""
     unread_tokens: Any = 0

@@ -21,6 +21,7 @@ from fabricate import checkpoint as format
 from fabricate.checkpoint import FileRecord, Manifest, Reader
 from fabricate.construct import pretrained_models
 from fabricate.errors import CheckpointError
+from fabricate.metrics import load_torchmetrics_state, torchmetrics_state
 from fabricate.module import overrides, recorded
 from fabricate.randomness import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.state import (
@@ -67,6 +68,17 @@ def save(run: Run) -> Path | None:
     if run.engine.rank == 0:
         _prune(run, path.parent)
     return path
+
+
+def save_requested(run: Run) -> None:
+    """Save into the run directory if any rank's request or a due moment says so, and wherever hooks asked for. All ranks."""
+    requests = run.requests
+    asked = run.engine.gather_json([requests.save, requests.paths])
+    requests.save, requests.paths = False, []
+    if any(wanted for wanted, _ in asked):
+        save(run)
+    for path in dict.fromkeys(path for _, paths in asked for path in paths):
+        write(run, Path(path))
 
 
 def write(run: Run, path: Path) -> Path:
@@ -173,6 +185,7 @@ def _own_state(run: Run, saver: Saver) -> dict[str, Any]:
     return {
         "rng": saver.encode(rng_state(), f"{rank}/rng", saver.own),
         "metrics": saver.encode(run.metrics.state(), f"{rank}/metrics", saver.own),
+        "torchmetrics": saver.encode(torchmetrics_state(run.module), f"{rank}/torchmetrics", saver.own),
     }
 
 
@@ -337,6 +350,7 @@ def restore(run: Run, path: Path) -> None:
         pending = [entry for each in collected for entry in each["pending"]]
         run.metrics.load({**collected[0], "pending": pending}, same_rank=same or engine.rank == 0)
         if same:
+            load_torchmetrics_state(run.module, decode_with(reader, own["torchmetrics"]))
             set_rng_state(decode_with(reader, own[0]["rng"]))
         else:
             seed_everything(derive_seed(run.seed, "rank", engine.rank, engine.world_size, run.progress.step))

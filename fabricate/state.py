@@ -186,7 +186,8 @@ def compare_model(reader: Reader, module: torch.nn.Module) -> dict[str, str]:
     surplus = [n for n in saved if n not in set(source.values())]
     if missing or surplus:
         raise CheckpointError(
-            f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the module with the same arguments"
+            f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
+            "module with the same arguments"
         )
     for name, tensor in live.items():
         if tuple(saved[source[name]].shape) != tuple(tensor.shape):

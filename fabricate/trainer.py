@@ -67,8 +67,9 @@ class Defaults:
     @hookimpl(trylast=True)
     def eval_step(self, trainer: Trainer, batch: Any, stage: str) -> Any:
         """Forward of one evaluation batch."""
-        engine = trainer._live().engine
-        return (engine.model if engine.strategy.lockstep else engine.root)(stage, batch, 0)
+        run = trainer._live()
+        engine = run.engine
+        return (engine.model if engine.strategy.lockstep else engine.root)(stage, batch, run.batch_idx)
 
     @hookimpl(trylast=True)
     def write_checkpoint(self, trainer: Trainer, path: Path) -> bool:
@@ -91,7 +92,8 @@ class Trainer:
     save_every, validate_every, log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens"); None for never.
     keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}.
     validate_first: evaluate once before the first step. progress: a progress bar (or plain lines) on rank 0.
-    plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...).
+    plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
+    or offered by an installed plugin.
     limit_train_batches, limit_val_batches: micro-batches per rank (int) or a share of the data (float).
     fast_dev_run: one update, one validation batch, one save and export in a temporary directory; nothing is kept.
     accept_changes: what may differ from the checkpoint that is resumed ("global_batch_size", "train", "seed", "plugins").
@@ -232,13 +234,16 @@ class Trainer:
         self._live().requests.stop = reason or "stopped"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a checkpoint to `path` (which must not exist) now. At an update boundary only (`on_step`, `on_epoch_end`,
-        `on_log`, ...); all ranks."""
+        """Write a checkpoint to `path`, which must not exist yet: at the update boundary that follows, on all ranks (asking on
+        one rank is enough); at once when no update is under way (`on_fit_start`, `on_saved`, `on_fit_end`: all ranks then)."""
         run = self._live()
         target = Path(path)
         if target.exists():
             raise CheckpointError(f"save({str(path)!r}): this exists already; give a new path")
-        return saving.write(run, target)
+        if run.at_boundary:
+            return saving.write(run, target)
+        run.requests.paths.append(str(target))
+        return target
 
     def plan(self, module: TrainModule, train: object = None, val: object = None, **loading: Any) -> Plan:
         """The resolved plan, without training: `str(plan)` is its text. `loading`: batch_size, num_workers, collate_fn,
@@ -366,7 +371,7 @@ class Trainer:
             run_dir = settings.run_dir if training else None
             if settings.fast_dev_run and training:
                 run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
-            trackers = check_trackers(settings.trackers) if training else []
+            trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
             if trackers and run_dir is None:
                 raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
             if settings.seed is not None:

@@ -74,7 +74,12 @@ def test_compiled_calls_do_what_pluggy_does(part: int) -> None:
             if call is None:
                 assert (expected, manager.order(hook)) == ([], [])
                 continue
-            if hook in ACTIONS and theirs is None and hook != "eval_step" and any(entry[1] == "after" for entry in expected):
+            if (
+                hook in ACTIONS
+                and theirs is None
+                and hook != "eval_step"
+                and any(entry[1] == "after" for entry in expected)
+            ):
                 with pytest.raises(PluginError, match="ended without an answer"):
                     call(*values.values())
             else:
@@ -256,12 +261,16 @@ def test_an_exception_names_plugin_script_hook_and_step() -> None:
 
 
 def test_of_two_objects_of_one_class_the_right_one_is_named() -> None:
-    assert _notes(lambda: _fit(Divides(9), Divides(3))) == ["raised in hook on_step of plugin 'Divides#2' (this script) at step 3"]
+    assert _notes(lambda: _fit(Divides(9), Divides(3))) == [
+        "raised in hook on_step of plugin 'Divides#2' (this script) at step 3"
+    ]
 
 
 def test_the_module_is_named_too() -> None:
     module = type("Own", (Regression,), {"on_epoch_start": lambda self: _helper(0)})()
-    assert _notes(lambda: _fit(module=module)) == ["raised in hook on_epoch_start of plugin 'module' (this script) at step 0"]
+    assert _notes(lambda: _fit(module=module)) == [
+        "raised in hook on_epoch_start of plugin 'module' (this script) at step 0"
+    ]
 
 
 def test_a_plugin_is_named_through_a_wrapper_around_it() -> None:
@@ -270,7 +279,9 @@ def test_a_plugin_is_named_through_a_wrapper_around_it() -> None:
         def on_step(self) -> Any:
             return (yield)
 
-    assert _notes(lambda: _fit(Divides(1), Wraps())) == ["raised in hook on_step of plugin 'Divides' (this script) at step 1"]
+    assert _notes(lambda: _fit(Divides(1), Wraps())) == [
+        "raised in hook on_step of plugin 'Divides' (this script) at step 1"
+    ]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -299,7 +310,9 @@ def test_a_training_step_that_raises_inside_a_wrapper_blames_no_plugin() -> None
 
 def test_a_listener_that_fails_while_saving_is_named(tmp_path: Any) -> None:
     plugin = type("Keeps", (Callback,), {"on_save": lambda self, state: _helper(0)})()
-    assert _notes(lambda: _fit(plugin, run_dir=tmp_path)) == ["raised in hook on_save of plugin 'Keeps' (this script) at step 3"]
+    assert _notes(lambda: _fit(plugin, run_dir=tmp_path)) == [
+        "raised in hook on_save of plugin 'Keeps' (this script) at step 3"
+    ]
 
 
 def test_the_distribution_and_its_version_are_named() -> None:

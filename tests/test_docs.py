@@ -39,10 +39,12 @@ def table_rows(page: str, heading: str) -> list[tuple[str, str]]:
 
 
 def messages() -> Iterator[str]:
-    """Every text in the source, with … for what is filled in."""
+    """Every text in the source that is no docstring, with … for what is filled in."""
     for path in sorted((ROOT / "fabricate").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
@@ -106,7 +108,8 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         assert found.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings], target
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in anchors, target
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -16,10 +16,11 @@ import fabricate.testing
 # Files and folders of fabricate/. A file imports from lower floors, and from its own where that makes no cycle.
 FLOORS = [
     {"errors", "hooks"},
-    {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"},
+    {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
+    | {"console", "plugin_template"},
     {"progress", "checkpoint", "dispatch", "data", "settings", "optimization"},
     {"module", "registry", "planning", "construct", "engine", "state", "run"},
-    {"loop", "saving", "cli", "__main__"},
+    {"loop", "saving", "cli", "cli_plugins", "__main__"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]

@@ -17,7 +17,17 @@ import torch
 
 from fabricate import Callback, FitResult, PluginError, Precision, Single, Trainer, TrainModule, hookimpl
 from fabricate import hooks as specifications
-from fabricate.hooks import ACTIONS, EVENTS, FOREIGN, HOOKS, PER_LISTENER, REGISTRATIONS, Events, Listener, Registrations
+from fabricate.hooks import (
+    ACTIONS,
+    EVENTS,
+    FOREIGN,
+    HOOKS,
+    PER_LISTENER,
+    REGISTRATIONS,
+    Events,
+    Listener,
+    Registrations,
+)
 
 ROOT = Path(__file__).parent.parent
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
@@ -156,7 +166,9 @@ def test_every_event_is_heard_by_the_tests_above(tmp_path: Path) -> None:
     assert listed | told == set(EVENTS)
 
 
-@pytest.mark.parametrize(("stage", "method"), [("validate", "validation_step"), ("test", "test_step"), ("predict", "x")])
+@pytest.mark.parametrize(
+    ("stage", "method"), [("validate", "validation_step"), ("test", "test_step"), ("predict", "x")]
+)
 def test_an_evaluation_calls_its_own_hooks_only(stage: str, method: str) -> None:
     class Evaluated(Regression):
         def test_step(self, batch: Any) -> dict[str, Any]:
@@ -184,7 +196,17 @@ def test_listeners_are_called_in_a_fixed_order(tmp_path: Path) -> None:
     module = _everything(Regression, hear)
     strategy, precision = _everything(Single, hear), _everything(Precision, hear)
     precision.name = "own"
-    _fit(first, second, module=module, strategy=strategy, precision=precision, run_dir=tmp_path, val=ROWS[:2], log_every=1, max_steps=4)
+    _fit(
+        first,
+        second,
+        module=module,
+        strategy=strategy,
+        precision=precision,
+        run_dir=tmp_path,
+        val=ROWS[:2],
+        log_every=1,
+        max_steps=4,
+    )
     expected = ["HearingSingle", "HearingPrecision", "HearingRegression", "first", "second"]
     silent = {"on_load", "on_step_skipped", "on_exception", "on_preempt"}
     assert {hook: names[:5] for hook, names in heard.items() if hook not in silent} == {
@@ -253,7 +275,16 @@ def test_any_subset_of_the_arguments_may_be_taken(hook: str, tmp_path: Path) -> 
 
     def fit(**arguments: Any) -> None:
         module = Once() if hook == "on_step_skipped" else Regression()
-        _fit(*listeners, Ends(), module=module, nonfinite="skip", val=ROWS[:2], run_dir=tmp_path, log_every=1, **arguments)
+        _fit(
+            *listeners,
+            Ends(),
+            module=module,
+            nonfinite="skip",
+            val=ROWS[:2],
+            run_dir=tmp_path,
+            log_every=1,
+            **arguments,
+        )
 
     if hook == "on_exception":
         with pytest.raises(ValueError, match="on purpose"):
@@ -301,7 +332,16 @@ def test_the_text_says_where_ranks_and_collectives_matter() -> None:
     says = {hook for hook in EVENTS if "ollectives" in (getattr(Events, hook).__doc__ or "")}
     assert says == {"train_step", "on_accumulate", "on_log", "on_exception", "on_teardown"}
     ranks = {hook for hook in EVENTS if "rank" in (getattr(Events, hook).__doc__ or "")}
-    assert ranks >= {"on_save", "on_saved", "on_export", "on_exception", "on_preempt", "on_log", "on_eval_end", "on_step"}
+    assert ranks >= {
+        "on_save",
+        "on_saved",
+        "on_export",
+        "on_exception",
+        "on_preempt",
+        "on_log",
+        "on_eval_end",
+        "on_step",
+    }
     assert "every rank" in (Events.__doc__ or "")
 
 
@@ -320,7 +360,7 @@ def test_the_declarations_for_type_checkers_are_the_events() -> None:
     assert declared == list(EVENTS)
 
 
-USER_CODE = '''
+USER_CODE = """
 from __future__ import annotations
 
 from typing import Any
@@ -360,7 +400,7 @@ class Watch(Callback):
 
 
 Trainer(plugins=[Watch()], max_steps=1).fit(Module(), [])
-'''
+"""
 
 
 def test_overrides_with_some_of_the_arguments_pass_mypy_strict(tmp_path: Path) -> None:
@@ -368,7 +408,9 @@ def test_overrides_with_some_of_the_arguments_pass_mypy_strict(tmp_path: Path) -
     file.write_text(USER_CODE)
     # With the configuration and the cache of the lint that precedes the tests: what torch means is known then.
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
-    done = subprocess.run([sys.executable, "-m", "mypy", *options, str(file)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(file)], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.stderr) == ("Success: no issues found in 1 source file\n", "")
 
 
@@ -409,7 +451,16 @@ def test_a_foreign_hook_on_the_module_is_refused_too(wrong: str) -> None:
 
 
 def test_foreign_names_point_to_what_exists() -> None:
-    here = (*EVENTS, "training_step", "validation_step", "configure_optimizers", "configure_model", "Trainer(", "trainer.", "nothing: ")
+    here = (
+        *EVENTS,
+        "training_step",
+        "validation_step",
+        "configure_optimizers",
+        "configure_model",
+        "Trainer(",
+        "trainer.",
+        "nothing: ",
+    )
     assert [name for name, hint in FOREIGN.items() if not hint.startswith(here)] == []
     assert sorted(set(FOREIGN) & set(HOOKS)) == []
 
@@ -417,7 +468,10 @@ def test_foreign_names_point_to_what_exists() -> None:
 @pytest.mark.parametrize("hook", EVENTS)
 def test_a_misspelt_hook_is_refused_with_the_nearest(hook: str) -> None:
     wrong = hook + "x"
-    _refused(type("Misspelt", (Callback,), {wrong: _method(wrong)})(), f"Misspelt.{wrong} is not a hook of fabricate; did you mean {hook!r}?")
+    _refused(
+        type("Misspelt", (Callback,), {wrong: _method(wrong)})(),
+        f"Misspelt.{wrong} is not a hook of fabricate; did you mean {hook!r}?",
+    )
 
 
 def test_a_misspelt_hook_of_a_marked_object_is_refused_with_the_nearest() -> None:
@@ -433,7 +487,11 @@ def test_a_hook_of_a_later_version_may_be_marked_optional() -> None:
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_misspelt_argument_is_refused_with_the_nearest(marked: bool) -> None:
     method = _method("on_step", "self, stepp")
-    plugin = type("Misspelt", (), {"on_step": hookimpl(method)})() if marked else type("Misspelt", (Callback,), {"on_step": method})()
+    plugin = (
+        type("Misspelt", (), {"on_step": hookimpl(method)})()
+        if marked
+        else type("Misspelt", (Callback,), {"on_step": method})()
+    )
     text = "Misspelt.on_step: hook on_step has no argument 'stepp' (it has trainer, module, step, loss, grad_norm); did you mean 'step'?"
     _refused(plugin, text)
 
@@ -459,7 +517,10 @@ def test_an_argument_that_would_not_be_filled_is_refused(parameters: str, messag
 
 def test_a_generator_that_is_no_wrapper_is_refused() -> None:
     plugin = type("Yields", (Callback,), {"train_step": _method("train_step", "self", "return (yield)")})()
-    _refused(plugin, "Yields.train_step is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)")
+    _refused(
+        plugin,
+        "Yields.train_step is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)",
+    )
 
 
 def test_a_wrapper_that_is_no_generator_is_refused() -> None:
@@ -469,7 +530,9 @@ def test_a_wrapper_that_is_no_generator_is_refused() -> None:
 
 @pytest.mark.parametrize("hook", PER_LISTENER)
 def test_a_hook_called_per_listener_cannot_be_wrapped(hook: str) -> None:
-    plugin = type("Wraps", (Callback,), {hook: hookimpl(wrapper=True)(_method(hook, "self, state", "return (yield)"))})()
+    plugin = type(
+        "Wraps", (Callback,), {hook: hookimpl(wrapper=True)(_method(hook, "self, state", "return (yield)"))}
+    )()
     _refused(plugin, f"{hook} is called for each listener by itself and cannot be wrapped")
 
 
@@ -484,14 +547,18 @@ def test_a_value_returned_from_an_event_is_an_error(wrapped: bool) -> None:
         def on_step(self) -> Iterator[None]:
             return (yield)
 
-    with pytest.raises(PluginError, match=r"'Answers' returned str; an event returns nothing: use trainer.request_save\(\)"):
+    with pytest.raises(
+        PluginError, match=r"'Answers' returned str; an event returns nothing: use trainer.request_save\(\)"
+    ):
         _fit(Answers(), *([Wraps()] if wrapped else []))
 
 
 @pytest.mark.parametrize("hook", ["train_step", "optimizer_step", "write_checkpoint"])
 def test_a_wrapper_that_keeps_the_answer_is_an_error(hook: str, tmp_path: Path) -> None:
     plugin = type("Keeps", (Callback,), {hook: hookimpl(wrapper=True)(_method(hook, "self", "yield"))})()
-    with pytest.raises(PluginError, match=rf"hook {hook} ended without an answer: .*\(Keeps\); end it with `return \(yield\)`"):
+    with pytest.raises(
+        PluginError, match=rf"hook {hook} ended without an answer: .*\(Keeps\); end it with `return \(yield\)`"
+    ):
         _fit(plugin, run_dir=tmp_path)
 
 
@@ -523,7 +590,10 @@ def test_a_dataclass_that_compares_by_value_is_refused() -> None:
 
 def test_an_unmarked_hook_of_a_plain_object_is_refused() -> None:
     plugin = type("Plain", (), {"on_step": _method("on_step")})()
-    _refused(plugin, "Plain.on_step would never be called: inherit from fabricate.Callback or decorate it with @fabricate.hookimpl")
+    _refused(
+        plugin,
+        "Plain.on_step would never be called: inherit from fabricate.Callback or decorate it with @fabricate.hookimpl",
+    )
 
 
 @pytest.mark.parametrize("plugin", [None, object(), 3])

@@ -10,7 +10,14 @@ import torch
 import torchmetrics
 
 from fabricate import ConfigurationError
-from fabricate.metrics import Metrics, check_value, is_torchmetric, snapshot_torchmetrics
+from fabricate.metrics import (
+    Metrics,
+    check_value,
+    is_torchmetric,
+    load_torchmetrics_state,
+    snapshot_torchmetrics,
+    torchmetrics_state,
+)
 from fabricate.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -78,6 +85,15 @@ def test_finish_averages_over_everything_since_the_last_one() -> None:
     metrics.take([("a", 4.0, 2, "mean"), ("n", 2, None, "sum")], 1)
     assert metrics.finish() == {"a": 3.0, "n": 3.0}
     assert metrics.finish() == {}
+
+
+def test_looking_changes_nothing_and_knows_sums_from_means() -> None:
+    metrics = _metrics(("a", 1.0, 1, "mean"), ("n", 2, None, "sum"))
+    metrics.finish()  # the end of an epoch between two log boundaries
+    metrics.take([("a", 4.0, 2, "mean")], 1)
+    assert metrics.look() == metrics.look() == {"a": 3.0, "n": 2.0}
+    assert metrics.reduce() == {"a": 3.0, "n": 2.0}
+    assert metrics.look() == {}
 
 
 def test_one_name_with_two_reductions_is_refused() -> None:
@@ -160,6 +176,23 @@ def test_a_snapshot_puts_back_every_torchmetrics_state() -> None:
     assert float(module.mean.compute()) == 1.0
     assert float(module.cat.compute()) == 1.0
     assert module.mean.update_count == module.cat.update_count == 1
+
+
+def test_the_state_of_torchmetrics_objects_goes_through_a_copy() -> None:
+    one: Any = torch.nn.Module()
+    two: Any = torch.nn.Module()
+    for module in (one, two):
+        module.inner = torch.nn.ModuleDict({"mean": torchmetrics.MeanMetric(), "cat": torchmetrics.CatMetric()})
+    one.inner["mean"].update(torch.tensor(2.0))
+    one.inner["cat"].update(torch.tensor([1.0, 2.0]))
+    state = torchmetrics_state(one)
+    assert list(state) == ["inner.mean", "inner.cat"]
+    one.inner["mean"].update(torch.tensor(100.0))
+    load_torchmetrics_state(two, state)
+    two.inner["mean"].update(torch.tensor(4.0))
+    two.inner["cat"].update(torch.tensor([3.0]))
+    assert float(two.inner["mean"].compute()) == 3.0
+    assert two.inner["cat"].compute().tolist() == [1.0, 2.0, 3.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- several ranks

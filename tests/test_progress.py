@@ -62,7 +62,11 @@ def test_a_resume_at_a_moment_does_not_repeat_it() -> None:
     ("every", "states", "due"),
     [
         (Every(epochs=2), [Progress(epoch=1), Progress(epoch=2), Progress(epoch=3), Progress(epoch=4)], [1, 3]),
-        (Every(minutes=2), [Progress(seconds=119), Progress(seconds=120), Progress(seconds=239), Progress(seconds=241)], [1, 3]),
+        (
+            Every(minutes=2),
+            [Progress(seconds=119), Progress(seconds=120), Progress(seconds=239), Progress(seconds=241)],
+            [1, 3],
+        ),
         (Every(hours=0.5), [Progress(seconds=1799), Progress(seconds=1800)], [1]),
         (Every(tokens=1e3), [Progress(tokens=999), Progress(tokens=1000.5)], [1]),
     ],
@@ -77,7 +81,13 @@ def test_never_never_falls_due() -> None:
 
 @pytest.mark.parametrize(
     ("every", "by_clock"),
-    [(None, False), (Every(steps=1), False), (Every(tokens=1), False), (Every(minutes=1), True), (Every(hours=1), True)],
+    [
+        (None, False),
+        (Every(steps=1), False),
+        (Every(tokens=1), False),
+        (Every(minutes=1), True),
+        (Every(hours=1), True),
+    ],
 )
 def test_only_minutes_and_hours_go_by_the_clock(every: Every | None, by_clock: bool) -> None:
     assert Due(every, Progress()).by_clock is by_clock

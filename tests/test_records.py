@@ -33,15 +33,17 @@ def test_a_duration_is_read_and_shown(text: Any, every: Every, shown: str) -> No
     assert Every.parse("save_every", str(parsed)) == every
 
 
-@pytest.mark.parametrize("wrong", ["", "steps", "5", "5 weeks", "five steps", "1.2.3 steps", "1e steps", True, 2.5, None, [5]])
+@pytest.mark.parametrize(
+    "wrong", ["", "steps", "5", "5 weeks", "five steps", "1.2.3 steps", "1e steps", True, 2.5, None, [5]]
+)
 def test_what_is_no_duration_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match="^save_every=.* is not a duration: write '500 steps'"):
+    with pytest.raises(ConfigurationError, match=r"^save_every=.* is not a duration: write '500 steps'"):
         Every.parse("save_every", wrong)
 
 
 @pytest.mark.parametrize("wrong", ["0 steps", 0, -1, "0 minutes"])
 def test_a_duration_has_to_be_positive(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match="save_every=.*: the number has to be positive"):
+    with pytest.raises(ConfigurationError, match=r"save_every=.*: the number has to be positive"):
         Every.parse("save_every", wrong)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -26,9 +26,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
-    def installed(distribution: str, code: str = "", *, name: str = "", attribute: str = "", version: str = "1.0") -> None:
+    def installed(
+        distribution: str, code: str = "", *, name: str = "", attribute: str = "", version: str = "1.0"
+    ) -> None:
         module = distribution.replace("-", "_")
-        (tmp_path / f"{module}.py").write_text(f"from fabricate import Callback, Precision, Strategy, hookimpl\n{code}\n")
+        (tmp_path / f"{module}.py").write_text(
+            f"from fabricate import Callback, Precision, Strategy, hookimpl\n{code}\n"
+        )
         info = tmp_path / f"{module}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
@@ -78,7 +82,10 @@ def test_a_name_with_options_is_split(text: str, name: str, options: dict[str, s
     assert parse_name("strategy", text) == (name, options)
 
 
-@pytest.mark.parametrize(("text", "message"), [("fsdp:wrap", "write fsdp:wrap=VALUE"), (":a=1", "the name is empty"), ("", "the name is empty")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("fsdp:wrap", "write fsdp:wrap=VALUE"), (":a=1", "the name is empty"), ("", "the name is empty")],
+)
 def test_a_name_that_cannot_be_read_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse_name("strategy", text)
@@ -108,7 +115,13 @@ def test_an_option_is_converted_by_the_type_that_is_declared(option: str, text: 
 
 @pytest.mark.parametrize(
     ("option", "text", "wanted"),
-    [("flag", "maybe", "bool"), ("count", "1.5", "int"), ("rate", "fast", "float"), ("mode", "medium", "fast, slow"), ("level", "2", "0, 1")],
+    [
+        ("flag", "maybe", "bool"),
+        ("count", "1.5", "int"),
+        ("rate", "fast", "float"),
+        ("mode", "medium", "fast, slow"),
+        ("level", "2", "0, 1"),
+    ],
 )
 def test_an_option_of_another_type_is_refused(option: str, text: str, wanted: str) -> None:
     with pytest.raises(ConfigurationError, match=f"strategy='optioned': option {option}='{text}' is not {wanted}"):
@@ -116,7 +129,9 @@ def test_an_option_of_another_type_is_refused(option: str, text: str, wanted: st
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="strategy='fsdp' has no option 'warp'; did you mean 'wrap'\\?; options: wrap, reshard"):
+    with pytest.raises(
+        ConfigurationError, match="strategy='fsdp' has no option 'warp'; did you mean 'wrap'\\?; options: wrap, reshard"
+    ):
         Registry().resolve("strategy", "fsdp:warp=Block")
 
 
@@ -164,7 +179,9 @@ def test_what_is_neither_name_nor_strategy_is_refused(value: object) -> None:
         Registry().resolve("strategy", value)
 
 
-@pytest.mark.parametrize(("kind", "wrong", "right"), [("strategy", "dpp", "ddp"), ("strategy", "fdsp", "fsdp"), ("precision", "bf6", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "wrong", "right"), [("strategy", "dpp", "ddp"), ("strategy", "fdsp", "fsdp"), ("precision", "bf6", "bf16")]
+)
 def test_an_unknown_name_is_refused_with_the_nearest(kind: str, wrong: str, right: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{kind}='{wrong}' is not known; did you mean '{right}'\\?; known: "):
         Registry().resolve(kind, wrong)
@@ -196,7 +213,9 @@ def test_an_installed_strategy_is_found_by_its_name(install: Install) -> None:
 
 
 def test_a_factory_given_as_text_is_imported_only_when_chosen(install: Install) -> None:
-    install("fabricate-lazy", "@hookimpl\ndef register_strategies(register): register('lazy', 'fabricate_lazy_part:Lazy')")
+    install(
+        "fabricate-lazy", "@hookimpl\ndef register_strategies(register): register('lazy', 'fabricate_lazy_part:Lazy')"
+    )
     install("fabricate-lazy-part", "class Lazy(Strategy): pass", name="part")
     registry = Registry()
     offer = registry.find("strategy", "lazy")
@@ -206,13 +225,18 @@ def test_a_factory_given_as_text_is_imported_only_when_chosen(install: Install) 
 
 def test_a_factory_that_is_not_there_is_an_error_that_names_its_distribution(install: Install) -> None:
     install("fabricate-lazy", "@hookimpl\ndef register_strategies(register): register('lazy', 'nowhere_at_all:Lazy')")
-    with pytest.raises(PluginError, match=r"strategy 'lazy' of plugin 'fabricate_lazy' \(fabricate-lazy 1.0\) cannot be loaded from 'nowhere_at_all:Lazy'"):
+    with pytest.raises(
+        PluginError,
+        match=r"strategy 'lazy' of plugin 'fabricate_lazy' \(fabricate-lazy 1.0\) cannot be loaded from 'nowhere_at_all:Lazy'",
+    ):
         Registry().resolve("strategy", "lazy")
 
 
 def test_a_factory_that_makes_something_else_is_an_error(install: Install) -> None:
     install("fabricate-odd", "@hookimpl\ndef register_strategies(register): register('odd', dict)")
-    with pytest.raises(PluginError, match=r"strategy 'odd' of plugin 'fabricate_odd' \(fabricate-odd 1.0\) made a dict, not a Strategy"):
+    with pytest.raises(
+        PluginError, match=r"strategy 'odd' of plugin 'fabricate_odd' \(fabricate-odd 1.0\) made a dict, not a Strategy"
+    ):
         Registry().resolve("strategy", "odd")
 
 
@@ -227,7 +251,8 @@ def test_one_name_from_two_plugins_needs_the_qualified_name(install: Install) ->
     install("fabricate-venus", MARS.replace("red", "hot"), name="two", version="3.0")
     with pytest.raises(
         PluginError,
-        match=r"strategy='mars' is offered by 'one' \(fabricate-mars 1.0\) and 'two' \(fabricate-venus 3.0\); choose with one/mars or two/mars",
+        match=r"strategy='mars' is offered by 'one' \(fabricate-mars 1.0\) and 'two' \(fabricate-venus 3.0\); choose with one/mars or "
+        "two/mars",
     ):
         Registry().resolve("strategy", "mars")
     made, offer = Registry().resolve("strategy", "two/mars")
@@ -272,13 +297,19 @@ def test_a_module_of_functions_is_a_plugin(install: Install) -> None:
 
 def test_a_module_with_an_unmarked_hook_is_refused(install: Install) -> None:
     install("fabricate-print", "def on_step(step): pass", name="print")
-    with pytest.raises(PluginError, match=r"fabricate_print.on_step would never be called: inherit from fabricate.Callback or decorate it"):
+    with pytest.raises(
+        PluginError,
+        match=r"fabricate_print.on_step would never be called: inherit from fabricate.Callback or decorate it",
+    ):
         Registry(["print"]).activate([])
 
 
 def test_an_unknown_plugin_is_refused_with_the_nearest(install: Install) -> None:
     install("fabricate-moon", name="moon")
-    with pytest.raises(PluginError, match="plugins='mooon': no installed plugin has this name; did you mean 'moon'\\?; installed: .*moon"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugins='mooon': no installed plugin has this name; did you mean 'moon'\?; installed: .*moon",
+    ):
         Registry(["mooon"])
 
 
@@ -291,7 +322,9 @@ def test_a_plugin_listed_twice_is_refused(install: Install) -> None:
 def test_two_distributions_with_one_plugin_name_are_an_error_naming_both(install: Install) -> None:
     install("fabricate-one", MARS, name="moon")
     install("fabricate-two", MARS, name="moon", version="2.0")
-    with pytest.raises(PluginError, match=r"plugins='moon' is offered by fabricate-one 1.0 and fabricate-two 2.0; uninstall one"):
+    with pytest.raises(
+        PluginError, match=r"plugins='moon' is offered by fabricate-one 1.0 and fabricate-two 2.0; uninstall one"
+    ):
         Registry(["moon"])
 
 
@@ -328,20 +361,26 @@ def test_a_broken_plugin_harms_nobody_who_did_not_ask_for_it(install: Install) -
 def test_a_broken_plugin_that_is_asked_for_says_why(install: Install) -> None:
     install("fabricate-broken", "import a_module_that_is_missing", name="broken")
     with pytest.raises(
-        PluginError, match=r"plugin 'broken' \(fabricate-broken 1.0, fabricate_broken\) fails to import: ModuleNotFoundError: No module named"
+        PluginError,
+        match=r"plugin 'broken' \(fabricate-broken 1.0, fabricate_broken\) fails to import: ModuleNotFoundError: No module named",
     ):
         Registry(["broken"])
 
 
 def test_an_unknown_name_tells_about_broken_plugins(install: Install) -> None:
     install("fabricate-broken", "import a_module_that_is_missing", name="broken")
-    with pytest.raises(ConfigurationError, match="strategy='venus' is not known; known: .*; plugin 'broken' is broken: .*a_module_that_is_missing"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"strategy='venus' is not known; known: .*; plugin 'broken' is broken: .*a_module_that_is_missing",
+    ):
         Registry().resolve("strategy", "venus")
 
 
 def test_a_plugin_that_fails_while_offering_says_where(install: Install) -> None:
     install("fabricate-broken", "@hookimpl\ndef register_strategies(register): 1 / 0", name="broken")
-    with pytest.raises(PluginError, match=r"plugin 'broken' \(fabricate-broken 1.0\) fails in register_strategies: ZeroDivisionError"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'broken' \(fabricate-broken 1.0\) fails in register_strategies: ZeroDivisionError"
+    ):
         Registry(["broken"])
 
 
@@ -369,5 +408,8 @@ def test_every_plugin_is_described_with_its_state(install: Install) -> None:
     by_name = {row.name: row for row in rows}
     assert by_name["mars"].offers == ("strategy:mars",)
     assert "strategy:ddp" in by_name["fabricate"].offers
-    assert by_name["broken"].reason == "fabricate_broken fails to import: ModuleNotFoundError: No module named 'a_module_that_is_missing'"
+    assert (
+        by_name["broken"].reason
+        == "fabricate_broken fails to import: ModuleNotFoundError: No module named 'a_module_that_is_missing'"
+    )
     assert by_name["failing"].reason == "register_precisions: ZeroDivisionError: division by zero"

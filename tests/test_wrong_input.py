@@ -78,23 +78,38 @@ def _module(**methods: Any) -> Any:
     ("arguments", "message"),
     [
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'?; known: ddp, fsdp, single"),
-        ({"strategy": 3}, "strategy=3: give a name (ddp, fsdp, single), a name with options ('fsdp:offload=cpu') or a Strategy object"),
+        (
+            {"strategy": 3},
+            "strategy=3: give a name (ddp, fsdp, single), a name with options ('fsdp:offload=cpu') or a Strategy object",
+        ),
         ({"strategy": Single}, "strategy=Single is a class; pass an object, Single(), or a name"),
         ({"strategy": "fsdp:offlod=cpu"}, "strategy='fsdp' has no option 'offlod'; did you mean 'offload'?"),
-        ({"strategy": "ddp"}, "strategy='ddp' needs 2 or more processes and 1 was started; start them with `fabricate run"),
+        (
+            {"strategy": "ddp"},
+            "strategy='ddp' needs 2 or more processes and 1 was started; start them with `fabricate run",
+        ),
         ({"strategy": "fsdp"}, "strategy='fsdp' needs 2 or more processes and 1 was started"),
         ({"precision": "bf61"}, "precision='bf61' is not known; did you mean 'bf16'?; known: bf16, fp16, fp32, no"),
         ({"precision": "fp16:init_scale=big"}, "precision='fp16': option init_scale='big' is not float"),
         ({"precision": "fp16:init_scale=0"}, "fp16: init_scale=0.0, growth_interval=2000: both have to be at least 1"),
         ({"global_batch_size": 3}, "global_batch_size=3 is no multiple of batch_size 2 x 1 ranks = 2"),
-        ({"global_batch_size": 4, "gradient_accumulation_steps": 4}, "global_batch_size=4 means gradient_accumulation_steps=2, but 4 is set"),
-        ({"max_steps": None}, "neither max_steps nor max_epochs is set; say how long to train, for instance Trainer(max_epochs=3)"),
+        (
+            {"global_batch_size": 4, "gradient_accumulation_steps": 4},
+            "global_batch_size=4 means gradient_accumulation_steps=2, but 4 is set",
+        ),
+        (
+            {"max_steps": None},
+            "neither max_steps nor max_epochs is set; say how long to train, for instance Trainer(max_epochs=3)",
+        ),
         ({"limit_train_batches": 0}, "limit=0 (for train) must be a number of micro-steps"),
         ({"limit_train_batches": 1.5}, "limit=1.5 (for train)"),
         ({"trackers": ["tensorbord"]}, "trackers='tensorbord' is not known; did you mean 'tensorboard'?"),
         ({"trackers": [3]}, "trackers=3: give a name"),
         ({"trackers": ["tensorboard"]}, "need a place to write; set run_dir="),
-        ({"trackers": ["comet_ml"], "run_dir": "unused"}, "trackers='comet_ml': its package is not installed; run pip install"),
+        (
+            {"trackers": ["comet_ml"], "run_dir": "unused"},
+            "trackers='comet_ml': its package is not installed; run pip install",
+        ),
     ],
 )
 def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: dict[str, Any], message: str) -> None:
@@ -105,7 +120,10 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
     ("arguments", "message"),
     [
         ({"callbacks": []}, "Trainer has no argument 'callbacks'; use plugins=[...]"),
-        ({"accumulate_grad_batches": 2}, "Trainer has no argument 'accumulate_grad_batches'; use gradient_accumulation_steps="),
+        (
+            {"accumulate_grad_batches": 2},
+            "Trainer has no argument 'accumulate_grad_batches'; use gradient_accumulation_steps=",
+        ),
         ({"gradient_clip_val": 1.0}, "use max_grad_norm="),
         ({"devices": 2}, "use the launcher (fabricate run --nproc N)"),
         ({"output_dir": "x"}, "use run_dir="),
@@ -136,16 +154,23 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"keep": {"best": 1, "mode": "lowest"}}, "give a number of at least 1, 'all', or a mapping"),
         ({"plugins": "ema"}, "plugins='ema': give a list, plugins=[...]"),
         ({"plugins": None}, "plugins=None: give a list"),
-        ({"accept_changes": ["global_batchsize"]}, "accept_changes='global_batchsize'; did you mean 'global_batch_size'?"),
+        (
+            {"accept_changes": ["global_batchsize"]},
+            "accept_changes='global_batchsize'; did you mean 'global_batch_size'?",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_when_the_trainer_is_built(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match="^" + re.escape(message) if message.startswith(tuple("TLS")) else re.escape(message)):
+    with pytest.raises(
+        ConfigurationError, match="^" + re.escape(message) if message.startswith(tuple("TLS")) else re.escape(message)
+    ):
         Trainer(**arguments)
 
 
 def test_an_unknown_plugin_is_refused_before_the_first_step() -> None:
-    _refused("plugins='no_such_plugin': no installed plugin has this name", error=PluginError, plugins=["no_such_plugin"])
+    _refused(
+        "plugins='no_such_plugin': no installed plugin has this name", error=PluginError, plugins=["no_such_plugin"]
+    )
 
 
 def test_a_misspelt_hook_is_refused_before_the_first_step() -> None:
@@ -186,7 +211,9 @@ def test_what_is_no_train_module_is_refused(module: Any) -> None:
 
 def test_a_module_without_super_init_is_refused() -> None:
     module = type("Forgets", (Regression,), {"__init__": lambda self: None})()
-    with pytest.raises(ConfigurationError, match=r"^Forgets.__init__ does not call super\(\).__init__\(\); call it first$"):
+    with pytest.raises(
+        ConfigurationError, match=r"^Forgets.__init__ does not call super\(\).__init__\(\); call it first$"
+    ):
         Trainer(max_steps=1).fit(module, ROWS, batch_size=2)
 
 
@@ -206,24 +233,39 @@ def test_a_missing_configure_optimizers_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("method", "near"),
-    [("training_steps", "training_step"), ("configure_optimizer", "configure_optimizers"), ("validation_steps", "validation_step")],
+    [
+        ("training_steps", "training_step"),
+        ("configure_optimizer", "configure_optimizers"),
+        ("validation_steps", "validation_step"),
+    ],
 )
 def test_a_misspelt_method_is_refused(method: str, near: str) -> None:
-    _refused(f"Wrong.{method} would never be called; did you mean '{near}'?", module=_module(**{method: lambda self: None}))
+    _refused(
+        f"Wrong.{method} would never be called; did you mean '{near}'?", module=_module(**{method: lambda self: None})
+    )
 
 
 def test_lightnings_setup_is_refused() -> None:
     def setup(self: Any, stage: Any = None) -> None: ...
 
-    _refused("Wrong.setup is a Lightning hook that fabricate does not call; use configure_model()", module=_module(setup=setup))
+    _refused(
+        "Wrong.setup is a Lightning hook that fabricate does not call; use configure_model()",
+        module=_module(setup=setup),
+    )
 
 
 @pytest.mark.parametrize(
     ("step", "message"),
     [
         (lambda self: None, "Wrong.training_step() takes no batch; define training_step(self, batch)"),
-        (lambda self, batch, batch_idx, more: None, "the loop passes (batch) or (batch, batch_idx); remove the other arguments"),
-        (lambda self, batch, *, more: None, "the loop passes (batch) or (batch, batch_idx); remove the other arguments"),
+        (
+            lambda self, batch, batch_idx, more: None,
+            "the loop passes (batch) or (batch, batch_idx); remove the other arguments",
+        ),
+        (
+            lambda self, batch, *, more: None,
+            "the loop passes (batch) or (batch, batch_idx); remove the other arguments",
+        ),
     ],
 )
 def test_a_training_step_with_other_arguments_is_refused(step: Any, message: str) -> None:
@@ -250,15 +292,33 @@ def _step(answer: Callable[[Any, torch.Tensor], Any]) -> Any:
     ("answer", "message"),
     [
         (lambda self, loss: None, "Wrong.training_step returned nothing; return the loss"),
-        (lambda self, loss: loss.item(), "Wrong.training_step returned float; return the loss as a 0-dim tensor, or a mapping with 'loss'"),
+        (
+            lambda self, loss: loss.item(),
+            "Wrong.training_step returned float; return the loss as a 0-dim tensor, or a mapping with 'loss'",
+        ),
         (lambda self, loss: (loss, 1), "Wrong.training_step returned tuple; return the loss as a 0-dim tensor"),
-        (lambda self, loss: loss.repeat(2), "a tensor of shape (2,); reduce it to one number, for instance with .mean()"),
-        (lambda self, loss: loss.detach(), "a loss without gradient; compute it from the module's parameters, without detach() or no_grad()"),
+        (
+            lambda self, loss: loss.repeat(2),
+            "a tensor of shape (2,); reduce it to one number, for instance with .mean()",
+        ),
+        (
+            lambda self, loss: loss.detach(),
+            "a loss without gradient; compute it from the module's parameters, without detach() or no_grad()",
+        ),
         (lambda self, loss: {"los": loss}, "returned a mapping with the keys ['los']; it has to hold 'loss'"),
-        (lambda self, loss: {"loss": loss, "weigth": 1}, "did you mean 'weight'?; record other values with self.log(name, value)"),
+        (
+            lambda self, loss: {"loss": loss, "weigth": 1},
+            "did you mean 'weight'?; record other values with self.log(name, value)",
+        ),
         (lambda self, loss: {"loss": None}, "Wrong.training_step returned nothing; return the loss"),
-        (lambda self, loss: self.log("a", torch.zeros(2)), "log('a'): a metric is one number, this tensor has shape (2,); reduce it first"),
-        (lambda self, loss: self.log("a", "text"), "log('a'): give a number, a 0-dim tensor or a torchmetrics object, not str"),
+        (
+            lambda self, loss: self.log("a", torch.zeros(2)),
+            "log('a'): a metric is one number, this tensor has shape (2,); reduce it first",
+        ),
+        (
+            lambda self, loss: self.log("a", "text"),
+            "log('a'): give a number, a 0-dim tensor or a torchmetrics object, not str",
+        ),
         (lambda self, loss: self.log("a", 1, reduce="max"), "log('a'): reduce='max': give 'mean' or 'sum'"),
     ],
 )
@@ -269,7 +329,9 @@ def test_a_wrong_answer_of_training_step_is_refused_at_the_first(answer: Any, me
 # ------------------------------------------------------------------------------------------------------------------- optimizers
 
 
-def _optimizers(configure: Callable[[Any], Any], answer: Callable[[Any, torch.Tensor], Any] = lambda self, loss: loss) -> Any:
+def _optimizers(
+    configure: Callable[[Any], Any], answer: Callable[[Any, torch.Tensor], Any] = lambda self, loss: loss
+) -> Any:
     module = _step(answer)
     type(module).configure_optimizers = configure
     return module
@@ -288,8 +350,14 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
         (lambda self: {"a": "adam"}, "configure_optimizers returned str for 'a'"),
         (lambda self: (_sgd(self.parameters()), "cosine"), "the scheduler of 'main' is str; it needs step()"),
         (lambda self: torch.optim.LBFGS(self.parameters()), "LBFGS evaluates the loss several times per update"),
-        (lambda self: _sgd([torch.zeros(2, requires_grad=True)]), "optimizer 'main' holds a parameter of shape (2,) that is not a parameter of the module"),
-        (lambda self: _sgd([p.requires_grad_(p.ndim > 5) for p in self.parameters()]), "optimizer 'main' holds no trainable parameter"),
+        (
+            lambda self: _sgd([torch.zeros(2, requires_grad=True)]),
+            "optimizer 'main' holds a parameter of shape (2,) that is not a parameter of the module",
+        ),
+        (
+            lambda self: _sgd([p.requires_grad_(p.ndim > 5) for p in self.parameters()]),
+            "optimizer 'main' holds no trainable parameter",
+        ),
         (lambda self: dict.fromkeys(("a", "b"), _sgd(self.parameters())), "optimizer 'b' is listed twice"),
     ],
 )
@@ -306,7 +374,9 @@ def _two(self: Any) -> dict[str, torch.optim.Optimizer]:
 
 
 def test_several_optimizers_need_a_name_from_training_step() -> None:
-    message = "there are several optimizers (weight, bias); training_step has to return {'loss': ..., 'optimizer': name}"
+    message = (
+        "there are several optimizers (weight, bias); training_step has to return {'loss': ..., 'optimizer': name}"
+    )
     _refused(message, module=_optimizers(_two), forwards=1)
 
 
@@ -339,7 +409,9 @@ def test_a_plateau_scheduler_without_val_loss_is_an_error() -> None:
 
     module = _optimizers(configure)
     type(module).validation_step = lambda self, batch: {"accuracy": 1.0}
-    message = "ReduceLROnPlateau needs val_loss and validation gave val_accuracy; return {'loss': ...} from validation_step"
+    message = (
+        "ReduceLROnPlateau needs val_loss and validation gave val_accuracy; return {'loss': ...} from validation_step"
+    )
     _refused(message, module=module, val=ROWS[:2], validate_every=1, forwards=1)
 
 
@@ -350,7 +422,11 @@ def test_a_plateau_scheduler_without_val_loss_is_an_error() -> None:
     ("train", "fit", "message"),
     [
         (None, {}, "train=None: give a DataLoader, a dataset or an iterable of batches"),
-        (torch.utils.data.DataLoader([], batch_size=2), {}, "train has no rows: check the path, the split and any filter"),
+        (
+            torch.utils.data.DataLoader([], batch_size=2),
+            {},
+            "train has no rows: check the path, the split and any filter",
+        ),
         (torch.utils.data.TensorDataset(torch.zeros(0, 3)), {"batch_size": 2}, "train has no rows"),
         ([], {}, "train has no rows"),
         (torch.utils.data.TensorDataset(torch.zeros(4, 3)), {}, "train is a dataset: pass batch_size=..."),
@@ -391,7 +467,9 @@ def test_a_validation_step_that_returns_no_mapping_is_an_error() -> None:
     _refused(message, module=module, val=ROWS[:2], validate_first=True)
 
 
-@pytest.mark.parametrize(("stage", "step"), [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")])
+@pytest.mark.parametrize(
+    ("stage", "step"), [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")]
+)
 def test_an_evaluation_without_its_step_is_refused(stage: str, step: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Regression has no {step}; define {step}\\(self, batch\\)"):
         getattr(Trainer(), stage)(Regression(), ROWS, batch_size=2)
@@ -400,7 +478,10 @@ def test_an_evaluation_without_its_step_is_refused(stage: str, step: str) -> Non
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (torch.zeros(3), r"predict_step returned \(3,\) for a batch of 2 rows; the leading dimension has to be the rows"),
+        (
+            torch.zeros(3),
+            r"predict_step returned \(3,\) for a batch of 2 rows; the leading dimension has to be the rows",
+        ),
         (torch.tensor(0.0), r"predict_step returned \(\) for a batch of 2 rows"),
         ([1], "predict_step returned 1 for a batch of 2 rows"),
         ("text", "predict_step returned str; return a tensor, a list, or a mapping or tuple of them"),
@@ -438,7 +519,9 @@ def test_weights_of_no_checkpoint_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_best_or_last_without_a_run_dir_is_refused(which: str) -> None:
     module = _module(validation_step=lambda self, batch: None)
-    with pytest.raises(ConfigurationError, match=f"checkpoint='{which}' is looked up in run_dir, which is not set; give a path"):
+    with pytest.raises(
+        ConfigurationError, match=f"checkpoint='{which}' is looked up in run_dir, which is not set; give a path"
+    ):
         Trainer().validate(module, ROWS, which, batch_size=2)
 
 
@@ -454,7 +537,12 @@ def test_saving_over_something_is_refused(tmp_path: Path) -> None:
         def on_step(self, trainer: Trainer) -> None:
             trainer.save(tmp_path)
 
-    _refused(f"save('{tmp_path}'): this exists already; give a new path", error=CheckpointError, plugins=[Saves()], forwards=1)
+    _refused(
+        f"save('{tmp_path}'): this exists already; give a new path",
+        error=CheckpointError,
+        plugins=[Saves()],
+        forwards=1,
+    )
 
 
 # --------------------------------------------------------------------------------------------------- at the wrong time or place
@@ -473,7 +561,7 @@ def test_requests_need_a_run(call: Any) -> None:
 
 
 def test_a_modules_trainer_does_not_exist_before_a_run() -> None:
-    with pytest.raises(FabricateError, match="Regression.trainer exists only while a Trainer runs the module"):
+    with pytest.raises(FabricateError, match=r"Regression\.trainer exists only while a Trainer runs the module"):
         _ = Regression().trainer
 
 
@@ -488,7 +576,9 @@ def test_a_fit_inside_a_fit_is_refused() -> None:
 def test_an_accelerator_that_exists_already_is_refused() -> None:
     accelerate.Accelerator(cpu=True)
     try:
-        _refused("an Accelerator (or PartialState) exists already in this process; fabricate's Trainer owns the Accelerator")
+        _refused(
+            "an Accelerator (or PartialState) exists already in this process; fabricate's Trainer owns the Accelerator"
+        )
         assert PartialState._shared_state, "the user's own Accelerator was taken down"
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

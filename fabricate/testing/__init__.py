@@ -9,11 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricate.testing.checks import check_plugin, check_precision, check_strategy
+    from fabricate.testing.judge import KitFailure
     from fabricate.testing.ranks import close_pools, run_ranks
 
-__all__ = ["close_pools", "run_ranks"]
+__all__ = ["KitFailure", "check_plugin", "check_precision", "check_strategy", "close_pools", "run_ranks"]
 
 _MODULE_OF = {
+    "KitFailure": "fabricate.testing.judge",
+    "check_plugin": "fabricate.testing.checks",
+    "check_precision": "fabricate.testing.checks",
+    "check_strategy": "fabricate.testing.checks",
     "close_pools": "fabricate.testing.ranks",
     "run_ranks": "fabricate.testing.ranks",
 }

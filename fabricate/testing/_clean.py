@@ -49,14 +49,18 @@ def main() -> None:
     subject, kind, sizes = Subject(**question["subject"]), question["kind"], question["world_sizes"]
     for name in fabricate.__all__:
         getattr(fabricate, name)
-    Trainer(max_steps=1, progress=False).plan(Learner(), rows(2), batch_size=1)  # what any plan imports is nobody's fault
+    learner = Learner()
+    Trainer(max_steps=1, progress=False).plan(learner, rows(2), batch_size=1)  # what any plan imports is nobody's fault
     before = _state()
     answer: dict[str, Any] = {"error": "", "refused": {}, "accepted": [], "declared": {}}
     with tempfile.TemporaryFile("w+b") as output:
         with _captured(output.fileno()):
             try:
                 for size in sizes:
-                    _plan(subject, kind, size, answer)
+                    _plan(subject, kind, size, learner, answer)
+                bounds = [answer["declared"].get(name) for name in ("min_world_size", "max_world_size")]
+                for size in filter(None, bounds if not answer["accepted"] else []):
+                    _plan(subject, kind, size, learner, answer)
             except Exception:
                 answer["error"] = traceback.format_exc()
         output.seek(0)
@@ -66,7 +70,7 @@ def main() -> None:
     Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
 
 
-def _plan(subject: Subject, kind: str, world_size: int, answer: dict[str, Any]) -> None:
+def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, answer: dict[str, Any]) -> None:
     """Import, build and plan, on rank 0 of `world_size` as a launcher would say it. No process group is opened for this."""
     before = dict(os.environ)
     made = subject.make()
@@ -80,7 +84,7 @@ def _plan(subject: Subject, kind: str, world_size: int, answer: dict[str, Any]) 
     arguments |= {"precision": made} if kind == "precision" else {}
     arguments |= {"plugins": [made]} if kind == "plugin" else {}
     try:
-        Trainer(max_steps=1, progress=False, **arguments).plan(Learner(), rows(2), batch_size=1)
+        Trainer(max_steps=1, progress=False, **arguments).plan(learner, rows(2), batch_size=1)
         answer["accepted"].append(world_size)
     except fabricate.ConfigurationError as exc:
         answer["refused"][str(world_size)] = str(exc)
@@ -89,7 +93,9 @@ def _plan(subject: Subject, kind: str, world_size: int, answer: dict[str, Any]) 
             os.environ.pop(name, None)
         os.environ.update({name: before[name] for name in told if name in before})
     if probe.strategy is not None:
-        answer["declared"] = {name: getattr(probe.strategy, name) for name in (*FLAGS, "max_world_size", "min_world_size")}
+        answer["declared"] = {
+            name: getattr(probe.strategy, name) for name in (*FLAGS, "max_world_size", "min_world_size")
+        }
 
 
 def _state() -> dict[str, Any]:

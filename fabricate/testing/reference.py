@@ -60,6 +60,7 @@ class Learner(TrainModule):
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)])
         self.head = torch.nn.Linear(WIDTH, 1)
         self.dropout = torch.nn.Dropout(dropout)
+        self.shift: torch.Tensor
         self.register_buffer("shift", torch.full((WIDTH,), 0.1))
         self.observed = ""
 
@@ -76,7 +77,8 @@ class Learner(TrainModule):
         """Mean squared error over all tokens, or over those that count."""
         x, y, counts = batch
         error = (self(x) - y).square()
-        return (error * counts).sum() / counts.sum().clamp(min=1) if self.by_token else error.mean()
+        mean: torch.Tensor = (error * counts).sum() / counts.sum().clamp(min=1) if self.by_token else error.mean()
+        return mean
 
     def training_step(self, batch: Any) -> dict[str, Any]:
         answer: dict[str, Any] = {"loss": self.loss(batch)}
@@ -153,7 +155,8 @@ class Trace:
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[tuple[int, str]] = field(default_factory=list)
     skipped: int = 0
-    gradients: dict[str, Part | None] = field(default_factory=dict)
+    gradients: dict[str, Part] = field(default_factory=dict)
+    """Before the first update, where asked for; without the parameters whose `grad` is None."""
     first: dict[str, Part] = field(default_factory=dict)
     """The weights before the first update of this fit, after a checkpoint was loaded."""
     last: dict[str, Part] = field(default_factory=dict)
@@ -168,7 +171,10 @@ def by_hand(case: Case) -> Trace:
     trace = Trace()
     with torch.random.fork_rng(devices=[]):
         module, data = case.module(), case.data()
+    environment = dict(os.environ)
     made = module.configure_optimizers()
+    os.environ.clear()  # torch sets variables of its compiler when a process builds its first optimizer
+    os.environ.update(environment)
     optimizers: Mapping[str, torch.optim.Optimizer] = made if case.several else {"": made}
     starts = range(0, len(data), case.global_batch)
     windows = [[t[start : start + case.global_batch] for t in data.tensors] for start in starts]
@@ -314,7 +320,7 @@ class _Recorder(Callback):
 class _GradientRecorder(_Recorder):
     def on_before_step(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.step == 0:
-            self._trace.gradients = {n: None if p.grad is None else self._part(p.grad) for n, p in named(module)}
+            self._trace.gradients = {n: self._part(p.grad) for n, p in named(module) if p.grad is not None}
 
 
 class _Failing(Callback):
@@ -338,7 +344,7 @@ def _digest(held: Mapping[str, Part]) -> str:
     digest = hashlib.sha256()
     for name, (start, values) in sorted(held.items()):
         digest.update(f"{name} {start}".encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy())
+        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

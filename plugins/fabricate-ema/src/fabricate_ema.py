@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
-
 from fabricate import Callback, ConfigurationError
 
 if TYPE_CHECKING:
+    import torch
+
     from fabricate import TrainModule
 
 
@@ -54,8 +53,9 @@ class EMA(Callback):
         self._pairs = {name: (weight, weight.clone()) for name, weight in named}
 
     def on_step(self, step: int) -> None:
-        pairs = [(_local(weight), _local(average)) for name, (weight, average) in self._pairs.items()]
-        weights, averages = [w for w, _ in pairs], [a for _, a in pairs]
+        import torch  # here, because looking for plugins imports this file and has to stay quick
+
+        weights, averages = zip(*((_local(w), _local(a)) for w, a in self._pairs.values()), strict=True)
         torch._foreach_lerp_(averages, weights, 1 - self.decay if step > self.start else 1.0)
 
     def on_eval_start(self) -> None:
@@ -76,12 +76,13 @@ class EMA(Callback):
         state["average"] = {name: average for name, (_, average) in self._pairs.items()}
 
     def on_load(self, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
         self._begin(module)
         for name, (_, average) in self._pairs.items():
             saved = state["average"][name].to(average.device)
-            if isinstance(average, DTensor):
-                saved = distribute_tensor(saved, average.device_mesh, average.placements)
-            average.copy_(saved)
+            sharded = isinstance(average, DTensor)
+            average.copy_(distribute_tensor(saved, average.device_mesh, average.placements) if sharded else saved)
         self._swap(True)
 
     def on_teardown(self) -> None:
@@ -99,4 +100,6 @@ class EMA(Callback):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,4 +9,6 @@ from fabricate import hookimpl
 
 @hookimpl
 def register_precisions(register: Callable[..., None]) -> None:
-    register("fp8", "fabricate_fp8.precision:FP8", summary="float8 matrix products in linear layers, bfloat16 elsewhere")
+    register(
+        "fp8", "fabricate_fp8.precision:FP8", summary="float8 matrix products in linear layers, bfloat16 elsewhere"
+    )

@@ -6,12 +6,10 @@ everything else under bfloat16 autocast.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal
 
@@ -19,13 +17,15 @@ import torch
 
 from fabricate import ConfigurationError, Precision, Strategy
 
+_PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
+
 
 @dataclasses.dataclass(eq=False)
 class FP8(Precision):
     """float8 matrix products in every linear layer whose two sizes are multiples of 16.
 
-    recipe: how torchao scales. skip: layers to leave alone, a regular expression looked for in their names. emulate:
-    compute float8's rounding in higher precision where the device has no float8 (slow; to try things out). backend: "te" is Transformer Engine.
+    recipe: how torchao scales. skip: layers to leave alone, a regular expression looked for in their names. emulate: only
+    round as float8 does, where the device has none (slow; to try things out). backend: "te" is Transformer Engine.
     """
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
@@ -33,52 +33,56 @@ class FP8(Precision):
     emulate: bool = False
     backend: Literal["torchao", "te"] = "torchao"
     name: ClassVar[str] = "fp8"
-    mixed_precision: ClassVar[str] = "bf16"  # what runs around the float8 layers; "fp8" would make Accelerate convert too
+    mixed_precision: ClassVar[str] = "bf16"  # what runs around; "fp8" would make Accelerate convert layers by itself
     compute_dtype: ClassVar[str] = "bfloat16"
 
     def __post_init__(self) -> None:
-        self._converted: list[str] = []
+        if self.backend not in _PACKAGES:
+            raise ConfigurationError(f"fp8: backend={self.backend!r}: give 'torchao' or 'te'")
+        self._layers: list[str] = []
 
     def check(self, device: torch.device, strategy: Strategy) -> Iterable[str]:
-        package, backend = {"torchao": ("torchao", "torchao"), "te": ("transformer_engine", "Transformer Engine")}[self.backend]
+        package = _PACKAGES[self.backend]
         if importlib.util.find_spec(package) is None:
-            yield f"precision='fp8' needs {backend}, which is not installed: run pip install {package}, or use precision='bf16'"
+            yield f"precision='fp8' needs the package {package}, which is not installed: install it, or use precision='bf16'"
         if "DEEPSPEED" in strategy.distributed_types:
-            yield f"precision='fp8' with strategy={strategy.name!r}, which flattens parameters: use strategy='fsdp' or 'ddp'"
+            yield f"precision='fp8' does not work with strategy={strategy.name!r}, which flattens parameters: use 'fsdp'"
         if self.emulate and self.backend == "te":
             yield "precision='fp8:backend=te' cannot emulate: remove emulate, or use backend=torchao"
-        elif not self.emulate and not _native(device):
+        elif not self.emulate and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
             yield (
-                f"precision='fp8': {device} does not compute in float8 (it takes an NVIDIA GPU of compute capability 8.9 or more): "
-                "use precision='bf16', or 'fp8:emulate=true' to try the rounding at no speed"
+                f"precision='fp8': {device} does not compute in float8, an NVIDIA GPU of compute capability 8.9 or more does: "
+                "use precision='bf16', or 'fp8:emulate=true' to try the rounding without the speed"
             )
 
     def convert(self, module: torch.nn.Module) -> None:
-        wanted = [
-            name
-            for name, layer in module.named_modules()
-            if isinstance(layer, torch.nn.Linear) and not re.search(self.skip or "$^", name)
-            if layer.in_features % 16 == 0 and layer.out_features % 16 == 0
-        ]
-        if not wanted:
+        linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+        fitting = [name for name, layer in linear.items() if not (layer.in_features % 16 or layer.out_features % 16)]
+        self._layers = [name for name in fitting if not (self.skip and re.search(self.skip, name))]
+        if not self._layers:
             raise ConfigurationError(
-                f"precision='fp8': {type(module).__name__} has no linear layer with sizes in multiples of 16 outside "
-                f"skip={self.skip!r}; use precision='bf16'"
+                f"precision='fp8': {type(module).__name__} has no linear layer with both sizes in multiples of 16 and a name "
+                f"without skip={self.skip!r}; use precision='bf16'"
             )
-        self._converted = wanted
         if self.backend == "te":
-            _to_transformer_engine(module, wanted)
+            from fabricate_fp8.transformer_engine import convert
+
+            convert(module, self._layers)
             return
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
-        convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in set(wanted))
+        chosen = set(self._layers)
+        convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in chosen)
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        return _Both(autocast) if self.backend == "te" else autocast
+        if self.backend == "te":
+            from fabricate_fp8.transformer_engine import Context
+
+            return Context(device)
+        return torch.autocast(device.type, torch.bfloat16)
 
     def describe(self) -> dict[str, str]:
-        how = "emulated: the rounding of float8 at no speed" if self.emulate else "native"
         recipe = f", {self.recipe}" if self.backend == "torchao" else ""
-        return {"float8": f"{len(self._converted)} linear layers by {self.backend}{recipe}; {how}"}
+        how = "emulated: float8's rounding without its speed" if self.emulate else "native"
+        return {"float8": f"{len(self._layers)} linear layers by {self.backend}{recipe}; {how}"}

@@ -1,0 +1,204 @@
+"""`fabricate plugins` and the commands that plugins add. Imports no torch and, until a name asks for it, no plugin.
+
+Owns: what is printed about plugins, and that a broken one never breaks the command line. Must not know: what a plugin does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fabricate.console import print_table
+from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
+from fabricate.plugin_template import KINDS, write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricate.registry import Registry
+
+
+class PluginCommands(click.Group):
+    """A group whose commands come first; a name that it does not have is looked up in the installed plugins."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from fabricate.registry import Registry
+
+        offered = {offer.name for offer in Registry(tolerant=True).offered("command")}
+        return [*super().list_commands(ctx), *sorted(offered - self.commands.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or _offered_command(cmd_name)
+
+
+def _offered_command(name: str) -> click.Command | None:
+    from fabricate.registry import Registry
+
+    registry = Registry(tolerant=True)
+    if name.rpartition("/")[2] not in {offer.name for offer in registry.offered("command")}:
+        return None
+    try:
+        offer = registry.find("command", name)
+        made = offer.load()()
+        if not isinstance(made, click.Command):
+            raise PluginError(f"made a {type(made).__name__}, not a click.Command")
+    except (Exception, SystemExit) as exc:
+        return _broken_command(name, exc)
+    return made
+
+
+def _broken_command(name: str, reason: BaseException) -> click.Command:
+    """Stands in for a command that cannot be made: listed with the reason, and an error when it is called."""
+    text = str(reason) if isinstance(reason, FabricateError) else f"{type(reason).__name__}: {reason}"
+
+    def fail(arguments: tuple[str, ...]) -> None:
+        raise PluginError(f"the command {name!r} of a plugin is broken: {text}")
+
+    argument = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+    settings = {"ignore_unknown_options": True}
+    return click.Command(name, callback=fail, params=[argument], context_settings=settings, help=f"(broken: {text})")
+
+
+@click.group(invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--order", "hook", metavar="HOOK", help="Print the listeners of HOOK in the order in which they are called."
+)
+@click.option(
+    "--plugin", "names", multiple=True, metavar="NAME", help="With --order: activate it; repeatable, in order."
+)
+@click.option("--strategy", metavar="NAME", default="single", help="With --order: the run's strategy; default: single.")
+@click.option("--precision", metavar="NAME", default="fp32", help="With --order: the run's precision; default: fp32.")
+@click.pass_context
+def plugins(ctx: click.Context, /, as_json: bool, hook: str | None, names: tuple[str, ...], **parts: str) -> None:
+    """List what is built in and installed: names on offer, distribution, version, state.
+
+    An installed plugin is active once it is named: Trainer(plugins=["ema"]), --plugin ema or FABRICATE_PLUGINS=ema.
+
+    \b
+    Examples:
+      fabricate plugins --json
+      fabricate plugins --order on_step --plugin ema --strategy diloco
+    """
+    from fabricate.registry import Registry
+
+    if ctx.invoked_subcommand is not None:
+        return
+    if hook is not None:
+        rows = _order(Registry(names), hook, parts)
+        columns: Sequence[str] = ("order", "plugin", "distribution", "how")
+    elif names:
+        raise click.UsageError("--plugin belongs to --order HOOK")
+    else:
+        found = Registry(tolerant=True).describe()
+        columns = ("name", "distribution", "version", "offers", "state", "reason")
+        rows = [{**dataclasses.asdict(row), "offers": list(row.offers)} for row in found]
+    _show(columns, rows, as_json)
+
+
+def _show(columns: Sequence[str], rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    cells = [["\n".join(c) if isinstance(c := row[name], list) else str(c) for name in columns] for row in rows]
+    print_table(columns, cells)
+
+
+def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[str, Any]]:
+    from fabricate.dispatch import Origin
+    from fabricate.hooks import ACTIONS, EVENTS, FOREIGN, PROJECT, Callback, hookimpl
+    from fabricate.registry import progress_bar
+
+    if hook not in EVENTS:
+        hint = f"; use {FOREIGN[hook]}" if hook in FOREIGN else did_you_mean(hook, EVENTS)
+        raise PluginError(f"--order {hook}: fabricate has no such hook{hint}")
+
+    def stand_in(kind: type) -> Any:
+        """An object that hears the hook as a module would, or does its work last as the loop does."""
+
+        def heard(self: object) -> None: ...
+
+        return type("StandIn", (kind,), {hook: heard if kind is Callback else hookimpl(trylast=True)(heard)})()
+
+    listeners = []
+    for kind, text in parts.items():
+        made, offer = registry.resolve(kind, text)
+        listeners.append((f"{kind}/{made.name}", made, offer.origin if offer else Origin()))
+    listeners.append(("module", stand_in(Callback), Origin()))
+    if hook in ACTIONS:
+        registry.manager.add(stand_in(object), PROJECT)
+    registry.manager.add(progress_bar(), "progress_bar")
+    manager = registry.activate(listeners)
+    notes = {"module": "if it overrides the hook", PROJECT: "the work itself"}
+    rows: list[dict[str, Any]] = []
+    for implementation in reversed(getattr(manager.hook, hook).get_hookimpls()):
+        marks = [mark for mark in ("wrapper", "tryfirst", "trylast") if getattr(implementation, mark)]
+        name = implementation.plugin_name
+        how = ", ".join(filter(None, [*marks, notes.get(name, "")]))
+        origin = "" if name in notes else str(manager.origins[name])
+        rows.append({"order": len(rows) + 1, "plugin": name, "distribution": origin, "how": how})
+    return rows
+
+
+@plugins.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def check(ctx: click.Context, as_json: bool) -> None:
+    """Import every installed plugin and tell what is wrong: broken ones, clashes, shadowed names. Exit code 1 if any.
+
+    Milliseconds are those of the import, on top of what earlier rows imported.
+
+    \b
+    Example:
+      fabricate plugins check
+    """
+    from fabricate.registry import Registry
+
+    registry = Registry(tolerant=True)
+    root = ctx.find_root().command
+    taken: dict[str, list[str]] = {"command": list(root.commands) if isinstance(root, click.Group) else []}
+    if registry.offered("tracker"):
+        from fabricate.engine import tracker_names
+
+        taken["tracker"] = tracker_names()
+    found = registry.check(taken)
+    if not found and not as_json:
+        click.echo("no plugins are installed")
+        return
+    rows = [
+        {**dataclasses.asdict(row), "milliseconds": round(row.milliseconds), "problems": list(row.problems)}
+        for row in found
+    ]
+    _show(("name", "distribution", "version", "milliseconds", "problems"), rows, as_json)
+    if any(row.problems for row in found):
+        ctx.exit(1)
+
+
+@plugins.command()
+@click.argument("name")
+@click.option("--kind", type=click.Choice(KINDS), required=True, help="What the plugin adds.")
+@click.option(
+    "--into",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+    help="Where to put it; default: here.",
+)
+def new(name: str, kind: str, into: Path) -> None:
+    """Write the distribution fabricate-NAME: a plugin of one KIND that runs, with its tests.
+
+    \b
+    Example:
+      fabricate plugins new lookahead --kind callback
+    """
+    from fabricate import __version__
+    from fabricate.registry import KINDS as REGISTERED
+    from fabricate.registry import Registry
+
+    if kind in REGISTERED and name in Registry(tolerant=True).names(kind):
+        raise ConfigurationError(f"NAME {name!r}: a {kind} of this name is built in and would win; choose another")
+    root = write(name, kind, into, __version__)
+    click.echo(f"wrote {root}\n  pip install -e '{root}[test]'\n  pytest {root}")

@@ -1,0 +1,452 @@
+"""What the conformance kit compares with what, and the words of a failure.
+
+Owns the report and one function per check, each given what ranks recorded. It runs nothing but the one process of
+`Report.clean` and the job of `judge_failing_rank`; `checks` says what is run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError, RankError
+from fabricate.testing.ranks import run_ranks
+from fabricate.testing.reference import (
+    BOOM,
+    MARK,
+    SAVE_STEP,
+    Case,
+    Fit,
+    Part,
+    Subject,
+    Trace,
+    read_checkpoint,
+    run_fits,
+)
+
+TOLERANCE = 1e-5  # of losses and weights, relative to the largest: what another order of summation leaves in float32
+_PRECISE = {"bf16": "bfloat16", "fp16": "float16"}
+Ranks = list[list[Trace]]
+"""Traces by rank, then by fit."""
+
+
+class KitFailure(AssertionError):
+    """A plugin that does not keep what it promises. The message lists each check that failed, what was expected, what was
+    found and what to do."""
+
+
+class Report:
+    """Collects what failed, in the order of the checks."""
+
+    def __init__(self, function: str, given: object) -> None:
+        self.subject = subject(function, given)
+        self.who = f"{function}({self.subject})"
+        self.failed: list[str] = []
+
+    def expect(self, holds: bool, check: str, expected: str, found: str, remedy: str) -> bool:
+        """Note a failed check. Returns `holds`."""
+        if not holds:
+            self.failed.append(f"{check}\n  expected: {expected}\n  found: {found}\n  what to do: {remedy}")
+        return holds
+
+    def stop_if_failed(self) -> None:
+        """Raise what has failed so far: what comes after would only repeat it."""
+        if self.failed:
+            count = f"{len(self.failed)} check{'s' * (len(self.failed) > 1)} failed"
+            raise KitFailure("\n\n".join([f"{self.who}: {count}", *self.failed]))
+
+    def run(self, fits: list[Fit], world_size: int, timeout: float) -> Ranks:
+        """The fits, one after another in one job of `world_size` ranks."""
+        try:
+            return run_ranks(run_fits, world_size, fits, timeout=timeout)
+        except RankError as exc:
+            text = str(exc)
+            first = text.partition("\n--- ")[0].strip()
+            during = [line.removeprefix(MARK) for line in text.splitlines() if line.startswith(MARK)]
+            hangs = "did not finish in" in first
+            check = "a rank hangs" if hangs else "hook arguments" if "PluginError: " in first else "training"
+            remedy = (
+                "the stacks below show where each rank waits: every rank has to call every collective, in the same order"
+                if hangs
+                else "see the traceback below"
+            )
+            self.expect(False, f"{check}: {during[-1] if during else 'starting'}", "all ranks finish", first, remedy)
+            try:
+                self.stop_if_failed()
+            except KitFailure as failure:
+                raise KitFailure(f"{failure}\n\n{text.removeprefix(first).strip()}") from None
+            raise
+
+    def clean(self, kind: str, world_sizes: Sequence[int]) -> dict[str, Any]:
+        """Import, build and plan in a process of its own. Returns what a strategy declares and which world sizes it accepts."""
+        question = {"subject": asdict(self.subject), "kind": kind, "world_sizes": list(world_sizes)}
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        with tempfile.TemporaryDirectory(prefix="fabricate-kit-") as directory:
+            file = Path(directory) / "report.json"
+            done = subprocess.run(
+                [sys.executable, "-m", "fabricate.testing._clean", str(file)],
+                input=json.dumps(question),
+                capture_output=True,
+                text=True,
+                env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                timeout=120,
+                check=False,
+            )
+            answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not answer:
+            self.expect(
+                False,
+                "import",
+                "it can be imported in a process of its own",
+                f"the process ended with {done.returncode}\n{done.stderr[-4000:]}",
+                "see its output",
+            )
+            self.stop_if_failed()
+        self.expect(
+            not answer["error"],
+            "import",
+            f"it can be imported, built and named in Trainer({kind}=...)",
+            answer["error"].strip(),
+            "see the traceback",
+        )
+        self.expect(
+            not answer["printed"],
+            "import side effects",
+            "importing and building print nothing",
+            repr(answer["printed"][:2000]),
+            "remove the output, or move the import that makes it into the function that needs it",
+        )
+        for what, (before, after) in answer["changed"].items():
+            self.expect(
+                False,
+                "import side effects",
+                f"importing, building and planning leave {what} alone",
+                f"{before[:500]} before, {after[:500]} after",
+                "move the work, or the import that does it, into the hook or method that needs it",
+            )
+        self.expect(
+            bool(answer["accepted"] or answer["error"]),
+            "refused",
+            f"it runs on {' or '.join(map(str, world_sizes))} ranks of this machine",
+            "; ".join(answer["refused"].values()),
+            "pass world_sizes= that it accepts, or options with which it runs here",
+        )
+        return answer
+
+
+def subject(function: str, given: object) -> Subject:
+    if isinstance(given, str):
+        return Subject(given)
+    name = getattr(given, "__qualname__", "")
+    if not (inspect.isclass(given) or inspect.isfunction(given)) or "<" in name:
+        raise ConfigurationError(
+            f"{function}({given!r}): give a name, or a class or function without arguments at the top level of a file: every rank "
+            "and every run makes an object of its own"
+        )
+    file = inspect.getsourcefile(given)
+    if file is None:
+        raise ConfigurationError(f"{function}({name}): it has no source file that a rank could import")
+    return Subject(name, given.__module__, os.path.abspath(file), name)
+
+
+def subjects(function: str, given: Iterable[object]) -> tuple[Subject, ...]:
+    return tuple(subject(function, each) for each in given)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def judge_agreement(report: Report, label: str, ranks: list[Trace], hand: Trace, hear_gradients: bool) -> bool:
+    """Losses, gradients and weights of every rank against the loop by hand."""
+    expected = f"losses, gradients and weights of one process with the whole batch, relative {TOLERANCE:g}"
+    check = f"agreement with one process: {label}"
+    for rank, trace in enumerate(ranks):
+        if hear_gradients:
+            missing = [n for n in hand.gradients if n not in trace.gradients]
+            if not report.expect(
+                not missing,
+                f"exposes_gradients: {label}",
+                "parameter.grad holds this rank's part of the gradient in on_before_step",
+                f"None on rank {rank} for {_some(missing)}",
+                "keep gradients in parameter.grad, or declare exposes_gradients = False",
+            ):
+                return False
+            wrong = [n for n, p in trace.gradients.items() if _distance(p, hand.gradients[n]) > 10 * TOLERANCE]
+            if not report.expect(
+                not wrong,
+                check,
+                expected,
+                f"on rank {rank} the gradient of {_some(wrong)} is {_ratio(trace.gradients, hand.gradients)} as large as it "
+                "should be in on_before_step",
+                "gradients have to be averaged over ranks exactly once, in the backward of the window's last micro-batch; "
+                "with equivalent=False this is not checked",
+            ):
+                return False
+        pairs = (
+            zip(trace.losses, hand.losses, strict=True) if len(trace.losses) == len(hand.losses) else [(0.0, math.inf)]
+        )
+        off = next(
+            (step for step, (a, b) in enumerate(pairs, 1) if not abs(a - b) <= TOLERANCE * max(hand.losses)), None
+        )
+        far = [n for n, part in trace.last.items() if not _distance(part, hand.last[n]) <= TOLERANCE]
+        if not report.expect(
+            off is None and not far,
+            check,
+            expected,
+            f"on rank {rank} losses {trace.losses[:3]}... for {hand.losses[:3]}...; weights off: {_some(far) or 'none'}"
+            + (f"; first at step {off}" if off else ""),
+            "look at prepare(), no_sync() and backward(); with equivalent=False this is not checked",
+        ):
+            return False
+    return True
+
+
+def _distance(part: Part, whole: Part) -> float:
+    """Largest difference, relative to the largest element of the whole."""
+    start, values = part
+    wanted = whole[1][start : start + values.numel()]
+    if wanted.shape != values.shape:
+        return math.inf
+    largest = float(whole[1].abs().max())
+    return float((values - wanted).abs().max()) / max(largest, 1e-12) if values.numel() else 0.0
+
+
+def _ratio(found: dict[str, Part], wanted: dict[str, Part]) -> str:
+    """How large a gradient is as a whole, in terms of the one it should be."""
+    parts = [(part, wanted[name][1][part[0] : part[0] + part[1].numel()]) for name, part in found.items()]
+    norms = [
+        math.sqrt(sum(float(t.square().sum()) for t in of)) for of in ([p[1] for p, _ in parts], [w for _, w in parts])
+    ]
+    return f"{norms[0] / max(norms[1], 1e-12):.3g} times"
+
+
+def judge_replicas(report: Report, where: str, ranks: list[Trace]) -> bool:
+    """Whether all ranks held the same weights after each update, as far as all of them hold the whole."""
+    if _sharded(ranks):
+        return True
+    steps = [[weights for weights, _ in trace.steps] for trace in ranks]
+    apart = [rank for rank in range(len(ranks)) if steps[rank] != steps[0]]
+    return report.expect(
+        not apart,
+        f"equal replicas: {where}",
+        "every rank holds the same weights after each update",
+        f"ranks {apart} hold other weights than rank 0",
+        "average gradients over ranks, and change weights in the same way on all of them; a strategy that is meant to let "
+        "ranks drift is checked with equivalent=False",
+    )
+
+
+def judge_saved(report: Report, where: str, ranks: list[Trace]) -> None:
+    """Whether a checkpoint holds one model, as far as all ranks hold the whole of it."""
+    report.expect(
+        _sharded(ranks) or all(trace.saved == ranks[0].saved for trace in ranks),
+        f"one model in a checkpoint: {where}",
+        "all ranks hold the same weights when a checkpoint is written, because each writes a part of them",
+        "different weights",
+        "change weights in the same way on all ranks; a strategy that lets ranks drift synchronises in on_save",
+    )
+
+
+def _sharded(ranks: list[Trace]) -> bool:
+    """Whether ranks hold different ranges."""
+    ranges = [{name: (start, values.numel()) for name, (start, values) in trace.last.items()} for trace in ranks]
+    return any(each != ranges[0] for each in ranges)
+
+
+def judge_loaded(report: Report, label: str, trace: Trace, checkpoint: Path) -> None:
+    """The weights of a resumed fit before its first update against the checkpoint's."""
+    saved = read_checkpoint(checkpoint)
+    wrong = [name for name, (_, values) in trace.first.items() if not torch.equal(values, saved[f"model/{name}"])]
+    report.expect(
+        not wrong,
+        f"one checkpoint, any strategy: {label}",
+        "one process without the plugin reads the weights",
+        f"other values in {_some(wrong)}",
+        "local_part(tensor) has to return this rank's elements and where they begin in the flattened tensor",
+    )
+
+
+def judge_shards(report: Report, where: str, ranks: list[Trace], sizes: dict[str, int], declared: bool) -> None:
+    """What each rank holds, in elements and in memory, against `shards_parameters`. `sizes`: elements by parameter."""
+    total = sum(sizes.values())
+    held = [sum(values.numel() for _, values in trace.last.values()) for trace in ranks]
+    if not declared:
+        report.expect(
+            all(number == total for number in held),
+            f"shards_parameters = False: {where}",
+            f"every rank holds all {total} elements",
+            f"elements by rank {held}",
+            "declare shards_parameters = True, or correct local_part()",
+        )
+        return
+    if len(ranks) == 1:
+        return
+    memory = [trace.bytes_held // 4 for trace in ranks]
+    if not report.expect(
+        max(*held, *memory) < 0.9 * total,
+        f"shards_parameters = True: {where}",
+        f"each rank holds a part of the {total} elements, about {total // len(ranks)}",
+        f"elements by rank {held}, in memory room for {memory}",
+        "shard in prepare(), or declare shards_parameters = False",
+    ):
+        return
+    parts = {name: sorted((t.last[name][0], t.last[name][1].numel()) for t in ranks) for name in sizes}
+    torn = [name for name, ranges in parts.items() if not _tiles(ranges, sizes[name])]
+    report.expect(
+        not torn,
+        f"shards: {where}",
+        "the parts of all ranks together are the whole of each parameter, once",
+        f"gaps or overlaps in {_some(torn)}",
+        "local_part(tensor) has to return this rank's elements and where they begin in the flattened tensor",
+    )
+
+
+def _tiles(parts: list[tuple[int, int]], size: int) -> bool:
+    end = 0
+    for start, count in parts:
+        if count and start != end:
+            return False
+        end += count
+    return end == size
+
+
+def judge_failing_rank(report: Report, fit: Fit, world_size: int, timeout: float) -> None:
+    """The last rank raises in on_step: the job has to end with it named, not hang and not go on."""
+    last = world_size - 1
+    try:
+        run_ranks(run_fits, world_size, [replace(fit, failing_rank=last)], timeout=timeout)
+    except RankError as exc:
+        found = str(exc)
+    else:
+        found = "every rank finished as if nothing had happened"
+    report.expect(
+        f"rank {last} raised ValueError: {BOOM}" in found,
+        f"a failing rank, {world_size} rank{'s' * (world_size > 1)}",
+        f"an exception in on_step on rank {last} leaves Trainer.fit there and ends the job",
+        found.partition("\n--- ")[0].strip(),
+        "swallow no exception in a wrapper, and run no collective in on_exception, on_teardown or a finally",
+    )
+
+
+def judge_dtype(report: Report, where: str, trace: Trace, run_dir: Path) -> None:
+    """The dtype of an activation against what the precision declares and what Accelerate was told."""
+    plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
+    declared = plan["settings"]["compute_dtype"]["value"]
+    report.expect(
+        trace.observed == declared,
+        f"compute dtype: {where}",
+        f"layers compute in {declared}, as compute_dtype says",
+        f"the output of a Linear in training_step is {trace.observed}",
+        "declare the dtype that forward_context() gives, or enter the context that gives it",
+    )
+    told = _PRECISE.get(trace.mixed_precision, trace.observed)
+    report.expect(
+        trace.observed == told,
+        f"compute dtype: {where}",
+        f"layers compute in {told}, as Accelerate is told (mixed_precision={trace.mixed_precision!r})",
+        f"the output of a Linear in training_step is {trace.observed}",
+        "return the context in forward_context(), or set mixed_precision = 'no'",
+    )
+
+
+def judge_close(report: Report, where: str, reference: Trace, trace: Trace, rtol: float) -> None:
+    """The last validation loss against that of the same training in fp32."""
+    wanted, loss = reference.metrics[-1][1]["val_loss"], trace.metrics[-1][1]["val_loss"]
+    report.expect(
+        abs(loss - wanted) <= rtol * abs(wanted),
+        f"close to fp32: {where}",
+        f"validation loss {wanted:.6g} after {len(reference.losses)} updates, relative {rtol:g}",
+        f"{loss:.6g}, relative {abs(loss - wanted) / abs(wanted):.3g}"
+        + (f"; {trace.skipped} updates were skipped" if trace.skipped else ""),
+        "pass the rtol that this precision can keep, or look for a layer that it should leave alone",
+    )
+
+
+def judge_names(report: Report, where: str, run_dir: Path, case: Case, remedy: str) -> None:
+    """The names of the model's tensors in the newest checkpoint against those of the plain module."""
+    plain = {f"model/{name}" for name in case.module().state_dict()}
+    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    found = {name for name in read_checkpoint(newest) if name.startswith("model/")}
+    report.expect(
+        found == plain,
+        f"checkpoint names: {where}",
+        "the tensors in a checkpoint are named as in the plain module, so that any strategy loads them",
+        f"missing {_some(sorted(plain - found)) or 'none'}; unknown {_some(sorted(found - plain)) or 'none'}",
+        remedy,
+    )
+
+
+def judge_neutral(report: Report, where: str, ranks: Ranks) -> None:
+    """The first two fits of each rank, without the plugin and with it, bit by bit."""
+    remedy = (
+        "draw from a torch.Generator of its own and work on copies of weights; a plugin that is meant to change the run is "
+        "checked with neutral=False"
+    )
+    for rank, (without, with_it, _) in enumerate(ranks):
+        expected = "losses, weights, metrics and random generators bitwise as without it"
+        found = ""
+        for step, (before, after) in enumerate(zip(without.steps, with_it.steps, strict=False), 1):
+            changed = [
+                what for what, a, b in zip(("weights", "random generators"), before, after, strict=True) if a != b
+            ]
+            if changed:
+                found = f"other {' and '.join(changed)} on rank {rank}, first after step {step}"
+                break
+        if not found and len(without.steps) != len(with_it.steps):
+            found = f"{len(with_it.steps)} updates instead of {len(without.steps)} ({with_it.stop_reason})"
+        if not found and (without.losses, without.metrics) != (with_it.losses, with_it.metrics):
+            found = f"other losses or metrics on rank {rank}: {with_it.metrics} instead of {without.metrics}"
+        if not report.expect(not found, f"neutrality: {where}", expected, found, remedy):
+            return
+
+
+def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, case: Case) -> None:
+    """The last two fits of each rank, an uninterrupted run and one resumed at `SAVE_STEP`, and their last checkpoints."""
+    paths = [directory / name / "checkpoints" / f"step-{case.steps:08d}" for name in ("whole", "resumed")]
+    if not all(path.exists() for path in paths):  # it stopped early, which neutrality judges
+        paths = [sorted(path.parent.glob("step-*"))[-1] for path in paths]
+    whole, resumed = (read_checkpoint(path) for path in paths)
+    states = [json.loads((path / "state.json").read_text(encoding="utf-8"))["plugins"] for path in paths]
+    lost = [n for n in sorted(states[0].keys() | states[1].keys()) if states[0].get(n) != states[1].get(n)]
+    other = [
+        name
+        for name in sorted(whole.keys() | resumed.keys())
+        if name not in whole or name not in resumed or not torch.equal(whole[name], resumed[name])
+    ]
+    lost += sorted({name.split("/")[1] for name in other if name.startswith("plugin/")} - set(lost))
+    report.expect(
+        not lost,
+        f"state round trip: {where}",
+        "at the end of a resumed run a plugin's state is bitwise that of a run that never stopped",
+        f"another state of {_some(lost)}: {_shown(states[1], lost)} instead of {_shown(states[0], lost)}",
+        "put everything that later steps need into `state` in on_save, and take it back in on_load",
+    )
+    apart = [
+        r
+        for r, t in enumerate(ranks)
+        if (t[-1].steps, t[-1].losses) != (t[-2].steps[SAVE_STEP:], t[-2].losses[SAVE_STEP:])
+    ]
+    metrics = [r for r, t in enumerate(ranks) if t[-1].metrics != [m for m in t[-2].metrics if m[0] > SAVE_STEP]]
+    report.expect(
+        not (other or apart or metrics),
+        f"exact resume: {where}",
+        f"a run resumed at step {SAVE_STEP} ends bitwise as one that never stopped",
+        f"other tensors in the last checkpoint: {_some(other) or 'none'}; other steps on ranks {apart}, other metrics on {metrics}",
+        "save what the update depends on in on_save, restore it in on_load, and keep nothing else across updates",
+    )
+
+
+def _shown(states: dict[str, Any], names: list[str]) -> str:
+    return json.dumps({name: states.get(name) for name in names})[:300]

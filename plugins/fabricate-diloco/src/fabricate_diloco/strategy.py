@@ -1,0 +1,108 @@
+"""DiLoCo: every rank trains a replica of its own, and all of them meet once in many updates (arXiv 2311.08105).
+
+Updates are local. Every so often the mean of what the ranks moved by is an outer gradient for Nesterov momentum. Outside
+training (evaluation, checkpoint, export) the module holds one model, the mean of the replicas; each rank's own is put
+back when training goes on, so that looking at the model does not change the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from fabricate import ConfigurationError, Strategy, hookimpl
+from fabricate_diloco.outer import Outer
+from fabricate_diloco.replicas import Replicas, mean
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from fabricate import Trainer, TrainModule
+
+
+@dataclasses.dataclass(eq=False)
+class DiLoCo(Strategy):
+    """Replicas that synchronise each `every` updates, by an outer step of SGD with Nesterov momentum.
+
+    every: updates between two synchronisations. outer_lr, outer_momentum: of the outer step; 1 and 0 average the replicas.
+    """
+
+    every: int = 100
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    name: ClassVar[str] = "diloco"
+    min_world_size: ClassVar[int] = 2
+    exposes_gradients: ClassVar[bool] = False  # those of a rank are its own
+    distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(
+                f"diloco: every={self.every!r}, outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}: every is at "
+                "least 1, outer_lr above 0, outer_momentum at least 0 and below 1"
+            )
+
+    def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        model = super().prepare(accelerator, root, module)  # placed, and nothing around it that would synchronise
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        self._outer: Outer | None = None
+        return model
+
+    def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """Root mean square of the replicas' gradient norms: the same everywhere, so that all skip an update or none does."""
+        return mean(super().grad_norm(parameters).square()).sqrt()
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._replicas = Replicas(trainer, module)
+        if trainer.accelerator.scaler is not None:
+            raise ConfigurationError(
+                "strategy='diloco' with precision='fp16': each rank would skip updates of its own; use precision='bf16' or 'fp32'"
+            )
+
+    def on_epoch_start(self, module: TrainModule) -> None:
+        # Not before: a checkpoint of another strategy may have changed the weights.
+        self._outer = self._outer or Outer(p for p in module.parameters() if p.requires_grad)
+
+    def train_step(self) -> None:
+        """Training goes on. Returns nothing, so that the forward is left to the next one."""
+        self._replicas.part()
+
+    def on_step(self, step: int) -> None:
+        if step % self.every == 0 and self._outer:
+            self._outer.step(self.outer_lr, self.outer_momentum)
+
+    def on_eval_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.optimizers:  # an evaluation by itself: on_fit_start was not called
+            self._replicas = Replicas(trainer, module)
+        self._replicas.meet()
+
+    def on_eval_end(self) -> None:
+        self._replicas.part()
+
+    @hookimpl(wrapper=True)
+    def write_checkpoint(self) -> Generator[None, bool, bool]:
+        """One model in every checkpoint, and in the export that follows the last one."""
+        self._replicas.meet()
+        return (yield)
+
+    def on_fit_end(self) -> None:
+        self._replicas.meet()
+
+    def on_save(self, state: MutableMapping[str, Any]) -> None:
+        state["outer"] = self._outer.state() if self._outer else []
+        state["own"] = self._replicas.state()
+
+    def on_load(self, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+        self.on_epoch_start(module)
+        assert self._outer
+        self._outer.load(state["outer"])
+        self._replicas.load(state["own"])
+
+    def describe(self) -> dict[str, str]:
+        outer = f"outer learning rate {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
+        return {"synchronises": f"every {self.every} updates, {outer}", "gradients": "each rank's own"}

@@ -1,0 +1,261 @@
+"""TrainModule: steps and their arguments, logging, recorded constructor arguments, copies, what it knows of its Trainer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, Trainer, TrainModule
+from fabricate.module import overrides, recorded, step_function
+
+ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
+
+
+class Regression(TrainModule):
+    def __init__(self, width: int = 4, *, rate: float = 0.001, act: Any = None, **rest: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 1))
+        self.rate, self.act, self.rest = rate, act, rest
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+class Perceptron(TrainModule):
+    def __init__(self, first: int, *sizes: int, bias: bool = True) -> None:
+        super().__init__()
+        widths = [first, *sizes]
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(widths)])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def _fit(module: TrainModule, *plugins: object, **arguments: Any) -> Any:
+    arguments = {"max_steps": 1, "progress": False, **arguments}
+    return Trainer(plugins=plugins, **arguments).fit(module, ROWS, batch_size=2)
+
+
+def _same(one: torch.nn.Module, two: torch.nn.Module) -> bool:
+    first, second = one.state_dict(), two.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ------------------------------------------------------------------------------------------------------------- steps and methods
+
+
+@pytest.mark.parametrize(
+    ("step", "seen"),
+    [
+        (lambda self, batch: [batch], ["batch"]),
+        (lambda self, batch, batch_idx: [batch, batch_idx], ["batch", 7]),
+        (lambda self, rows, number: [rows, number], ["batch", 7]),
+        (lambda self, batch, batch_idx=None: [batch, batch_idx], ["batch", 7]),
+        (lambda self, batch, scale=3: [batch, scale], ["batch", 3]),
+        (lambda self, *everything: list(everything), ["batch", 7]),
+    ],
+)
+def test_a_step_gets_the_batch_and_its_number_if_it_takes_one(step: Any, seen: list[Any]) -> None:
+    module = type("Steps", (TrainModule,), {"training_step": step})()
+    assert step_function(module, "train")("batch", 7) == seen
+
+
+def test_batches_are_numbered_within_the_epoch() -> None:
+    numbers: list[int] = []
+
+    class Numbered(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            numbers.append(batch_idx)
+            return super().training_step(batch)
+
+    _fit(Numbered(), max_steps=None, max_epochs=2, gradient_accumulation_steps=2)
+    assert numbers == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_an_override_is_told_from_a_default() -> None:
+    assert overrides(Regression(), "training_step")
+    assert not overrides(Regression(), "validation_step")
+
+
+# --------------------------------------------------------------------------------------------------------------- while it is run
+
+
+def test_the_trainer_and_the_device_are_known_in_a_step() -> None:
+    seen: list[Any] = []
+
+    class Asks(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            seen.append((self.trainer.step, self.trainer.epoch, self.trainer.total_steps, self.device))
+            return super().training_step(batch)
+
+    _fit(Asks(), max_steps=2)
+    assert seen == [(0, 0, 2, torch.device("cpu")), (1, 0, 2, torch.device("cpu"))]
+
+
+def test_the_trainer_is_gone_after_the_fit_even_if_it_failed() -> None:
+    class Fails(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    for module in (Regression(), Fails()):
+        if isinstance(module, Fails):
+            with pytest.raises(RuntimeError, match="broken"):
+                _fit(module)
+        else:
+            _fit(module)
+        with pytest.raises(FabricateError, match="exists only while a Trainer runs the module"):
+            _ = module.trainer
+    assert Regression().device == torch.device("cpu")
+
+
+def test_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    Regression().print("here", 1)
+    assert capsys.readouterr().out == "here 1\n"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_taken_during_a_fit_leaves_the_trainer_behind(copied: Any) -> None:
+    class Copies(Callback):
+        def on_step(self, module: TrainModule) -> None:
+            self.copy = copied(module)
+            self.same = _same(self.copy, module)
+
+    copies, module = Copies(), Regression()
+    _fit(module, copies, max_steps=2)
+    assert copies.same
+    assert copies.copy._trainer is None
+    assert _fit(copies.copy).steps == 1
+
+
+# -------------------------------------------------------------------------------------------------------------------------- logging
+
+
+def test_what_a_step_logs_is_a_mean_weighted_by_rows() -> None:
+    class Logs(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.log("rows", len(batch[0]))
+            self.log("first", batch[0][0, 0])
+            self.log("count", len(batch[0]), reduce="sum")
+            self.log("own", batch[0][0, 0], weight=float(batch[0][0, 0] == 6))
+            return super().training_step(batch)
+
+    result = Trainer(max_steps=3, log_every=3, progress=False).fit(Logs(), ROWS, batch_size=3, shuffle=False)
+    assert result.metrics["rows"] == pytest.approx((3 * 3 + 3 * 3 + 2 * 2) / 8)
+    assert result.metrics["first"] == pytest.approx((3 * 0 + 3 * 3 + 2 * 6) / 8)
+    assert result.metrics["count"] == 8
+    assert result.metrics["own"] == 6
+
+
+def test_logging_holds_no_graph() -> None:
+    class Logs(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = super().training_step(batch)
+            self.log("loss_again", loss)
+            assert not self._logged[0][1].requires_grad
+            return loss
+
+    assert _fit(Logs(), log_every=1).metrics["loss_again"] > 0
+
+
+def test_a_hook_of_the_module_may_log() -> None:
+    class Logs(Regression):
+        def on_step(self) -> None:
+            self.log("five", 5)
+
+    assert _fit(Logs(), max_steps=3, log_every=3).metrics["five"] == 5
+
+
+# ------------------------------------------------------------------------------------------------------- recorded arguments, loading
+
+
+def test_arguments_that_json_holds_are_recorded() -> None:
+    held, lost = recorded(Regression(8, rate=0.5, act=torch.nn.ReLU(), depth=3, names=["a"], pair=(1, 2)))
+    assert held == {"width": 8, "rate": 0.5, "depth": 3, "names": ["a"]}
+    assert lost == ["act", "pair"]
+
+
+def test_arguments_left_out_are_not_recorded() -> None:
+    assert recorded(Regression()) == ({}, [])
+
+
+def test_a_module_is_loaded_with_its_recorded_arguments(tmp_path: Path) -> None:
+    module = Regression(6, depth=2)
+    checkpoint = _fit(module, run_dir=tmp_path).checkpoint
+    for path in (checkpoint, tmp_path, str(tmp_path)):
+        again = Regression.load_from_checkpoint(path)
+        assert again.layers[0].out_features == 6
+        assert again.rest == {"depth": 2}
+        assert _same(module, again)
+
+
+def test_overrides_win_over_recorded_arguments(tmp_path: Path) -> None:
+    _fit(Regression(6, rate=0.5, depth=2), run_dir=tmp_path)
+    again = Regression.load_from_checkpoint(tmp_path, rate=0.25, depth=5, new=1)
+    assert (again.rate, again.rest) == (0.25, {"depth": 5, "new": 1})
+
+
+def test_an_argument_that_was_not_recorded_has_to_be_given(tmp_path: Path) -> None:
+    _fit(Regression(act=torch.nn.ReLU()), run_dir=tmp_path)
+    with pytest.raises(
+        CheckpointError,
+        match=r"the constructor arguments act could not be recorded; pass them, for instance Regression.load_from",
+    ):
+        Regression.load_from_checkpoint(tmp_path)
+    assert Regression.load_from_checkpoint(tmp_path, act=3).act == 3
+
+
+def test_arguments_without_a_name_are_recorded_too(tmp_path: Path) -> None:
+    module = Perceptron(3, 5, 1, bias=False)
+    _fit(module, run_dir=tmp_path)
+    assert _same(module, Perceptron.load_from_checkpoint(tmp_path))
+
+
+def test_an_override_that_the_constructor_lacks_is_refused(tmp_path: Path) -> None:
+    _fit(Perceptron(3, 1), run_dir=tmp_path)
+    with pytest.raises(
+        ConfigurationError,
+        match="load_from_checkpoint: Perceptron has no constructor argument 'bia'; did you mean 'bias'",
+    ):
+        Perceptron.load_from_checkpoint(tmp_path, bia=False)
+
+
+def test_a_recorded_argument_that_the_class_no_longer_has_is_left_out(tmp_path: Path) -> None:
+    _fit(Perceptron(3, 1, bias=True), run_dir=tmp_path)
+
+    class Later(Perceptron):
+        def __init__(self, first: int, *sizes: int) -> None:
+            super().__init__(first, *sizes)
+
+    assert Later.load_from_checkpoint(tmp_path).layers[0].in_features == 3
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    _fit(Regression(6), run_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"model/layers.0.weight has shape \(6, 3\), the module's has \(9, 3\)"):
+        Regression.load_from_checkpoint(tmp_path, width=9)
+
+
+def test_a_model_built_late_is_loaded(tmp_path: Path) -> None:
+    class Late(Regression):
+        def __init__(self) -> None:
+            TrainModule.__init__(self)
+            self.rate = 0.001
+
+        def configure_model(self) -> None:
+            self.layers = torch.nn.Sequential(torch.nn.Linear(3, 1))
+
+    module = Late()
+    _fit(module, run_dir=tmp_path)
+    assert _same(module, Late.load_from_checkpoint(tmp_path))
