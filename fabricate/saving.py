@@ -350,7 +350,7 @@ def restore(run: Run, path: Path) -> None:
         pending = [entry for each in collected for entry in each["pending"]]
         run.metrics.load({**collected[0], "pending": pending}, same_rank=same or engine.rank == 0)
         if same:
-            load_torchmetrics_state(run.module, decode_with(reader, own["torchmetrics"]))
+            load_torchmetrics_state(run.module, decode_with(reader, own[0]["torchmetrics"]))
             set_rng_state(decode_with(reader, own[0]["rng"]))
         else:
             seed_everything(derive_seed(run.seed, "rank", engine.rank, engine.world_size, run.progress.step))
