@@ -33,7 +33,10 @@ _SECTIONS = {
         "They return nothing; a returned value is an error. To ask for something there is `trainer.request_save()`, "
         "`trainer.request_eval()` and `trainer.stop(reason)`, which act at the next update boundary.",
     ),
-    "Registrations": (hooks.REGISTRATIONS, "What an installed distribution offers. Nothing here runs in a training loop."),
+    "Registrations": (
+        hooks.REGISTRATIONS,
+        "What an installed distribution offers. Nothing here runs in a training loop.",
+    ),
 }
 
 

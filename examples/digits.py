@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from fabricate import EarlyStopping, Trainer, TrainModule
+from fabricate import EarlyStopping, Trainer, TrainModule, seed_everything
 
 
 class Digits(TrainModule):
@@ -63,11 +63,11 @@ def main() -> None:
     parser.add_argument("--run-dir", help="write checkpoints and metrics there, and resume from there")
     parser.add_argument("--tensorboard", action="store_true", help="log for TensorBoard too; needs --run-dir")
     options = parser.parse_args()
+    seed_everything(0)  # before the module draws its weights; the order of the data follows from it too
 
     train, val = data()
     trainer = Trainer(
         max_epochs=options.max_epochs,
-        seed=0,
         run_dir=options.run_dir,
         plugins=[EarlyStopping("val_accuracy", mode="max", patience=4)],
         trackers=["tensorboard"] if options.tensorboard else (),

@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import TensorDataset
 
-from fabricate import Trainer, TrainModule
+from fabricate import Trainer, TrainModule, seed_everything
 
 MEAN = torch.tensor([2.0, -1.0])
 STD = torch.tensor([0.5, 1.5])
@@ -69,9 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-steps", type=int, default=3000)
     options = parser.parse_args()
+    seed_everything(0)  # before the module draws its weights; the order of the data follows from it too
 
     points = MEAN + STD * torch.randn(4096, 2, generator=torch.Generator().manual_seed(0))
-    trainer = Trainer(max_steps=options.max_steps, seed=0, log_every="500 steps")
+    trainer = Trainer(max_steps=options.max_steps, log_every="500 steps")
     module = GAN()
     trainer.fit(module, TensorDataset(points), batch_size=128)
     if trainer.is_main:

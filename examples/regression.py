@@ -10,7 +10,7 @@ import argparse
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricate import Trainer, TrainModule
+from fabricate import Trainer, TrainModule, seed_everything
 
 
 class Regression(TrainModule):
@@ -42,12 +42,12 @@ def main() -> None:
     parser.add_argument("--max-epochs", type=int, default=30)
     parser.add_argument("--run-dir", help="write checkpoints and metrics there, and resume from there")
     options = parser.parse_args()
+    seed_everything(0)  # before the module draws its weights; the order of the data follows from it too
 
     train = DataLoader(data(100, seed=1), batch_size=8, shuffle=True)
     val = DataLoader(data(50, seed=2), batch_size=8)
     trainer = Trainer(
         max_epochs=options.max_epochs,
-        seed=0,
         run_dir=options.run_dir,
         validate_first=True,
         validate_every="10 epochs",

@@ -16,8 +16,8 @@ from __future__ import annotations
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
@@ -129,11 +129,11 @@ class Source(ABC):
         self._setup = replace(self._setup, seed=seed)
 
     @abstractmethod
-    def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
+    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
         """The windows of `epoch` from position `start` (rows consumed); every rank calls it, none waits for another.
 
-        Advancing drops what was left of the previous window. Raises ConfigurationError for a position that this data
-        cannot be at.
+        Advancing drops what was left of the previous window, closing ends worker processes. Raises ConfigurationError
+        for a position that this data cannot be at.
 
         >>> source = open_source(dataset, argument="train", loading=Loading(8), training=True, rank=0, world_size=1)
         >>> for window in source.windows(epoch=0):
@@ -141,7 +141,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def batches(self, *, stand_ins: bool) -> Iterator[EvalBatch]:
+    def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
         """Every row exactly once over all ranks. With `stand_ins` every rank gets the same number of batches."""
 
 
@@ -582,7 +582,7 @@ class _Indexed(Source):
         self._draw = draw
         self._options = options
 
-    def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
+    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
         order, stop = self._order(epoch)
         first = order.unit(start)
         if first is None or first > stop:
@@ -595,25 +595,28 @@ class _Indexed(Source):
             stop -= (stop - first) % size
         full = self._plan(size)
         batches = self._load(epoch, order, lambda: self._places(first, stop))
-        for begin in range(first, stop, size):
-            end = min(begin + size, stop)
-            shares = full if end - begin == size else self._plan(end - begin)
-            position, sizes = order.position(end), order.sizes(begin, shares)
-            micro_batches = zip(islice(batches, len(sizes)), sizes, strict=True)
-            window = Window(len(sizes), position - order.position(begin), position, end == stop, micro_batches)
-            yield window
-            for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
-                pass
+        with closing(_Workers(batches)):
+            for begin in range(first, stop, size):
+                end = min(begin + size, stop)
+                shares = full if end - begin == size else self._plan(end - begin)
+                position, sizes = order.position(end), order.sizes(begin, shares)
+                micro_batches = zip(islice(batches, len(sizes)), sizes, strict=True)
+                window = Window(len(sizes), position - order.position(begin), position, end == stop, micro_batches)
+                yield window
+                for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
+                    pass
 
-    def batches(self, *, stand_ins: bool) -> Iterator[EvalBatch]:
+    def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
         order, stop = self._order(epoch=0)
 
         def wanted() -> Iterator[_Place]:
             return (place for place in self._places(0, stop) if place[2] or stand_ins)
 
-        for batch, (start, end, rows) in zip(self._load(0, order, wanted), wanted(), strict=True):
-            indices = order.fetch(start, end) if rows else []
-            yield EvalBatch(batch, len(indices), indices)
+        batches = self._load(0, order, wanted)
+        with closing(_Workers(batches)):
+            for batch, (start, end, rows) in zip(batches, wanted(), strict=True):
+                indices = order.fetch(start, end) if rows else []
+                yield EvalBatch(batch, len(indices), indices)
 
     def _order(self, epoch: int) -> tuple[_Rows | _Batches, int]:
         """The epoch's order and the units of it that the limit leaves."""
@@ -649,6 +652,19 @@ class _Indexed(Source):
         generator = torch.Generator()
         generator.manual_seed(batch_seed(seed, epoch))
         return iter(DataLoader(dataset, batch_sampler=_Requests(requests), generator=generator, **options))
+
+
+class _Workers:
+    """The worker processes that may be behind a DataLoader's iterator."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def close(self) -> None:
+        """End them now. Left to itself torch waits for the garbage collector, and a traceback keeps iterators for long."""
+        shutdown = getattr(self._batches, "_shutdown_workers", None)  # torch has no public way
+        if shutdown is not None:
+            shutdown()
 
 
 class _Requests:
@@ -740,25 +756,27 @@ class _Sequential(Source):
         self._pin_memory = pin_memory
         self._spent = False
 
-    def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
+    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
         items = self._read(epoch, start)
         plan = None
-        for plan in items:
-            micro_batches = zip(islice(items, len(plan.sizes)), plan.sizes, strict=True)
-            window = Window(len(plan.sizes), plan.rows, plan.end, plan.last, micro_batches)
-            yield window
-            for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
-                pass
+        with closing(_Workers(items)):
+            for plan in items:
+                micro_batches = zip(islice(items, len(plan.sizes)), plan.sizes, strict=True)
+                window = Window(len(plan.sizes), plan.rows, plan.end, plan.last, micro_batches)
+                yield window
+                for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
+                    pass
         if plan is None and start == 0:
             raise self._setup.empty()
 
-    def batches(self, *, stand_ins: bool) -> Iterator[EvalBatch]:
+    def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
         items = self._read(epoch=0, start=0)
         plan = None
-        for plan in items:
-            for batch, first, rows in zip(islice(items, len(plan.sizes)), plan.first, plan.sizes, strict=True):
-                if rows != 0 or stand_ins:
-                    yield EvalBatch(batch, rows, range(first, first + (1 if rows is None else rows)))
+        with closing(_Workers(items)):
+            for plan in items:
+                for batch, first, rows in zip(islice(items, len(plan.sizes)), plan.first, plan.sizes, strict=True):
+                    if rows != 0 or stand_ins:
+                        yield EvalBatch(batch, rows, range(first, first + (1 if rows is None else rows)))
         if plan is None:
             raise self._setup.empty()
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fabricate.run import Run
 
 _SYNCHRONISED = contextlib.nullcontext()
+MOST_SKIPPED = 100
+"""Updates skipped one after another before the fit gives up instead of running for ever."""
 
 
 def fit(run: Run) -> str:
@@ -39,7 +41,7 @@ def fit(run: Run) -> str:
     everything = list(module.parameters())
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
     skip_nonfinite = settings.nonfinite == "skip"
-    checked = False
+    checked, skipped_in_a_row = False, 0
     unsized = source.num_samples is None and world_size > 1
 
     if settings.validate_first and run.validation and progress.step == 0 and not run.restored:
@@ -60,6 +62,7 @@ def fit(run: Run) -> str:
             num_micro_steps, rows = window.num_micro_steps, window.rows
             last = num_micro_steps - 1
             name, own_weights, losses, weights = only, False, [], []
+            mark = len(run.metrics.pending)
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
                 run.batch = batch = engine.to_device(batch)
                 with _SYNCHRONISED if micro_step == last else strategy.no_sync(model):
@@ -88,6 +91,8 @@ def fit(run: Run) -> str:
                 loss = loss.detach()
                 run.metrics.pending.append(("loss", loss, weight, "mean"))
                 if module._logged:
+                    if not checked:
+                        _check_logged(run)
                     run.metrics.take(module._logged, weight)
                 losses.append(loss)
                 weights.append(weight)
@@ -126,8 +131,11 @@ def fit(run: Run) -> str:
                 if name in run.schedulers:
                     run.schedulers[name].step()
                 progress.step += 1
+                skipped_in_a_row = 0
             else:
                 progress.skipped += 1
+                skipped_in_a_row += 1
+                del run.metrics.pending[mark:]  # what was not applied does not count in any mean
             for parameter in everything:
                 parameter.grad = None
             progress.position = window.end
@@ -135,11 +143,18 @@ def fit(run: Run) -> str:
             progress.tokens += _host(total, run)
             if not applied:
                 run.event("skipped", reason=why)
+                if skipped_in_a_row >= MOST_SKIPPED:
+                    raise FabricateError(
+                        f"{skipped_in_a_row} updates in a row were skipped ({why}) after step {progress.step}: training does not "
+                        "go on by itself. Lower the learning rate, look at the data, or resume from an earlier checkpoint"
+                    )
                 if calls.on_step_skipped is not None:
                     calls.on_step_skipped(trainer, module, progress.step, why)
             elif calls.on_step is not None:
                 mean = _mean_loss(run, losses, weights, total) if wants_loss else None
                 calls.on_step(trainer, module, progress.step, mean, norm)
+                if module._logged:
+                    run.metrics.take(module._logged, total)
 
             # ---- the boundary: requests and moments that fell due -------------------------------------------------
             run.tick()
@@ -232,6 +247,14 @@ def _check_loss(run: Run, loss: Any) -> None:
     if not loss.requires_grad:
         raise ConfigurationError(
             f"{where} a loss without gradient; compute it from the module's parameters, without detach() or no_grad()"
+        )
+
+
+def _check_logged(run: Run) -> None:
+    if any(name == "loss" for name, *_ in run.module._logged):
+        raise ConfigurationError(
+            f"{type(run.module).__name__}.training_step logs 'loss', which is recorded by itself; remove self.log('loss', ...) or give "
+            "it another name"
         )
 
 
@@ -404,7 +427,12 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
                             f"{type(module).__name__}.{step} returned {type(output).__name__}; return a mapping of metrics, or nothing"
                         )
                     weight = output.get("weight", weight)
+                    logged = {name.removeprefix(prefix) for name, *_ in module._logged}
                     for key, value in output.items():
+                        if key in logged:
+                            raise ConfigurationError(
+                                f"{type(module).__name__} returns {key!r} from its {stage} step and logs it too; do one of them"
+                            )
                         if key != "weight":
                             module.log(key, value)
                 if weight is None:

@@ -99,7 +99,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
         """Record a metric; no wait for the device. `value`: a number, a 0-dim tensor, or a torchmetrics object (computed
-        at the end of the epoch or evaluation). "mean" is weighted by `weight`, by default the micro-batch's, over
+        at the end of the epoch or evaluation). In a step or in `on_step`. "mean" is weighted by `weight`, by default the micro-batch's, over
         micro-batches and ranks; "sum" adds up."""
         if reduce not in ("mean", "sum"):
             raise ConfigurationError(f"log({name!r}): reduce={reduce!r}: give 'mean' or 'sum'")

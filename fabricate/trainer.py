@@ -300,7 +300,7 @@ class Trainer:
             except BaseException as exc:
                 at = run.progress
                 exc.add_note(
-                    f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {at.step + 1}, micro-batch {at.micro_step}"
+                    f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
                 )
                 if run.batch is not None:
                     exc.add_note(f"the batch was {describe(run.batch)}")

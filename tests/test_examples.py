@@ -40,7 +40,7 @@ def test_regression_learns_the_function_and_reports_it(tmp_path: Path) -> None:
     losses = metrics(tmp_path / "here", "validate", "val_loss")
     assert list(losses) == [0, 130, 260, 390]  # 13 updates an epoch: the batch of 4 at its end is one too
     assert losses[0] > 2
-    assert losses[390] < 0.05
+    assert losses[390] < 0.1
     assert f"390 steps, validation loss {losses[390]:.4f}" in printed
 
 

@@ -143,6 +143,8 @@ def test_a_rank_that_fails_ends_all_of_them_soon_and_says_why_once(ended: tuple[
     assert failing.code != 0
     (failed_at,) = (float(line.split()[-1]) for line in failing.output.splitlines() if "failing at" in line)
     assert failing.at - failed_at < 20
-    assert failing.output.count("ValueError: rank 1 has had enough") == 1
-    assert failing.output.count('raise ValueError("rank 1 has had enough")') == 1
+    assert "ValueError: rank 1 has had enough" in failing.output
+    assert failing.output.count('raise ValueError("rank 1 has had enough")') == 1, (
+        "one traceback, of the rank that failed"
+    )
     assert "while training: rank 1, epoch 0, step 3" in failing.output

@@ -74,11 +74,13 @@ class Report:
             text = str(exc)
             first = text.partition("\n--- ")[0].strip()
             during = [line.removeprefix(MARK) for line in text.splitlines() if line.startswith(MARK)]
-            hangs = "did not finish in" in first
-            check = "a rank hangs" if hangs else "hook arguments" if "PluginError: " in first else "training"
+            # gloo ends a process that gets another rank's message of another collective.
+            apart = "did not finish in" in first or "died: signal" in first
+            check = "ranks out of step" if apart else "hook arguments" if "PluginError: " in first else "training"
             remedy = (
-                "the stacks below show where each rank waits: every rank has to call every collective, in the same order"
-                if hangs
+                "every rank has to call every collective, in the same order (a strategy whose forward has some declares "
+                "lockstep = True); the stacks below show where each rank is"
+                if apart
                 else "see the traceback below"
             )
             self.expect(False, f"{check}: {during[-1] if during else 'starting'}", "all ranks finish", first, remedy)

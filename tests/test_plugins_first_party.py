@@ -1,0 +1,189 @@
+"""The distributions in plugins/, installed: their arithmetic, what they refuse, and resume on two ranks."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+ROOT = Path(__file__).parent.parent
+ROWS = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+class Net(TrainModule):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(32, width)
+        self.drop = torch.nn.Dropout(0.1)
+        self.second = torch.nn.Linear(width, 16)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.second(self.drop(torch.tanh(self.first(batch)))) - batch[:, :16]).square().mean()
+
+    def validation_step(self, batch: torch.Tensor) -> dict[str, Any]:
+        return {"bias": _whole(self.second.bias).sum(), "weight": len(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Recorded(Callback):
+    """The whole weights after each update."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def on_step(self, module: TrainModule) -> None:
+        self.weights.append(_weights(module))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor).detach()
+
+
+def _weights(module: TrainModule) -> dict[str, torch.Tensor]:
+    return {name: _whole(p).clone() for name, p in module.named_parameters()}
+
+
+def _fit(
+    run_dir: Path | None, steps: int, resume: str = "auto", plugins: tuple[str, ...] = (), **arguments: Any
+) -> Any:
+    torch.manual_seed(0)
+    module, recorded = Net(), Recorded()
+    trainer = Trainer(
+        run_dir=run_dir,
+        max_steps=steps,
+        seed=3,
+        save_every="3 steps",
+        keep="all",
+        validate_every="3 steps",
+        progress=False,
+        plugins=[*plugins, recorded],
+        **arguments,
+    )
+    result = trainer.fit(module, ROWS, ROWS[:16], batch_size=4, resume=resume)
+    return result.metrics, recorded.weights, _weights(module)
+
+
+def _interrupted(root: Path, **arguments: Any) -> Any:
+    """A whole run of seven updates, and one that resumes after the third."""
+    whole = _fit(root / "whole", 7, **arguments)
+    checkpoint = str(root / "whole" / "checkpoints" / "step-00000003")
+    return whole, _fit(root / "resumed", 7, checkpoint, **arguments)
+
+
+def _exported(run_dir: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_average_is_validated_exported_and_resumed_bit_for_bit(tmp_path: Path, strategy: str) -> None:
+    ranks = run_ranks(_interrupted, 2, tmp_path, strategy=strategy, plugins=("ema:decay=0.5,start=1",))
+    for (metrics, steps, final), (resumed_metrics, resumed_steps, resumed_final) in ranks:
+        average, at_validation = steps[0], steps[0]
+        for step, weights in enumerate(steps[1:], 2):
+            average = {name: value.lerp(weights[name], 0.5) for name, value in average.items()}
+            at_validation = average if step == 6 else at_validation
+        exported = _exported(tmp_path / "whole")
+        for name, value in average.items():
+            torch.testing.assert_close(exported[name], value)
+        assert metrics["val_bias"] == pytest.approx(float(at_validation["second.bias"].sum()), rel=1e-4)
+        assert _equal(final, steps[-1])
+        assert _equal(final, resumed_final)
+        assert all(map(_equal, steps[3:], resumed_steps))
+        assert metrics == resumed_metrics
+        assert _equal(exported, _exported(tmp_path / "resumed"))
+
+
+def test_replicas_drift_meet_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    ranks = run_ranks(_interrupted, 2, tmp_path, strategy="diloco:every=2")
+    (_, first, final), _ = ranks[0]
+    (_, second, _), _ = ranks[1]
+    together = [_equal(one, other) for one, other in zip(first, second, strict=True)]
+    assert together == [False, True, False, True, False, True, False]
+    mean = {name: (value + second[-1][name]) / 2 for name, value in first[-1].items()}
+    assert _equal(_exported(tmp_path / "whole"), final)
+    for name, value in mean.items():
+        torch.testing.assert_close(final[name], value)
+    for (metrics, steps, end), (resumed_metrics, resumed_steps, resumed_end) in ranks:
+        assert all(map(_equal, steps[3:], resumed_steps))
+        assert _equal(end, resumed_end)
+        assert metrics == resumed_metrics
+
+
+def _outer(strategy: str) -> Any:
+    return _fit(None, 4, strategy=strategy)[1]
+
+
+def test_the_outer_step_is_nesterov_momentum_on_the_mean_movement() -> None:
+    plain = run_ranks(_outer, 2, "diloco:every=4,outer_lr=1.0,outer_momentum=0.0")[0]
+    moved = run_ranks(_outer, 2, "diloco:every=4,outer_lr=0.5,outer_momentum=0.9")[0]
+    torch.manual_seed(0)
+    start = _weights(Net())
+    for name, value in start.items():  # the first outer step: momentum is the movement itself
+        torch.testing.assert_close(moved[-1][name], value + 0.5 * 1.9 * (plain[-1][name] - value))
+
+
+def _refused(**arguments: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        _fit(None, 1, **arguments)
+    return str(caught.value)
+
+
+def test_replicas_refuse_a_loss_scale_of_their_own() -> None:
+    (told, _) = run_ranks(_refused, 2, strategy="diloco", precision="fp16")
+    assert "use precision='bf16' or 'fp32'" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"strategy": "diloco"}, "strategy='diloco' needs 2 or more processes"),
+        ({"strategy": "diloco:every=0"}, "every is at least 1"),
+        ({"plugins": ("ema:decay=1.5",)}, "decay is at least 0 and below 1"),
+        ({"precision": "fp8"}, "cpu does not compute in float8"),
+        ({"precision": "fp8:backend=te"}, "needs the package transformer_engine"),
+        ({"precision": "fp8:backend=te,emulate=true"}, "cannot emulate"),
+        ({"precision": "fp8:emulate=true,skip=."}, "no linear layer with both sizes in multiples of 16"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(arguments: dict[str, Any], told: str) -> None:
+    assert told in _refused(**arguments)
+
+
+def test_float8_is_emulated_when_asked_and_the_plan_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    _, whole, _ = _fit(None, 2)
+    _, rounded, final = _fit(None, 2, precision="fp8:emulate=true,skip=second")
+    assert "1 linear layers by torchao, tensorwise; emulated" in capfd.readouterr().out
+    assert final.keys() == whole[-1].keys()
+    assert not _equal(rounded[-1], whole[-1])
+    for name, value in whole[-1].items():
+        torch.testing.assert_close(rounded[-1][name], value, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "core",
+    ["ema/src/fabricate_ema.py", "diloco/src/fabricate_diloco/strategy.py", "fp8/src/fabricate_fp8/precision.py"],
+)
+def test_the_core_of_a_plugin_is_under_60_lines_of_code(core: str) -> None:
+    """Lines that hold code; imports, docstrings, comments and blank lines do not count."""
+    text = (ROOT / "plugins" / f"fabricate-{core}").read_text(encoding="utf-8")
+    lines = {n for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        documentation = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if documentation or typing_only or isinstance(node, ast.Import | ast.ImportFrom):
+            lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    assert len(lines) < 60
