@@ -98,9 +98,9 @@ class TrainModule(torch.nn.Module, Listener):
         raise FabricateError("export is called only where it is overridden")
 
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
-        """Record a metric; no wait for the device. `value`: a number, a 0-dim tensor, or a torchmetrics object (computed
-        at the end of the epoch or evaluation). In a step or in `on_step`. "mean" is weighted by `weight`, by default the micro-batch's, over
-        micro-batches and ranks; "sum" adds up."""
+        """Record a metric, in a step or in `on_step`; no wait for the device. `value`: a number, a 0-dim tensor, or a
+        torchmetrics object (computed at the end of the epoch or evaluation). "mean" is weighted by `weight`, by default the
+        micro-batch's, over micro-batches and ranks; "sum" adds up."""
         if reduce not in ("mean", "sum"):
             raise ConfigurationError(f"log({name!r}): reduce={reduce!r}: give 'mean' or 'sum'")
         if type(value) is torch.Tensor and value.ndim == 0:
