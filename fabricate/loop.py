@@ -440,6 +440,7 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
                 metrics.take(module._logged, weight)
             inner = f"{prefix}{name}_" if name else prefix
             result |= {inner + n.removeprefix(prefix): v for n, v in metrics.finish().items()}
+        engine.strategy.after_evaluation(engine.model)
         run.latest |= result
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, stage, result)
@@ -467,6 +468,7 @@ def predict(run: Run, source: Source) -> list[Any] | None:
                 continue
             outputs += _rows(output, rows_of(item.batch) if item.rows is None else item.rows)
             indices += [int(i) for i in item.indices]
+        engine.strategy.after_evaluation(engine.model)
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})
     return _gather_rows(run, indices, outputs)

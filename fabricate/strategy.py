@@ -62,6 +62,9 @@ class Strategy(Listener):
         """A context for a micro-batch whose gradients stay local (every one of a window but the last)."""
         return contextlib.nullcontext()
 
+    def after_evaluation(self, model: torch.nn.Module) -> None:
+        """Called when an evaluation's forwards are done, before anything reads parameters. All ranks."""
+
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch. `loss`: 0-dim, weighted and scaled; gradients are averaged over ranks on the last one."""
         loss.backward()  # type: ignore[no-untyped-call]

@@ -181,6 +181,13 @@ class FSDP(Strategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         return self._unsynchronised(model)
 
+    def after_evaluation(self, model: torch.nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for unit in model.modules():  # without a backward, units that keep what they gathered would stay whole
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
     def describe(self) -> dict[str, str]:
         return {
             "shards": f"{len(self._units)} units and the rest of the module"
