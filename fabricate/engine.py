@@ -373,12 +373,10 @@ class Engine:
             if echo:
                 store.wait(["fabricate/failure"], datetime.timedelta(seconds=5))
                 found: dict[str, Any] = json.loads(store.get("fabricate/failure"))
-                return (
-                    f"rank {found['rank']} failed first, this rank {self.rank} stopped with it:\n{found['traceback']}"
-                )
+                return f"rank {found['rank']} failed first, this rank {self.rank} stopped with it (the traceback is in the output of rank {found['rank']}):\n{found['error']}"
             if not store.check(["fabricate/failure"]):
-                text = "".join(traceback.format_exception(exc))
-                store.set("fabricate/failure", json.dumps({"rank": self.rank, "traceback": text[-8000:]}))
+                text = "".join(traceback.format_exception_only(exc))
+                store.set("fabricate/failure", json.dumps({"rank": self.rank, "error": text[-8000:]}))
         except (RuntimeError, OSError, ValueError):
             return ""  # the store is gone with its owner: the original exception is all there is to tell
         return ""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 240
 
 
 def port() -> str:
