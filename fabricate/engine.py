@@ -373,7 +373,8 @@ class Engine:
             if echo:
                 store.wait(["fabricate/failure"], datetime.timedelta(seconds=5))
                 found: dict[str, Any] = json.loads(store.get("fabricate/failure"))
-                return f"rank {found['rank']} failed first, this rank {self.rank} stopped with it (the traceback is in the output of rank {found['rank']}):\n{found['error']}"
+                f"rank {found['rank']} failed first, this rank {self.rank} stopped with it (the traceback is in the "
+                f"output of rank {found['rank']}):\n{found['error']}"
             if not store.check(["fabricate/failure"]):
                 text = "".join(traceback.format_exception_only(exc))
                 store.set("fabricate/failure", json.dumps({"rank": self.rank, "error": text[-8000:]}))
