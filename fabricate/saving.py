@@ -84,6 +84,8 @@ def save_requested(run: Run) -> None:
 def write(run: Run, path: Path) -> Path:
     """Stage, write this rank's part, agree, commit; returns `path`. All ranks."""
     engine = run.engine
+    run.progress.tokens += float(run.unread_tokens)  # a save waits for the device anyway
+    run.unread_tokens = 0
     nonce = engine.broadcast_json(secrets.token_hex(4))
     records: list[FileRecord] = []
     staging: Path | None = None
