@@ -54,8 +54,12 @@ def _leave_group_at_exit() -> None:
 
 
 def _leave_group() -> None:
-    if dist.is_initialized() and not _failures:  # after a failure others may be gone, and closing could wait for them
-        dist.destroy_process_group()
+    if not dist.is_initialized() or _failures:  # after a failure others may be gone, and closing could wait for them
+        return
+    if dist.get_backend() == "gloo":
+        with contextlib.suppress(RuntimeError):  # a rank that is gone already breaks the connection: nothing to wait for
+            dist.barrier()  # a rank that closes while another still talks to it aborts
+    dist.destroy_process_group()
 
 
 class Root(torch.nn.Module):
