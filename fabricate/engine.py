@@ -57,7 +57,7 @@ def _leave_group() -> None:
     if not dist.is_initialized() or _failures:  # after a failure others may be gone, and closing could wait for them
         return
     if dist.get_backend() == "gloo":
-        with contextlib.suppress(RuntimeError):  # a rank that is gone already breaks the connection: nothing to wait for
+        with contextlib.suppress(RuntimeError):  # a rank that is gone breaks the connection: nothing to wait for
             dist.barrier()  # a rank that closes while another still talks to it aborts
     dist.destroy_process_group()
 
