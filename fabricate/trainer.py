@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate import loop, saving
+from fabricate import evaluation, loop, saving
 from fabricate.construct import build_model
 from fabricate.data import Loading, describe
 from fabricate.dispatch import Calls, Manager, Origin
@@ -496,8 +496,8 @@ class Trainer:
             if path is not None:
                 saving.load_weights_only(run, path)
             if stage == "predict":
-                return loop.predict(run, next(iter(opened.validation.values())))
-            return loop.evaluate(run, opened.validation, stage)
+                return evaluation.predict(run, next(iter(opened.validation.values())))
+            return evaluation.evaluate(run, opened.validation, stage)
 
     def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> Path:
         if checkpoint not in ("best", "last"):

@@ -52,11 +52,11 @@ def _no_leaks() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    # pytest's own word for the running test, and what scikit-learn sets when it is first imported.
+    # pytest's own word for the running test, and what scikit-learn and DeepSpeed set when they are first imported.
     return {
         name: value
         for name, value in os.environ.items()
-        if name != "PYTEST_CURRENT_TEST" and not name.startswith("KMP_")
+        if name not in ("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK") and not name.startswith("KMP_")
     }
 
 

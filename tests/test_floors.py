@@ -17,10 +17,10 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
-    | {"console", "plugin_template"},
+    | {"console", "group", "plugin_template"},
     {"progress", "checkpoint", "dispatch", "data", "settings", "optimization"},
     {"module", "registry", "planning", "construct", "engine", "state", "run"},
-    {"loop", "saving", "cli", "cli_plugins", "__main__"},
+    {"evaluation", "loop", "saving", "cli", "cli_plugins", "__main__"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]
