@@ -20,7 +20,7 @@ from accelerate.utils import send_to_device
 
 from fabricate.construct import pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
-from fabricate.group import Group, leave_at_exit
+from fabricate.group import Group
 from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
 from fabricate.precision import Precision
@@ -119,7 +119,7 @@ class Engine(Group):
                     f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
                 ) from exc
         try:
-            leave_at_exit()
+            self.join()
             self._verify()
             self.device = self.accelerator.device
             self.context = self.precision.forward_context(self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import json
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch.distributed as dist
 _control_groups: dict[int, Any] = {}
 _exit_handlers: list[object] = []
 _failures: list[str] = []
+_opened = itertools.count()
 
 
 def leave_at_exit() -> None:
@@ -42,6 +44,12 @@ class Group:
 
     rank: int
     world_size: int
+
+    def join(self) -> None:
+        """Begin a piece of work that ranks do together; failures told from here on are its own."""
+        self._failure = f"fabricate/failure/{next(_opened)}"
+        _failures.clear()
+        leave_at_exit()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; `tensor` is on the device. All ranks."""
@@ -137,15 +145,15 @@ class Group:
         try:
             store = dist.distributed_c10d._get_default_store()
             if echo:
-                store.wait(["fabricate/failure"], datetime.timedelta(seconds=5))
-                found: dict[str, Any] = json.loads(store.get("fabricate/failure"))
+                store.wait([self._failure], datetime.timedelta(seconds=5))
+                found: dict[str, Any] = json.loads(store.get(self._failure))
                 return (
                     f"rank {found['rank']} failed first, this rank {self.rank} stopped with it (the traceback is in the "
                     f"output of rank {found['rank']}):\n{found['error']}"
                 )
-            if not store.check(["fabricate/failure"]):
+            if not store.check([self._failure]):
                 text = "".join(traceback.format_exception_only(exc))
-                store.set("fabricate/failure", json.dumps({"rank": self.rank, "error": text[-8000:]}))
+                store.set(self._failure, json.dumps({"rank": self.rank, "error": text[-8000:]}))
         except (RuntimeError, OSError, ValueError):
             return ""  # the store is gone with its owner: the original exception is all there is to tell
         return ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate.data import rows_of
-from fabricate.errors import ConfigurationError, FabricateError, did_you_mean
+from fabricate.errors import ConfigurationError, FabricateError, RankError, did_you_mean
 from fabricate.evaluation import validate
 from fabricate.progress import Due
 from fabricate.saving import save_requested
@@ -133,6 +133,7 @@ def fit(run: Run) -> str:
                 progress.skipped += 1
                 skipped_in_a_row += 1
                 del run.metrics.pending[mark:]  # what was not applied does not count in any mean
+            route = strategy.route() if strategy.lockstep else 0
             for parameter in everything:
                 parameter.grad = None
             progress.position = window.end
@@ -158,7 +159,7 @@ def fit(run: Run) -> str:
             epoch = progress.epoch
             if window.last:
                 progress.epoch, progress.position = epoch + 1, 0
-            stop, logging, evaluating, saving = _agree(run, dues)
+            stop, logging, evaluating, saving = _agree(run, dues, route)
             finished = _finished(run)
             if logging:
                 metrics = run.metrics.reduce()
@@ -319,7 +320,7 @@ def _host(total: Any, run: Run) -> float:
     return 0.0
 
 
-def _agree(run: Run, dues: tuple[Due, ...]) -> tuple[bool, bool, bool, bool]:
+def _agree(run: Run, dues: tuple[Due, ...], route: int = 0) -> tuple[bool, bool, bool, bool]:
     """Whether to stop, log, evaluate and save: moments that fell due and what any rank asked for, the same on every rank.
     Clocks are rank 0's."""
     requests = run.requests
@@ -327,7 +328,13 @@ def _agree(run: Run, dues: tuple[Due, ...]) -> tuple[bool, bool, bool, bool]:
     save = requests.save or due[2] or bool(requests.paths)
     asked = [due[0], requests.evaluate or due[1], save, bool(requests.stop), bool(requests.signal)]
     if run.engine.world_size > 1:
-        asked = [bool(flag) for flag in run.engine.agree([int(flag) for flag in asked])]
+        *flags, largest, least = run.engine.agree([*(int(flag) for flag in asked), route, -route])
+        if largest != -least:
+            raise RankError(
+                f"ranks ran different layers in the update to step {run.progress.step}, which strategy={run.engine.strategy.name!r} turns "
+                "into wrong weights; let every rank run every layer (add 0 * output of one that is not needed), or use strategy='ddp'"
+            )
+        asked = [bool(flag) for flag in flags]
     requests.save = requests.save or due[2]  # kept until save_requested asks every rank what for
     requests.evaluate = False
     logging, evaluating, saving, stop, interrupted = asked

@@ -18,7 +18,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.launch import Launch, Request, detect, requests
 from fabricate.plan import Plan, Setting
 from fabricate.precision import Precision
-from fabricate.registry import Registry
+from fabricate.registry import Registry, distribution_of
 from fabricate.settings import Settings
 from fabricate.strategy import Strategy
 
@@ -88,7 +88,7 @@ def resolve(settings: Settings) -> Resolved:
     for kind, value in (("strategy", settings.strategy), ("precision", settings.precision)):
         chosen, source = _choose(kind, value, asked.get(kind), launch, device)
         made, offer = registry.resolve(kind, chosen)
-        choices[kind] = Choice(made, source, offer.origin if offer is not None else Origin())
+        choices[kind] = Choice(made, source, offer.origin if offer is not None else distribution_of(made))
     if settings.seed is not None:
         seed = (settings.seed, "argument")
     else:

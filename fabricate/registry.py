@@ -146,7 +146,7 @@ class Registry:
                 raise PluginError(f"plugins: this {type(plugin).__name__} object is listed twice; remove one")
             names = (getattr(plugin, "name", None), getattr(plugin, "__name__", None))
             name = next((n for n in names if n and isinstance(n, str)), type(plugin).__name__)
-            origin = _distribution_of(plugin)
+            origin = distribution_of(plugin)
             taken = {n for n, _ in self.active}
             if name in taken:
                 name = next(f"{name}#{n}" for n in range(2, 1000) if f"{name}#{n}" not in taken)
@@ -442,7 +442,7 @@ def _convert(text: str, hint: Any, where: str) -> Any:
     raise ConfigurationError(f"{where} is not {wanted}")
 
 
-def _distribution_of(plugin: object) -> Origin:
+def distribution_of(plugin: object) -> Origin:
     """The installed distribution that a plugin object's class comes from; the script's own classes have none."""
     package = type(plugin).__module__.partition(".")[0]
     if package == "fabricate":
@@ -459,4 +459,4 @@ def _version() -> str:
     return fabricate.__version__
 
 
-__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "build", "parse_name"]
+__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "build", "distribution_of", "parse_name"]

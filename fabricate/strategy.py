@@ -65,6 +65,11 @@ class Strategy(Listener):
     def after_evaluation(self, model: torch.nn.Module) -> None:
         """Called when an evaluation's forwards are done, before anything reads parameters. All ranks."""
 
+    def route(self) -> int:
+        """Under `lockstep`: a number below 2**62 for the layers and gradients of the window just run, the same on every rank
+        unless they went different ways; compared at each update boundary. Called before gradients are cleared; no wait."""
+        return 0
+
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch. `loss`: 0-dim, weighted and scaled; gradients are averaged over ranks on the last one."""
         loss.backward()  # type: ignore[no-untyped-call]

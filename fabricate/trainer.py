@@ -179,6 +179,16 @@ class Trainer:
         return self._run.engine.accelerator
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy object at work. Raises `FabricateError` before and after a fit or an evaluation."""
+        return self._live().engine.strategy
+
+    @property
+    def precision(self) -> Precision:
+        """The precision object at work. Raises `FabricateError` before and after a fit or an evaluation."""
+        return self._live().engine.precision
+
+    @property
     def is_main(self) -> bool:
         """Whether this process is rank 0; before a fit the launcher's word counts."""
         return self._run.engine.rank == 0 if self._run is not None else detect(os.environ).rank == 0

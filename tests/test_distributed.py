@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
-from fabricate import Callback, Trainer, TrainModule
+from fabricate import Callback, RankError, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 GLOBAL_BATCH, STEPS, MAX_GRAD_NORM, TOLERANCE = 12, 8, 0.5, 1e-5
@@ -308,6 +308,25 @@ def left_behind() -> dict[str, Any]:
     }
 
 
+class Routing(Regression):
+    """From its third update on, ranks go through different layers of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
+
+    def training_step(self, batch: Any) -> Any:
+        chosen = self.trainer.accelerator.process_index if self.trainer.step >= 2 else 0
+        return mse_loss(self.head(torch.tanh(self.blocks[chosen](batch[0]))), batch[1])
+
+
+def routed() -> list[str]:
+    trainer = Trainer(strategy="fsdp", max_steps=4, seed=1, progress=False)
+    with pytest.raises(RankError) as caught:
+        trainer.fit(Routing(), rows(24), batch_size=6)
+    return [str(caught.value)]
+
+
 def job(world_size: int) -> dict[Any, Any]:
     """Everything that ranks of one pool are asked for; an exception is one of the answers."""
     jobs: dict[Any, Callable[[], Any]] = {
@@ -318,6 +337,7 @@ def job(world_size: int) -> dict[Any, Any]:
     if world_size == 2:
         jobs |= {
             "failure": left_behind,
+            "routed": routed,
             "two fits": two_fits,
             "two fits without a seed": two_fits_without_a_seed,
         }
@@ -434,3 +454,11 @@ def test_a_failed_fit_on_two_ranks_leaves_nothing_and_the_next_one_works(
     for found in answer(answers, 2, "failure"):
         assert "ValueError: wrong on every rank" in found.pop("failed")
         assert found == {"environment": True, "accelerate": [False, False], "steps": 4}
+
+
+def test_shards_that_went_different_ways_are_an_error_on_every_rank(
+    answers: dict[int, list[dict[Any, Any]]],
+) -> None:
+    for (message,) in answer(answers, 2, "routed"):
+        assert message.startswith("ranks ran different layers in the update to step 3")
+        assert "or use strategy='ddp'" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -115,6 +116,8 @@ class FSDP(Strategy):
         if self.offload not in (None, "cpu"):
             raise ConfigurationError(f"fsdp: offload={self.offload!r}: give 'cpu' or leave it out")
         self._units: list[str] = []
+        self._ran: list[int] = []
+        self._watched: list[torch.nn.Parameter] = []
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         import torch
@@ -137,6 +140,9 @@ class FSDP(Strategy):
         for _, unit in units:
             fully_shard(unit, **options)
         fully_shard(root, **options)
+        self._watched, self._ran = list(module.parameters()), []
+        for number, (_, unit) in enumerate(units):
+            unit.register_forward_pre_hook(functools.partial(self._runs, number))
         # Placement is done; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
 
@@ -180,6 +186,14 @@ class FSDP(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         return self._unsynchronised(model)
+
+    def _runs(self, number: int, unit: torch.nn.Module, given: object) -> None:
+        self._ran.append(number)
+
+    def route(self) -> int:
+        # Shards of unlike layers or gradients would be gathered and added up as if they were one: wrong, without an error.
+        ran, self._ran = self._ran, []
+        return hash((*ran, -1, *(p.grad is not None for p in self._watched))) & (2**62 - 1)
 
     def after_evaluation(self, model: torch.nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
