@@ -2,7 +2,7 @@
 
 Owns every system call that reads or changes a checkpoint directory, one method each, so that a subclass can count them,
 fail one, tear a write or stop the process there. It knows nothing about what the bytes mean; failures leave it as
-`OSError`.
+`OSError`, which `explained` turns into a `CheckpointError` with a remedy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LOCAL", "Files", "Source", "Writer"]
+from fabricate.errors import CheckpointError
+
+__all__ = ["LOCAL", "Files", "Source", "Writer", "explained"]
 
 
 class Files:
@@ -169,6 +173,20 @@ class Source:
 
     def close(self) -> None:
         self._files.close_source(self)
+
+
+@contextmanager
+def explained(doing: str, path: Path) -> Iterator[None]:
+    """Turn the file system's refusal into a `CheckpointError` with a remedy."""
+    try:
+        yield
+    except OSError as exc:
+        remedy = "check the file system and the disk"
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free space there, keep fewer checkpoints, or point run_dir at another disk"
+        elif exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            remedy = "give this user write permission, or point run_dir elsewhere"
+        raise CheckpointError(f"cannot {doing} {path}: {exc.strerror or exc}; {remedy}") from exc
 
 
 def _not_regular(path: Path) -> OSError:

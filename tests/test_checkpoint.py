@@ -19,7 +19,7 @@ import xxhash
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from fabricate import checkpoint
+from fabricate import checkpoint, writing
 from fabricate.checkpoint import (
     Chunk,
     FileRecord,
@@ -907,7 +907,7 @@ def test_a_json_file_with_duplicate_keys_is_refused_though_its_digest_is_right(t
     record = write_json(staging / "state.json", {"a": 1, "b": 2})
     original = (staging / "state.json").read_bytes()
     (staging / "state.json").unlink()
-    forged = checkpoint._write(staging / "state.json", [original.replace(b'"b"', b'"a"')], LOCAL)
+    forged = writing._write(staging / "state.json", [original.replace(b'"b"', b'"a"')], LOCAL)
     assert forged.size == record.size
     with Reader(commit(staging, manifest([forged], tensors={}, aliases={}))) as reader:
         reader.verify()

@@ -18,7 +18,7 @@ FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
     | {"console", "group", "plugin_template"},
-    {"progress", "checkpoint", "dispatch", "data", "settings", "optimization"},
+    {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "optimization"},
     {"module", "registry", "planning", "construct", "engine", "state", "run"},
     {"evaluation", "loop", "saving", "cli", "cli_plugins", "__main__"},
     {"trainer"},

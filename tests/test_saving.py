@@ -306,7 +306,7 @@ def test_an_altered_byte_is_found_wherever_it_is(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_version_is_left_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabricate.checkpoint.VERSION", 2)
+    monkeypatch.setattr("fabricate.manifest.VERSION", 2)
     fit(tmp_path, SAVED)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="upgrade fabricate"):
