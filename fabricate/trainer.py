@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate import evaluation, loop, saving
+from fabricate import evaluation, exporting, loop, resuming, saving
 from fabricate.construct import build_model
 from fabricate.data import Loading, describe
 from fabricate.dispatch import Calls, Manager, Origin
@@ -338,7 +338,7 @@ class Trainer:
             return
         if run.run_dir is not None and engine.rank == 0:
             run.run_dir.mkdir(parents=True, exist_ok=True)
-        path = saving.choose(run, os.fspath(resume), lambda text: print(text, file=sys.stderr, flush=True))
+        path = resuming.choose(run, os.fspath(resume), lambda text: print(text, file=sys.stderr, flush=True))
         if run.run_dir is not None and engine.rank == 0:
             temporary = run.run_dir / ".plan.json"
             temporary.write_text(json.dumps(plan.to_json(), indent=1))
@@ -351,7 +351,7 @@ class Trainer:
         if run.calls.on_fit_start is not None:
             run.calls.on_fit_start(self, module)
         if path is not None:
-            saving.restore(run, path)
+            resuming.restore(run, path)
             module.print(f"resumed from {path} (step {run.progress.step})")
         run.start_clock()
 
@@ -366,7 +366,7 @@ class Trainer:
                 + (saved if run.checkpoint else "without a run_dir nothing is saved")
             )
         else:
-            saving.export(run)
+            exporting.export(run)
         if run.calls.on_fit_end is not None:
             run.calls.on_fit_end(self, run.module)
 
@@ -504,7 +504,7 @@ class Trainer:
         path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
         with self._open(found, module, [stage], opened) as run:
             if path is not None:
-                saving.load_weights_only(run, path)
+                resuming.load_weights_only(run, path)
             if stage == "predict":
                 return evaluation.predict(run, next(iter(opened.validation.values())))
             return evaluation.evaluate(run, opened.validation, stage)
@@ -516,7 +516,7 @@ class Trainer:
             raise ConfigurationError(
                 f"checkpoint={checkpoint!r} is looked up in run_dir, which is not set; give a path, or set run_dir"
             )
-        return saving.find(self.settings.run_dir, str(checkpoint), self.settings.keep)
+        return resuming.find(self.settings.run_dir, str(checkpoint), self.settings.keep)
 
     def validate(
         self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any

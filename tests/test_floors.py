@@ -20,7 +20,7 @@ FLOORS = [
     | {"console", "group", "plugin_template"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "optimization"},
     {"module", "registry", "planning", "construct", "engine", "state", "run"},
-    {"evaluation", "loop", "saving", "cli", "cli_plugins", "__main__"},
+    {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]

@@ -1,0 +1,74 @@
+"""RUN_DIR/model/: the weights as plain safetensors, or as the model inside writes them. Must not know: checkpoints, the loop."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricate import checkpoint as format
+from fabricate.construct import pretrained_models
+from fabricate.module import overrides
+from fabricate.state import chunk, export_tensors, gather
+
+if TYPE_CHECKING:
+    from fabricate.run import Run
+
+
+def export(run: Run) -> Path | None:
+    """Write RUN_DIR/model/: the weights as plain safetensors, one tensor in memory at a time. All ranks."""
+    if run.run_dir is None:
+        return None
+    final, staging = run.run_dir / "model", run.run_dir / ".model-new"
+    if run.engine.rank == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    run.engine.barrier()
+    if overrides(run.module, "export"):
+        run.module.export(staging)
+    else:
+        _export(run, staging)
+    run.engine.barrier()
+    if run.engine.rank == 0:
+        old = run.run_dir / ".model-old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        staging.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    run.engine.barrier()
+    if run.calls.on_export is not None:
+        run.calls.on_export(run.trainer, run.module, final)
+    return final
+
+
+def _export(run: Run, path: Path) -> None:
+    models = pretrained_models(run.module)
+    model: Any = models[0] if len(models) == 1 else run.module
+    main = run.engine.rank == 0
+    if model is not run.module and not run.engine.strategy.shards_parameters:
+        if main:
+            model.save_pretrained(path)
+    else:
+        tensors = export_tensors(model)
+        if not main:
+            for _, tensor in tensors:
+                gather(tensor)  # in the order in which rank 0 writes: one whole tensor exists at a time
+        else:
+            chunks = [chunk(name, tensor) for name, tensor in tensors]
+            format.write_plain_safetensors(path / "model.safetensors", chunks, metadata={"format": "pt"})
+            if model is not run.module:
+                model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+                model.config.save_pretrained(path)
+                if getattr(model, "generation_config", None) is not None:
+                    model.generation_config.save_pretrained(path)
+    if main:
+        for attribute in vars(run.module).values():
+            if (
+                type(attribute).__module__.startswith("transformers")
+                and hasattr(attribute, "save_pretrained")
+                and not isinstance(attribute, torch.nn.Module)
+            ):
+                attribute.save_pretrained(path)

@@ -1,0 +1,234 @@
+"""Resuming a run: the newest good checkpoint is chosen, compared with what is running, and put back. Nothing is used before it
+is verified.
+
+Owns: the choice, what is set or moved aside, what has to be the same, the order in which state comes back. Must not know:
+the loop's order; what a save does (fabricate.saving); the format's bytes (fabricate.checkpoint).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricate import checkpoint as format
+from fabricate.checkpoint import Reader
+from fabricate.errors import CheckpointError
+from fabricate.metrics import load_torchmetrics_state
+from fabricate.randomness import derive_seed, seed_everything, set_rng_state
+from fabricate.saving import best_checkpoints, checkpoints, data_identity
+from fabricate.state import (
+    compare_model,
+    compare_optimizer,
+    decode_with,
+    find_checkpoint,
+    load_model,
+    load_optimizer,
+    parameter_names,
+)
+
+if TYPE_CHECKING:
+    from fabricate.run import Run
+
+
+def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume from, verified in full, the same on every rank; None to start anew. All ranks.
+
+    "auto": the newest good one of the run directory; damaged ones are named and set aside. A path: that one, or an error.
+    """
+    answer: list[Any] = [None, None]
+    if run.engine.rank == 0:
+        try:
+            answer[0] = _choose(run, resume, warn)
+        except (CheckpointError, OSError) as exc:
+            answer[1] = str(exc)
+    path, error = run.engine.broadcast_json([str(answer[0]) if answer[0] else None, answer[1]])
+    if error:
+        raise CheckpointError(error)
+    return Path(path) if path else None
+
+
+def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | None:
+    if str(resume) not in ("auto", "never"):
+        path = Path(resume)
+        if not path.exists():
+            raise CheckpointError(
+                f"resume={str(resume)!r} does not exist; give 'auto', 'never' or the path of a checkpoint"
+            )
+        if not (path / "manifest.json").exists():
+            raise CheckpointError(
+                f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
+            )
+        _verify(path)
+        if run.run_dir is not None:
+            _make_room(run.run_dir, path, warn)
+        return path
+    if run.run_dir is None:
+        return None
+    if resume == "never":
+        _move_aside(run.run_dir, _EVERYTHING, "resume='never'", warn)
+        return None
+    root = checkpoints(run)
+    format.clean(root)
+    found = format.committed(root)
+    for path in reversed(found):
+        try:
+            _verify(path)
+            return path
+        except format.NewerFormatError:
+            raise  # intact, only not for this version: nothing to set aside
+        except CheckpointError as exc:
+            aside = format.set_aside(path, str(exc))
+            run.event("rejected", path=path.name, reason=str(exc), moved_to=aside.name)
+            warn(f"{exc}\n  set aside as {aside.name}; trying the one before")
+    if found or any(root.glob(".bad-*")):  # also the next time: starting over has to be somebody's decision
+        raise CheckpointError(
+            f"no checkpoint in {root} is good (they were set aside there); start over with resume='never', or restore one"
+        )
+    _cut_metrics(run, 0)  # of a run that ended before its first checkpoint
+    return None
+
+
+def _verify(path: Path) -> None:
+    with Reader(path) as reader:
+        reader.verify()
+
+
+_EVERYTHING = ("checkpoints", "metrics.jsonl", "events.jsonl", "model", "plan.json")
+
+
+def _make_room(run_dir: Path, path: Path, warn: Callable[[str], None]) -> None:
+    """A run that starts from `path` is going to write checkpoints that must not meet those of another run."""
+    root = run_dir / "checkpoints"
+    if path.resolve().parent != root.resolve():
+        _move_aside(run_dir, _EVERYTHING, f"resume={str(path)!r} is of another run", warn)
+        return
+    found = [p.name for p in format.committed(root)]
+    newer = [f"checkpoints/{name}" for name in found[found.index(path.name) + 1 :]] if path.name in found else []
+    _move_aside(run_dir, newer, f"resume={str(path)!r} goes back", warn)
+
+
+def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[str], None]) -> None:
+    """What is in the way of a new run is kept under another name, so that nothing is lost or mixed."""
+    present = [name for name in names if (run_dir / name).exists()]
+    if not present or present == ["plan.json"]:  # of a run that never began
+        return
+    number = next(n for n in range(1, 10_000) if not (run_dir / f"before-{n}").exists())
+    target = run_dir / f"before-{number}"
+    for name in present:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).rename(target / name)
+    warn(f"{why}: {', '.join(present)} moved to {target}")
+
+
+def restore(run: Run, path: Path) -> None:
+    """Put everything back as it was when `path` was saved. All ranks. Compared first, so that an error changes nothing."""
+    engine = run.engine
+    with Reader(path) as reader:
+        tree: Any = reader.json("state.json")
+        world_size = int(reader.manifest.topology["world_size"])  # type: ignore[arg-type]
+        _compare(run, path, tree, run.settings.accept_changes)
+        compare_model(reader, run.module)
+        names = parameter_names(run.module, run.optimizers)
+        for label, optimizer in run.optimizers.items():
+            compare_optimizer(path, label, optimizer, tree["optimizers"][label], names)
+        load_model(reader, run.module, engine.strategy)
+        for label, optimizer in run.optimizers.items():
+            load_optimizer(reader, label, optimizer, tree["optimizers"][label], names, engine.strategy)
+        for label, scheduler in run.schedulers.items():
+            scheduler.load_state_dict(decode_with(reader, tree["schedulers"][label]["state"]))
+        if engine.scaler is not None and tree["scaler"]:
+            engine.scaler.load_state_dict(tree["scaler"])
+        run.progress.load(tree["progress"])
+        run.latest = dict(decode_with(reader, tree["latest"]))
+        if run.settings.seed is None:  # nobody asked for one: the order goes on as it began
+            run.seed = tree["seed"]
+            for source in (run.source, *run.validation.values()):
+                assert source is not None
+                source.reseed(run.seed)
+        for name, call in run.calls.listeners("on_load"):
+            if name in tree["plugins"]:
+                call(trainer=run.trainer, module=run.module, state=decode_with(reader, tree["plugins"][name]))
+        same = world_size == engine.world_size
+        # On another number of ranks, rank 0 goes on with what all of them had collected since the last log boundary.
+        ranks = [engine.rank] if same else range(world_size if engine.rank == 0 else 1)
+        own: list[Any] = [reader.json(f"rank-{rank:05d}.json") for rank in ranks]
+        collected = [decode_with(reader, each["metrics"]) for each in own]
+        pending = [entry for each in collected for entry in each["pending"]]
+        run.metrics.load({**collected[0], "pending": pending}, same_rank=same or engine.rank == 0)
+        if same:
+            load_torchmetrics_state(run.module, decode_with(reader, own[0]["torchmetrics"]))
+            set_rng_state(decode_with(reader, own[0]["rng"]))
+        else:
+            seed_everything(derive_seed(run.seed, "rank", engine.rank, engine.world_size, run.progress.step))
+    if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
+        run.checkpoint, run.saved_step = path, run.progress.step
+        _cut_metrics(run, tree["metrics_bytes"])
+    run.restored = True
+    run.event("resumed", path=path.name, world_size=engine.world_size, saved_world_size=world_size)
+
+
+def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -> None:
+    now, then = data_identity(run), tree["data"]
+    for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train"), ("shuffle", "train")):
+        if now[key] != then[key] and argument not in accept_changes:
+            raise CheckpointError(
+                f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
+                f"Use the same {argument}, or say that it is meant: Trainer(accept_changes=({argument!r},))"
+            )
+    if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved with seed={tree['seed']}, this run has seed={run.settings.seed}; use the same, "
+            "or Trainer(accept_changes=('seed',))"
+        )
+    if set(run.optimizers) != set(tree["optimizers"]):
+        raise CheckpointError(
+            f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optimizers)}; they have to be the same"
+        )
+    schedulers = {label: type(s).__name__ for label, s in run.schedulers.items()}
+    saved_schedulers = {label: s["kind"] for label, s in tree["schedulers"].items()}
+    if schedulers != saved_schedulers:
+        raise CheckpointError(
+            f"{path} has the schedulers {saved_schedulers}, this run has {schedulers}; they have to be the same"
+        )
+    listening = {name for name, _ in run.calls.listeners("on_save")}
+    missing = sorted(n for n in tree["plugins"] if n not in listening)
+    surplus = sorted(n for n in listening if n not in tree["plugins"])
+    for names, text in ((missing, "holds the state of"), (surplus, "has no state for")):
+        if names and "plugins" not in accept_changes:
+            raise CheckpointError(
+                f"{path} {text} the plugin {', '.join(names)}; use the same plugins, or Trainer(accept_changes=('plugins',))"
+            )
+
+
+def _cut_metrics(run: Run, size: int) -> None:
+    """metrics.jsonl as it was at the checkpoint: what came after will be written again."""
+    file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
+    if run.engine.rank == 0 and file is not None and file.exists() and file.stat().st_size > size:
+        with file.open("r+b") as handle:
+            handle.truncate(size)
+
+
+def load_weights_only(run: Run, path: Path) -> None:
+    """Load a checkpoint's weights into the prepared module, for evaluation. All ranks."""
+    with Reader(find_checkpoint(path)) as reader:
+        reader.verify()
+        load_model(reader, run.module, run.engine.strategy)
+
+
+def find(run_dir: Path, which: str, keep: dict[str, Any]) -> Path:
+    """The "last" or the "best" checkpoint of a run directory; best by `keep`'s metric."""
+    found = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
+    chosen = found[::-1] if which == "last" else best_checkpoints(found, keep["metric"], keep["mode"])
+    if not chosen and which == "best" and found:
+        with Reader(found[-1]) as reader:
+            known = ", ".join(sorted(reader.manifest.metrics)) or "none"
+        raise CheckpointError(
+            f"checkpoint='best': no checkpoint in {run_dir} recorded {keep['metric']!r}; recorded are {known}: name one with "
+            "Trainer(keep={'last': 2, 'best': 1, 'metric': ..., 'mode': 'min'})"
+        )
+    if not chosen:
+        raise CheckpointError(
+            f"checkpoint={which!r}: {run_dir} has no checkpoint; fit with this run_dir first, or give a path"
+        )
+    return chosen[0]
