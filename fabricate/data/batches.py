@@ -1,0 +1,99 @@
+"""What a source hands to the loop: windows of micro-batches, and what can be said of a batch by looking at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabricate.errors import ConfigurationError
+
+
+@dataclass(slots=True)
+class Window:
+    """One optimizer update's worth of data, as one rank sees it.
+
+    `micro_batches` yields `num_micro_steps` pairs ``(batch, rows)``. `rows` of a pair is 0 when the batch is a stand-in
+    that must not count, and None when the batch of an iterable does not show its rows (then `rows_of` raises, and the
+    step has to return its weight). The window's own `rows` is over all ranks; batches that do not show theirs count
+    as one.
+    """
+
+    num_micro_steps: int
+    rows: int
+    end: int  # rows of the epoch's global order consumed after this window: the position to resume at
+    last: bool  # of the epoch
+    micro_batches: Iterator[tuple[Any, int | None]]
+
+
+@dataclass(slots=True)
+class EvalBatch:
+    """One rank's evaluation batch. `indices` are its rows' places in the data set, or in order of arrival."""
+
+    batch: Any
+    rows: int | None  # 0 for a stand-in, None when the batch of an iterable does not show them
+    indices: Sequence[int]
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch: the leading dimension of its first tensor or array, else the length of its list of samples.
+
+    >>> rows_of({"image": torch.zeros(8, 3), "label": torch.zeros(8)}), rows_of([{"x": 1}, {"x": 2}])
+    (8, 2)
+
+    Raises ConfigurationError when nothing in the batch says so.
+    """
+    rows = visible_rows(batch)
+    if rows is None:
+        raise ConfigurationError(
+            f"cannot tell how many rows a batch of type {type(batch).__name__} has: it holds no tensor or array with "
+            'a leading dimension and no list of samples. Return {"loss": loss, "weight": weight} from the step (for '
+            'metrics: "weight"), where weight is what the mean was taken over.'
+        )
+    return rows
+
+
+def visible_rows(batch: Any) -> int | None:
+    rows = _leading_dimension(batch)
+    return _num_listed(batch) if rows is None else rows
+
+
+def _leading_dimension(batch: Any) -> int | None:
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return int(batch.shape[0]) if batch.ndim else None
+    # A list of mappings is a list of samples: a dimension found inside one of them is not the batch's.
+    if isinstance(batch, list | tuple) and batch and all(isinstance(part, Mapping) for part in batch):
+        return len(batch)
+    return next((rows for part in _parts(batch) if (rows := _leading_dimension(part)) is not None), None)
+
+
+def _num_listed(batch: Any) -> int | None:
+    if isinstance(batch, list):
+        return len(batch)
+    return next((rows for part in _parts(batch) if (rows := _num_listed(part)) is not None), None)
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if isinstance(batch, list | tuple):
+        return batch
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return ()
+
+
+def describe(batch: object, depth: int = 0) -> str:
+    """One line about a batch: the keys, types and shapes in it, for error messages."""
+    if isinstance(batch, torch.Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping) and depth < 3:
+        inside = ", ".join(f"{key!r}: {describe(value, depth + 1)}" for key, value in list(batch.items())[:20])
+        return "{" + inside + "}"
+    if isinstance(batch, tuple | list) and depth < 3:
+        inside = ", ".join(describe(value, depth + 1) for value in batch[:8]) + (", ..." if len(batch) > 8 else "")
+        return f"({inside})" if isinstance(batch, tuple) else f"[{inside}]"
+    return type(batch).__name__

@@ -1,0 +1,206 @@
+"""Data with random access: any position is reached at once; a torch DataLoader is handed this rank's index lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+)
+
+from fabricate.data.batches import EvalBatch, Window
+from fabricate.data.sandbox import Sandbox, begin_epoch, seed_generators
+from fabricate.data.source import Setup, Source
+from fabricate.data.workers import Workers, WorkerStart
+from fabricate.order import Share, batch_seed, plan_window
+
+
+class RowOrder:
+    """An epoch's order, row by row; a unit is a row. `indices`: shape (rows,), int64, or object for other keys."""
+
+    def __init__(self, indices: npt.NDArray[Any]) -> None:
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def fetch(self, start: int, stop: int) -> list[Any]:
+        return self._indices[start:stop].tolist()  # type: ignore[no-any-return]
+
+    def position(self, unit: int) -> int:
+        return unit
+
+    def unit(self, position: int) -> int | None:
+        return position
+
+    def sizes(self, begin: int, shares: list[Share]) -> list[int]:
+        return [share.rows for share in shares]
+
+
+class BatchOrder:
+    """An epoch's order in the batches of the user's own batch sampler; a unit is a batch."""
+
+    def __init__(self, batches: Iterable[Iterable[Any]]) -> None:
+        self._batches = [list(batch) for batch in batches]
+        self._ends = np.cumsum([0, *map(len, self._batches)])  # rows before each batch, and all of them
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def fetch(self, start: int, stop: int) -> list[Any]:
+        return self._batches[start]
+
+    def position(self, unit: int) -> int:
+        return int(self._ends[unit])
+
+    def unit(self, position: int) -> int | None:
+        unit = int(np.searchsorted(self._ends, position))
+        return unit if unit < len(self._ends) and self._ends[unit] == position else None
+
+    def sizes(self, begin: int, shares: list[Share]) -> list[int]:
+        return [len(self._batches[begin + share.start]) if share.rows else 0 for share in shares]
+
+
+Draw = Callable[[int, int], RowOrder | BatchOrder]  # an epoch's order, from (seed, epoch)
+_Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
+
+
+class Indexed(Source):
+    """Random access: a torch DataLoader per epoch, fed with this rank's index lists from the position on."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        kind: str,
+        dataset: Any,
+        draw: Draw,
+        *,
+        batch_size: int | None,
+        units: int,
+        shuffle: bool | None,
+        options: dict[str, Any],
+    ) -> None:
+        resumes = "exactly, by position"
+        super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=shuffle)
+        self._dataset = dataset
+        self._draw = draw
+        self._options = options
+
+    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
+        order, stop = self._order(epoch)
+        first = order.unit(start)
+        if first is None or first > stop:
+            raise self._setup.error(
+                f"cannot resume at row {start}: an epoch has {order.position(stop)} rows and no batch begins there. "
+                "The data, its sampler or the limit changed since the checkpoint was written"
+            )
+        size = self._units_per_window
+        if self._setup.drop_last:
+            stop -= (stop - first) % size
+        full = self._plan(size)
+        batches = self._load(epoch, order, lambda: self._places(first, stop))
+        with closing(Workers(batches)):
+            for begin in range(first, stop, size):
+                end = min(begin + size, stop)
+                shares = full if end - begin == size else self._plan(end - begin)
+                position, sizes = order.position(end), order.sizes(begin, shares)
+                micro_batches = zip(islice(batches, len(sizes)), sizes, strict=True)
+                window = Window(len(sizes), position - order.position(begin), position, end == stop, micro_batches)
+                yield window
+                for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
+                    pass
+
+    def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
+        order, stop = self._order(epoch=0)
+
+        def wanted() -> Iterator[_Place]:
+            return (place for place in self._places(0, stop) if place[2] or stand_ins)
+
+        batches = self._load(0, order, wanted)
+        with closing(Workers(batches)):
+            for batch, (start, end, rows) in zip(batches, wanted(), strict=True):
+                indices = order.fetch(start, end) if rows else []
+                yield EvalBatch(batch, len(indices), indices)
+
+    def _order(self, epoch: int) -> tuple[RowOrder | BatchOrder, int]:
+        """The epoch's order and the units of it that the limit leaves."""
+        order = self._draw(self._setup.seed, epoch)
+        if not len(order):
+            raise self._setup.empty()
+        return order, len(order) if self._cap is None else min(self._cap, len(order))
+
+    def _plan(self, units: int) -> list[Share]:
+        return plan_window(units, self.batch_size or 1, self._setup.world_size, self._setup.rank)
+
+    def _places(self, first: int, stop: int) -> Iterator[_Place]:
+        """This rank's share of every micro-step in units ``first:stop`` of the order."""
+        size = self._units_per_window
+        full = self._plan(size)
+        for begin in range(first, stop, size):
+            for share in full if begin + size <= stop else self._plan(stop - begin):
+                yield begin + share.start, begin + share.stop, share.rows
+
+    def _load(self, epoch: int, order: RowOrder | BatchOrder, places: Callable[[], Iterator[_Place]]) -> Iterator[Any]:
+        seed, dataset, options = self._setup.seed, self._dataset, self._options
+        seeded = options["num_workers"] > 0
+        if seeded:
+            dataset = _SeededDataset(dataset, seed, epoch)
+            options = {**options, "worker_init_fn": WorkerStart(options.get("worker_init_fn"))}
+
+        def requests() -> Iterator[Any]:
+            for start, stop, _ in places():
+                indices = order.fetch(start, stop)
+                yield (start, indices) if seeded else indices
+
+        # Its own generator: iter() draws the workers' base seed, which must not come out of the model's random numbers.
+        generator = torch.Generator()
+        generator.manual_seed(batch_seed(seed, epoch))
+        return iter(DataLoader(dataset, batch_sampler=_Requests(requests), generator=generator, **options))
+
+
+class _Requests:
+    """A batch sampler: a fresh iterator over what to fetch, every time it is asked."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
+
+
+class _SeededDataset(Dataset[Any]):
+    """Seeds its worker process for each batch, so that augmentation depends on the position and not on the worker."""
+
+    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        self._epoch = epoch
+
+    def __getitems__(self, request: tuple[int, list[Any]]) -> Any:
+        position, indices = request
+        seed_generators(batch_seed(self._seed, self._epoch, position))
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [self.dataset[index] for index in indices]
+
+
+def as_indices(drawn: list[Any]) -> npt.NDArray[Any]:
+    if all(isinstance(index, int | np.integer) for index in drawn):
+        return np.asarray(drawn, dtype=np.int64)
+    keys = np.empty(len(drawn), dtype=object)
+    for place, key in enumerate(drawn):  # one by one: numpy would spread tuples over a second dimension
+        keys[place] = key
+    return keys
+
+
+def drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+    """What `sampler` yields in `epoch`: a function of (seed, epoch), so the same on every rank and after a resume."""
+    with Sandbox(batch_seed(seed, epoch)):
+        begin_epoch((sampler, getattr(sampler, "sampler", None)), seed, epoch)
+        return list(sampler)

@@ -1,0 +1,270 @@
+"""From what the user passed to a source: kept, rebuilt around our order and said so, or refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from fabricate.data.indexed import BatchOrder, Draw, Indexed, RowOrder, as_indices, drawn
+from fabricate.data.sequential import Sequential
+from fabricate.data.source import Loading, Setup, Source
+from fabricate.data.workers import has_own_loop
+from fabricate.order import epoch_order
+
+
+def open_source(
+    data: Any,
+    *,
+    argument: str,
+    loading: Loading,
+    training: bool,
+    rank: int,
+    world_size: int,
+    accumulation: int = 1,
+    seed: int = 0,
+    limit: int | float | None = None,
+) -> Source:
+    """Open `data` for `rank`: a DataLoader, a data set, a stream of rows or an iterable of batches.
+
+    `argument` is the name errors use ("train", "val"). `limit` caps an epoch: micro-steps (int) or a share of it (float
+    in (0, 1]). Evaluation (`training=False`) ignores accumulation and drop_last: every row counts. Reads nothing yet,
+    apart from lengths. Raises ConfigurationError for data or settings that cannot be honoured.
+
+    >>> open_source(dataset, argument="train", loading=Loading(8), training=True, rank=0, world_size=2).global_batch
+    16
+    """
+    setup = Setup(
+        argument=argument,
+        training=training,
+        rank=rank,
+        world_size=world_size,
+        accumulation=accumulation if training else 1,
+        seed=seed,
+        limit=limit,
+        drop_last=loading.drop_last and training,
+        notes=[],
+    )
+    setup.check(loading)
+    if loading.drop_last:
+        setup.note_drop_last()
+    if type(data).__module__.partition(".")[0] == "accelerate":
+        raise setup.error(
+            f"is a {type(data).__name__} that accelerate has already split over the ranks; pass the DataLoader that "
+            "was given to prepare()"
+        )
+    if isinstance(data, DataLoader):
+        return _open_loader(data, setup, loading)
+    if isinstance(data, Mapping | str | bytes) or data is None:
+        raise setup.error(
+            f"is a {type(data).__name__}, which holds no rows to read; pass a data set, a DataLoader or an iterable"
+        )
+    if isinstance(data, IterableDataset) or _is_hugging_face(data, "IterableDataset"):
+        return _open_stream(data, setup, loading)
+    if isinstance(data, list | tuple) and loading.batch_size is None:
+        return _open_iterable(data, setup, loading)
+    if isinstance(data, Dataset) or (isinstance(data, Sized) and hasattr(type(data), "__getitem__")):
+        return _open_dataset(data, setup, loading)
+    if isinstance(data, Iterable):
+        return _open_iterable(data, setup, loading)
+    raise setup.error(
+        f"is a {type(data).__name__}, neither a data set (__len__ and __getitem__) nor iterable; pass a DataLoader, "
+        "a data set or an iterable of batches"
+    )
+
+
+def _open_dataset(data: Any, setup: Setup, loading: Loading) -> Source:
+    rows = _length(data)
+    if rows is None:
+        raise setup.error(
+            f"is a {type(data).__name__} without a length: give it __len__, or make it a torch IterableDataset if it "
+            "can only be read in order"
+        )
+    if loading.batch_size is None:
+        raise setup.error("is a dataset: pass batch_size=... (rows per rank and micro-batch)")
+    if loading.collate_fn is None and _is_hugging_face(data, "Dataset") and data.format["type"] is None:
+        data = data.with_format("torch")
+        setup.notes.append(
+            f'{setup.argument}: rows are read as tensors (with_format("torch")), the data set had no format'
+        )
+    shuffle = setup.training if loading.shuffle is None else loading.shuffle
+    return Indexed(
+        setup,
+        "dataset",
+        data,
+        lambda seed, epoch: RowOrder(epoch_order(rows, seed=seed, epoch=epoch, shuffle=shuffle)),
+        batch_size=loading.batch_size,
+        units=rows,
+        shuffle=shuffle,
+        options={
+            "collate_fn": loading.collate_fn,
+            "num_workers": loading.num_workers,
+            "pin_memory": loading.pin_memory,
+        },
+    )
+
+
+def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Source:
+    setup.refuse(
+        loading,
+        ("batch_size", "num_workers", "collate_fn", "shuffle", "drop_last"),
+        "is a DataLoader, which has its own; set it there, or pass the loader's data set instead",
+    )
+    batch_sampler = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            raise setup.error(
+                "has a DistributedSampler, but fabricate splits the data over the ranks itself: drop the sampler and "
+                "pass shuffle= to the DataLoader"
+            )
+    if has_own_loop(loader):
+        return _open_batches(loader, setup, f"{type(loader).__name__} has an iterator of its own")
+    if isinstance(loader.dataset, IterableDataset):
+        return _open_batches(loader, setup, "its data set is a stream")
+    if batch_sampler is None:
+        return _open_batches(loader, setup, "batch_size=None turns batching off")
+
+    batch_size: int | None
+    draw: Draw
+    if type(batch_sampler) is BatchSampler:
+        batch_size, sampler = batch_sampler.batch_size, batch_sampler.sampler
+        if batch_sampler.drop_last:
+            setup.note_drop_last()
+            setup = replace(setup, drop_last=setup.training)
+        draw, units, order, shuffle = _sampler_order(loader.dataset, sampler)
+    else:
+        batch_size, sampler, shuffle = None, batch_sampler, None
+        draw, units = lambda seed, epoch: BatchOrder(drawn(sampler, seed, epoch)), _length(sampler)
+        order = f"the batches of {type(sampler).__name__}, drawn per epoch from the seed, dealt to the ranks in turn"
+    if units is None:
+        return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
+    setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
+    options: dict[str, Any] = {
+        name: getattr(loader, name)
+        for name in ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    }
+    options["prefetch_factor"] = loader.prefetch_factor
+    if loader.pin_memory_device:  # naming it at all is deprecated in torch
+        options["pin_memory_device"] = loader.pin_memory_device
+    return Indexed(
+        setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, shuffle=shuffle, options=options
+    )
+
+
+def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, bool | None]:
+    """How to draw an epoch's rows as `sampler` would, how many there are, a phrase for the note, and `Source.shuffle`."""
+    rows = _length(sampler)
+    # Exactly torch's own classes over the whole data set; a subclass may order as it likes and is asked instead.
+    whole = type(sampler) in (SequentialSampler, RandomSampler) and rows == _length(dataset) == len(sampler.data_source)
+    shuffle = type(sampler) is RandomSampler
+    if whole and rows is not None and not (shuffle and sampler.replacement):
+        phrase = "shuffled, the permutation comes from the seed and the epoch" if shuffle else "not shuffled"
+        return (
+            lambda seed, epoch: RowOrder(epoch_order(rows, seed=seed, epoch=epoch, shuffle=shuffle)),
+            rows,
+            phrase,
+            shuffle,
+        )
+    phrase = f"the rows of {type(sampler).__name__}, drawn per epoch from the seed, the same on all ranks"
+    return lambda seed, epoch: RowOrder(as_indices(drawn(sampler, seed, epoch))), rows, phrase, None
+
+
+def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
+    name = type(data).__name__
+    if loading.batch_size is None:
+        raise setup.error(f"is a stream of rows ({name}): pass batch_size=... (rows per rank and micro-batch)")
+    if loading.shuffle:
+        raise setup.error(
+            f"is a stream ({name}), which shuffle=True cannot reorder: shuffle in the data set itself "
+            "(datasets: .shuffle(seed=..., buffer_size=...)) and leave shuffle unset"
+        )
+    if loading.num_workers > 1:
+        raise setup.error(
+            f"is a stream ({name}) and num_workers={loading.num_workers}: each worker process would read the whole "
+            "stream, and every row would come once per worker. Pass num_workers=1 (or 0)"
+        )
+    if _is_hugging_face(data, "IterableDataset"):
+        if _shuffled_without_seed(data):
+            raise setup.error(
+                "is a stream shuffled without a seed: every rank and every resumed run would read another order. "
+                "Call .shuffle(seed=...)"
+            )
+        if loading.collate_fn is None and data._formatting is None:
+            data = data.with_format("torch")
+            setup.notes.append(
+                f'{setup.argument}: rows are read as tensors (with_format("torch")), the stream had no format'
+            )
+    _note_sequential(setup, "rows")
+    return Sequential(
+        setup,
+        "stream",
+        data,
+        batch_size=loading.batch_size,
+        units=_length(data),
+        collate=loading.collate_fn or default_collate,
+        in_worker=loading.num_workers == 1,
+        pin_memory=loading.pin_memory,
+    )
+
+
+def _open_iterable(data: Iterable[Any], setup: Setup, loading: Loading) -> Source:
+    setup.refuse(
+        loading,
+        # shuffle=False is what happens anyway.
+        ("batch_size", "num_workers", "collate_fn", *(["shuffle"] if loading.shuffle else [])),
+        f"is an iterable of batches ({type(data).__name__}), taken as they come; for rows pass a data set or a torch "
+        "IterableDataset",
+    )
+    return _open_batches(data, setup, None)
+
+
+def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Source:
+    if reason:
+        setup.notes.append(f"{setup.argument}: the DataLoader is read as an iterable of batches, because {reason}")
+    _note_sequential(setup, "batches")
+    return Sequential(setup, "iterable", data, batch_size=None, units=_length(data), collate=None)
+
+
+def _note_sequential(setup: Setup, what: str) -> None:
+    if setup.world_size > 1:
+        setup.notes.append(f"{setup.argument}: every rank reads all {what} and keeps its own")
+    if setup.training:
+        setup.notes.append(f"{setup.argument}: resuming reads the epoch again up to the position, which takes its time")
+
+
+def _is_hugging_face(data: Any, name: str) -> bool:
+    datasets = sys.modules.get("datasets")  # its objects cannot exist before it is imported
+    return datasets is not None and isinstance(data, getattr(datasets, name))
+
+
+def _shuffled_without_seed(data: Any) -> bool:
+    """Whether a `datasets` stream's shuffle was seeded by the operating system: such a seed has 128 bits."""
+    node = getattr(data, "_ex_iterable", None)
+    while node is not None:
+        generator = getattr(node, "generator", None)
+        if isinstance(generator, np.random.Generator):
+            entropy = getattr(generator.bit_generator.seed_seq, "entropy", 0)
+            if isinstance(entropy, int) and entropy >= 2**64:
+                return True
+        node = getattr(node, "ex_iterable", None)
+    return False
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:  # no __len__, or one that says that there is no length (a DataLoader over a stream)
+        return None

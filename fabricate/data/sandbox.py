@@ -1,0 +1,58 @@
+"""The random state that reading happens under: a function of seed and epoch, apart from the model's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabricate.order import batch_seed
+
+
+class Sandbox:
+    """While entered, the global generators of python, numpy and torch (CPU) are in a state of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: tuple[Any, Any, torch.Tensor] | None = None
+        self._outside: tuple[Any, Any, torch.Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = _random_state()
+        if self._inside is None:
+            seed_generators(self._seed)
+        else:
+            _set_random_state(self._inside)
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._outside is not None
+        self._inside = _random_state()
+        _set_random_state(self._outside)
+
+
+def _random_state() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def _set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the accelerators as well
+
+
+def begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> None:
+    """Tell foreign samplers, loaders and data sets which epoch it is, and seed their own generators for it."""
+    for part in parts:
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+            generator.manual_seed(batch_seed(seed, epoch))

@@ -1,0 +1,151 @@
+"""What every source of data has and knows: how rows become batches, whose rank reads, the position in an epoch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fabricate.data.batches import EvalBatch, Window
+from fabricate.errors import ConfigurationError
+from fabricate.order import num_windows
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How rows become batches, for data that does not say so itself (data sets and streams).
+
+    `batch_size` counts rows per rank and micro-batch. `shuffle=None` shuffles training data sets only. `drop_last`
+    leaves out the last incomplete *global* batch of a training epoch. `pin_memory` has no effect on iterables of
+    batches and on a DataLoader, which has its own.
+    """
+
+    batch_size: int | None = None
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every kind of source needs to know, and the sentences they share."""
+
+    argument: str
+    training: bool
+    rank: int
+    world_size: int
+    accumulation: int
+    seed: int
+    limit: int | float | None
+    drop_last: bool
+    notes: list[str]
+
+    def error(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"{self.argument} {problem}.")
+
+    def empty(self) -> ConfigurationError:
+        return self.error("has no rows: check the path, the split and any filter that made it")
+
+    def note_drop_last(self) -> None:
+        if not self.training:
+            self.notes.append(f"{self.argument}: drop_last=True is not applied, evaluation reads every row once")
+
+    def check(self, loading: Loading) -> None:
+        for name, value, least in (
+            ("batch_size", loading.batch_size, 1),
+            ("num_workers", loading.num_workers, 0),
+            ("seed", self.seed, 0),
+        ):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigurationError(
+                    f"{name}={value!r} (for {self.argument}) must be a whole number, {least} or more."
+                )
+        limit = self.limit
+        whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
+        share = isinstance(limit, float) and 0 < limit <= 1
+        if limit is not None and not whole and not share:
+            raise ConfigurationError(
+                f"limit={limit!r} (for {self.argument}) must be a number of micro-steps (int, 1 or more) or a share "
+                "of the data (float above 0, up to 1.0)."
+            )
+
+    def limited(self, units: int | None, step: int) -> int | None:
+        """The most units (rows, or the user's batches) of an epoch that the limit allows; None: all there are."""
+        if self.limit is None:
+            return None
+        if isinstance(self.limit, int):
+            return self.limit * step
+        if units is None:
+            raise self.error(
+                f"has no length, so limit={self.limit} (a share of it) is unknown: pass a number of micro-steps"
+            )
+        return min(units, max(1, int(units * self.limit + 1e-9)))  # 0.29 * 100 is 28.999... in binary
+
+    def refuse(self, loading: Loading, names: Sequence[str], remedy: str) -> None:
+        """Raise for every setting among `names` that was asked for: it would have no effect."""
+        default = Loading()
+        for name in names:
+            if getattr(loading, name) != getattr(default, name):
+                raise ConfigurationError(f"{name}={getattr(loading, name)!r} has no effect: {self.argument} {remedy}.")
+
+
+class Source(ABC):
+    """Data opened for one rank: what the plan prints about it, and its windows.
+
+    `kind` is "dataloader", "dataset", "stream" or "iterable". Counts that need a length nobody gave are None:
+    `batch_size` (rows per rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last),
+    `global_batch` (rows per update), `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the
+    data, None where a sampler or the data itself decides. `resumes` is "exactly, by position" or "by replay".
+    """
+
+    def __init__(
+        self, setup: Setup, kind: str, *, batch_size: int | None, units: int | None, resumes: str, shuffle: bool | None
+    ) -> None:
+        """`units` is the epoch's length before the limit: rows, or batches when the batches are the user's."""
+        step = (batch_size or 1) * setup.world_size
+        self._setup = setup
+        self._cap = setup.limited(units, step)
+        self._units_per_window = step * setup.accumulation
+        self.kind = kind
+        self.batch_size = batch_size
+        self.resumes = resumes
+        self.shuffle = shuffle
+        self.notes: tuple[str, ...] = tuple(setup.notes)
+        self.global_batch = self._units_per_window if batch_size else None
+        usable = units if units is None or self._cap is None else min(units, self._cap)
+        if usable == 0:
+            raise setup.empty()
+        self.updates_per_epoch: int | None = None
+        self.num_samples: int | None = None
+        if usable is not None:
+            self.updates_per_epoch = num_windows(usable, self._units_per_window, setup.drop_last)
+            if not self.updates_per_epoch:
+                raise setup.error(
+                    f"has fewer rows than one global batch ({usable} of {self._units_per_window}) and drop_last=True "
+                    "leaves out incomplete ones: nothing remains. Lower the batch size or pass drop_last=False"
+                )
+            if batch_size:
+                self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
+
+    def reseed(self, seed: int) -> None:
+        """Go on with another seed: that of the run which is resumed. Before any reading."""
+        self._setup = replace(self._setup, seed=seed)
+
+    @abstractmethod
+    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
+        """The windows of `epoch` from position `start` (rows consumed); every rank calls it, none waits for another.
+
+        Advancing drops what was left of the previous window, closing ends worker processes. Raises ConfigurationError
+        for a position that this data cannot be at.
+
+        >>> source = open_source(dataset, argument="train", loading=Loading(8), training=True, rank=0, world_size=1)
+        >>> for window in source.windows(epoch=0):
+        ...     for batch, rows in window.micro_batches: ...
+        """
+
+    @abstractmethod
+    def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
+        """Every row exactly once over all ranks. With `stand_ins` every rank gets the same number of batches."""
