@@ -7,6 +7,7 @@ and leaving everything as it was. Must not know: hooks, data, checkpoints, the l
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,7 +207,7 @@ class Engine(Group):
         # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
         self.root.__dict__.pop("forward", None)
         self.root.__dict__.pop("_original_forward", None)
-        self.model = model
+        self._ready(model)
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", (self.strategy.name, self.world_size, self.root, model))
         return model
@@ -220,10 +221,21 @@ class Engine(Group):
                 f"{type(module).__name__} is sharded already{f' (an earlier fit under {name!r})' if name else ''} and strategy="
                 f"{self.strategy.name!r} needs it whole: build a new module, or {type(module).__name__}.load_from_checkpoint(...)"
             )
-        self.root, self.model = root, model
+        self.root = root
         self.root.steps = steps
         self.root._context = self.context
+        self._ready(model)
         return self.model
+
+    def _ready(self, model: torch.nn.Module) -> None:
+        """Where nothing is wrapped around the root and nothing hooked to it, the loop calls the step itself."""
+        self.model = model
+        bare = model is self.root and self.context is None and "train" in self.root.steps
+        self.forward: Callable[[Any, int], Any] = functools.partial(model, "train")
+        if bare and not (
+            model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks
+        ):
+            self.forward = self.root.steps["train"]
 
     # -- one update ----------------------------------------------------------------------------------------------------
 

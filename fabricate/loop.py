@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fabricate.run import Run
 
 _SYNCHRONISED = contextlib.nullcontext()
+_NOTHING = (False, False, False, False)
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
 
@@ -29,10 +30,11 @@ MOST_SKIPPED = 100
 def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
-    model, strategy, scaler, settings = engine.model, engine.strategy, engine.scaler, run.settings
-    world_size, source = engine.world_size, run.source
+    model, forward, strategy, scaler = engine.model, engine.forward, engine.strategy, engine.scaler
+    settings, world_size, source, moves = run.settings, engine.world_size, run.source, engine.device.type != "cpu"
     assert source is not None
     dues = tuple(Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every))
+    clocked = any(due.by_clock for due in dues)
     manager = calls.manager
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
     everything = list(module.parameters())
@@ -61,12 +63,10 @@ def fit(run: Run) -> str:
             name, own_weights, losses, weights = only, False, [], []
             mark = len(run.metrics.pending)
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
-                run.batch = batch = engine.to_device(batch)
+                run.batch = batch = engine.to_device(batch) if moves else batch
                 with _SYNCHRONISED if micro_step == last else strategy.no_sync(model):
-                    if calls.train_step is None:
-                        output = model("train", batch, progress.micro_step)
-                    else:
-                        output = calls.train_step(trainer, module, batch)
+                    wrapped = calls.train_step
+                    output = wrapped(trainer, module, batch) if wrapped else forward(batch, progress.micro_step)
                     loss, weight, chosen = output, None, None
                     if type(output) is not torch.Tensor:
                         loss, weight, chosen = _unpack(output)
@@ -82,8 +82,8 @@ def fit(run: Run) -> str:
                         name = _choose(run, name, chosen, micro_step)
                     # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
                     # leave to normalise is done once, below.
-                    factor = weight * (world_size / rows)
-                    scaled = loss if type(factor) is float and factor == 1.0 else loss * factor
+                    whole = type(weight) is int and weight * world_size == rows
+                    scaled = loss if whole else loss * (weight * (world_size / rows))
                     strategy.backward(scaled if scaler is None else scaler.scale(scaled))
                 loss = loss.detach()
                 run.metrics.pending.append(("loss", loss, weight, "mean"))
@@ -138,7 +138,7 @@ def fit(run: Run) -> str:
                 parameter.grad = None
             progress.position = window.end
             progress.samples += rows
-            progress.tokens += _host(total, run)
+            progress.tokens += _host(total, run) if own_weights else rows
             if not applied:
                 run.event("skipped", reason=why)
                 if skipped_in_a_row >= MOST_SKIPPED:
@@ -155,7 +155,8 @@ def fit(run: Run) -> str:
                     run.metrics.take(module._logged, total)
 
             # ---- the boundary: requests and moments that fell due -------------------------------------------------
-            run.tick()
+            if clocked:
+                run.tick()
             epoch = progress.epoch
             if window.last:
                 progress.epoch, progress.position = epoch + 1, 0
@@ -323,10 +324,16 @@ def _host(total: Any, run: Run) -> float:
 def _agree(run: Run, dues: tuple[Due, ...], route: int = 0) -> tuple[bool, bool, bool, bool]:
     """Whether to stop, log, evaluate and save: moments that fell due and what any rank asked for, the same on every rank.
     Clocks are rank 0's."""
-    requests = run.requests
-    due = [d.reached(run.progress) if not d.by_clock or run.engine.rank == 0 else False for d in dues] or [False] * 3
-    save = requests.save or due[2] or bool(requests.paths)
-    asked = [due[0], requests.evaluate or due[1], save, bool(requests.stop), bool(requests.signal)]
+    requests, progress = run.requests, run.progress
+    if run.engine.world_size == 1 and not requests.pending():
+        for due in dues:
+            if getattr(progress, due.counter) >= due.next:
+                break
+        else:
+            return _NOTHING
+    fell = [d.reached(progress) if not d.by_clock or run.engine.rank == 0 else False for d in dues] or [False] * 3
+    save = requests.save or fell[2] or bool(requests.paths)
+    asked = [fell[0], requests.evaluate or fell[1], save, bool(requests.stop), bool(requests.signal)]
     if run.engine.world_size > 1:
         *flags, largest, least = run.engine.agree([*(int(flag) for flag in asked), route, -route])
         if largest != -least:
@@ -335,7 +342,7 @@ def _agree(run: Run, dues: tuple[Due, ...], route: int = 0) -> tuple[bool, bool,
                 "into wrong weights; let every rank run every layer (add 0 * output of one that is not needed), or use strategy='ddp'"
             )
         asked = [bool(flag) for flag in flags]
-    requests.save = requests.save or due[2]  # kept until save_requested asks every rank what for
+    requests.save = requests.save or fell[2]  # kept until save_requested asks every rank what for
     requests.evaluate = False
     logging, evaluating, saving, stop, interrupted = asked
     if interrupted:

@@ -36,6 +36,10 @@ class Requests:
     evaluate: bool = False
     signal: str = ""
 
+    def pending(self) -> bool:
+        """Whether anything was asked for."""
+        return bool(self.stop or self.save or self.paths or self.evaluate or self.signal)
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -89,6 +93,7 @@ class Run:
         """Append to metrics.jsonl and tell the trackers (rank 0). What depends on time goes under "clock", apart, because a
         resumed run cannot repeat it."""
         self.latest |= metrics
+        self.tick()
         clock = {"time": time.time(), "seconds": self.progress.seconds} | (self._rates() if stage == "train" else {})
         if self.engine.rank:
             return

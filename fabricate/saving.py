@@ -78,6 +78,7 @@ def write(run: Run, path: Path) -> Path:
     aliases: dict[str, str] = {}
     failure: BaseException | None = None
     try:
+        run.tick()
         saver = Saver(engine.strategy, engine.rank, engine.world_size)
         aliases = saver.model(run.module)
         shared = _shared_state(run, saver)

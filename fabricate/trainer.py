@@ -57,7 +57,7 @@ class Defaults:
     def train_step(self, trainer: Trainer, batch: Any) -> Any:
         """Forward through the prepared model."""
         run = trainer._live()
-        return run.engine.model("train", batch, run.progress.micro_step)
+        return run.engine.forward(batch, run.progress.micro_step)
 
     @hookimpl(trylast=True)
     def optimizer_step(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> bool:
