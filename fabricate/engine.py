@@ -137,6 +137,15 @@ class Engine(Group):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
+    def topology(self) -> dict[str, Any]:
+        """What a checkpoint says of how it was made."""
+        return {
+            "world_size": self.world_size,
+            "strategy": self.strategy.name,
+            "precision": self.precision.name,
+            "device": self.device.type,
+        }
+
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:
         """os.environ as the Accelerator should see it while it is built; exactly as before afterwards."""

@@ -165,7 +165,10 @@ def restore(run: Run, path: Path) -> None:
         run.checkpoint, run.saved_step = path, run.progress.step
         _cut_metrics(run, tree["metrics_bytes"])
     run.restored = True
-    run.event("resumed", path=path.name, world_size=engine.world_size, saved_world_size=world_size)
+    saved, now = reader.manifest.topology, engine.topology()
+    run.event("resumed", path=path.name, saved=saved, now=now)
+    changed = [f"{name} {value} -> {now[name]}" for name, value in saved.items() if value != now[name]]
+    run.module.print("; ".join([f"resumed from {path} (step {run.progress.step})", *changed]))
 
 
 def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -> None:

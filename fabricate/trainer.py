@@ -352,7 +352,6 @@ class Trainer:
             run.calls.on_fit_start(self, module)
         if path is not None:
             resuming.restore(run, path)
-            module.print(f"resumed from {path} (step {run.progress.step})")
         run.start_clock()
 
     def _finish_fit(self, run: Run, reason: str) -> None:

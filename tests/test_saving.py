@@ -271,6 +271,15 @@ def test_a_checkpoint_that_a_hook_saves_is_resumed_wherever_it_was_taken(tmp_pat
         assert [line for line in metrics(run_dir) if line["step"] > 3] == later
 
 
+def test_a_run_that_goes_on_in_another_precision_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, SAVED)
+    capsys.readouterr()
+    fit(tmp_path, precision="bf16")
+    assert f"(step {SAVED}); precision fp32 -> bf16\n" in capsys.readouterr().out
+    (resumed,) = [event for event in events(tmp_path) if event["event"] == "resumed"]
+    assert (resumed["saved"]["precision"], resumed["now"]["precision"]) == ("fp32", "bf16")
+
+
 def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
