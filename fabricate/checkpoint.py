@@ -63,6 +63,7 @@ __all__ = [
     "commit",
     "committed",
     "discard",
+    "find",
     "prune",
     "set_aside",
     "stage",
@@ -142,6 +143,22 @@ def committed(root: Path, files: Files = LOCAL) -> list[Path]:
     """Return the checkpoints in `root` by rising step, none where `root` does not exist. None is opened."""
     found = [(int(match[1]), name) for name in _names(root, files) if (match := _STEP_NAME.fullmatch(name))]
     return [root / name for step, name in sorted(found) if name == _step_name(step)]
+
+
+def find(path: Path, files: Files = LOCAL) -> Path:
+    """Return `path` itself if it is a checkpoint, else the newest one of the run directory `path`. None is opened.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    if MANIFEST_NAME in _names(path, files):
+        return path
+    found = committed(path / "checkpoints", files)
+    if not found:
+        raise CheckpointError(
+            f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-..."
+        )
+    return found[-1]
 
 
 def clean(root: Path, files: Files = LOCAL) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The `fabricate` command: start a script, show its plan, list plugins, look after checkpoints.
+"""The `fabricate` command: start a script, show its plan; the other commands are added here.
 
 Owns the options, what is printed and the exit codes. It must not know the loop or Accelerate, and imports no torch: a
 command line answers at once. Exit codes: 2 for a wrong command, 1 for a failed check, and that of the script for `run`
@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import click
 
 from fabricate import launch
+from fabricate.cli_checkpoints import ckpt
 from fabricate.cli_plugins import PluginCommands, plugins
-from fabricate.console import print_table
-from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
+from fabricate.errors import ConfigurationError, FabricateError
 
 
 class _Group(PluginCommands):
@@ -184,106 +184,4 @@ def _agreed(option: str, given: Any, path: str, key: str, configured: Any) -> An
 
 
 main.add_command(plugins)
-
-
-@main.group()
-def ckpt() -> None:
-    """Look after checkpoints.
-
-    \b
-    Example:
-      fabricate ckpt ls runs/first
-    """
-
-
-@ckpt.command()
-@click.argument("path", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path))
-def ls(path: Path) -> None:
-    """List the checkpoints in PATH: a run directory, its checkpoints folder or one checkpoint.
-
-    Reads the manifests and compares the sizes of files; `fabricate ckpt verify` reads everything.
-
-    \b
-    Example:
-      fabricate ckpt ls runs/first
-    """
-    from fabricate.checkpoint import Reader
-
-    rows = []
-    for checkpoint in _checkpoints(path):
-        try:
-            with Reader(checkpoint) as reader:
-                manifest = reader.manifest
-        except CheckpointError as exc:
-            rows.append((checkpoint.name, "", "", "", "", _fault(exc)))
-            continue
-        size = sum(file.size for file in manifest.files)
-        topology = manifest.topology
-        strategy, world_size = (str(topology.get(key, "unknown")) for key in ("strategy", "world_size"))
-        rows.append((str(manifest.step), _size(size), manifest.created, strategy, world_size, "complete"))
-    rows += [(bad.name, "", "", "", "", "set aside") for bad in sorted(_root(path).glob(".bad-*"))]
-    if not rows:
-        click.echo(f"no checkpoints in {path}")
-        return
-    print_table(("step", "size", "created", "strategy", "world size", "state"), rows)
-
-
-@ckpt.command()
-@click.argument("path", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path))
-@click.pass_context
-def verify(ctx: click.Context, path: Path) -> None:
-    """Read every byte of the checkpoints in PATH, a run directory or one checkpoint, and compare digests.
-
-    Prints one line each; a damaged one is named with the file at fault, and the exit code is 1.
-
-    \b
-    Examples:
-      fabricate ckpt verify runs/first
-      fabricate ckpt verify runs/first/checkpoints/step-00000500
-    """
-    from fabricate.checkpoint import Reader
-
-    found = _checkpoints(path)
-    if not found:
-        raise CheckpointError(f"no checkpoints in {str(path)!r}; give a run directory or one checkpoint")
-    damaged = False
-    for checkpoint in found:
-        try:
-            with Reader(checkpoint) as reader:
-                reader.verify()
-        except CheckpointError as exc:
-            if ctx.find_root().params["debug"]:
-                raise
-            damaged = True
-            click.echo(f"{checkpoint.name}: {_fault(exc)}", err=True)
-        else:
-            click.echo(f"{checkpoint.name}: good")
-    if damaged:
-        ctx.exit(1)
-
-
-def _fault(error: CheckpointError) -> str:
-    from fabricate.checkpoint import NewerFormatError
-
-    return f"{'too new' if isinstance(error, NewerFormatError) else 'damaged'}: {error}"
-
-
-def _root(path: Path) -> Path:
-    inner = path / "checkpoints"
-    return inner if inner.is_dir() else path
-
-
-def _checkpoints(path: Path) -> list[Path]:
-    from fabricate.checkpoint import committed
-
-    if path.name.startswith("step-") or (path / "manifest.json").exists():
-        return [path]
-    return committed(_root(path))
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+main.add_command(ckpt)

@@ -16,12 +16,12 @@ from fabricate.checkpoint import Reader
 from fabricate.errors import CheckpointError
 from fabricate.metrics import load_torchmetrics_state
 from fabricate.randomness import derive_seed, seed_everything, set_rng_state
-from fabricate.saving import best_checkpoints, checkpoints, data_identity
+from fabricate.retention import best_checkpoints
+from fabricate.saving import checkpoints, data_identity
 from fabricate.state import (
     compare_model,
     compare_optimizer,
     decode_with,
-    find_checkpoint,
     load_model,
     load_optimizer,
     parameter_names,
@@ -214,7 +214,7 @@ def _cut_metrics(run: Run, size: int) -> None:
 
 def load_weights_only(run: Run, path: Path) -> None:
     """Load a checkpoint's weights into the prepared module, for evaluation. All ranks."""
-    with Reader(find_checkpoint(path)) as reader:
+    with Reader(format.find(path)) as reader:
         reader.verify()
         load_model(reader, run.module, run.engine.strategy)
 

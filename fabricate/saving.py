@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricate import checkpoint as format
-from fabricate.checkpoint import FileRecord, Manifest, Reader
+from fabricate.checkpoint import FileRecord, Manifest
 from fabricate.errors import CheckpointError
 from fabricate.metrics import torchmetrics_state
 from fabricate.module import recorded
 from fabricate.randomness import rng_state
+from fabricate.retention import kept
 from fabricate.state import (
     Saver,
     parameter_names,
@@ -185,24 +186,9 @@ def data_identity(run: Run) -> dict[str, Any]:
 
 def _prune(run: Run, root: Path) -> None:
     """Delete what `keep` does not hold. The newest is durable by now, so nothing older is needed for safety."""
-    last = run.settings.keep.get("last")
-    if last is None:
+    if run.settings.keep["last"] is None:
         return
     found = format.committed(root)
-    kept = set(found[-last:])
-    if best := run.settings.keep.get("best"):
-        kept |= set(best_checkpoints(found, run.settings.keep["metric"], run.settings.keep["mode"])[:best])
-    if gone := [p for p in found if p not in kept]:
+    held = kept(found, run.settings.keep)
+    if gone := [p for p in found if p not in held]:
         format.prune(gone)
-
-
-def best_checkpoints(found: list[Path], metric: str, mode: str) -> list[Path]:
-    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first, since a checkpoint between
-    two evaluations repeats the value of the one before it."""
-    scored = []
-    for path in found:
-        with Reader(path) as reader:
-            if metric in reader.manifest.metrics:
-                value = float(reader.manifest.metrics[metric])
-                scored.append((value if mode == "min" else -value, reader.manifest.step, path))
-    return [path for _, _, path in sorted(scored)]

@@ -107,7 +107,7 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
             )
     for name in ("save_every", "validate_every", "log_every"):
         given[name] = Every.parse(name, given[name]) if given[name] is not None or name == "log_every" else None
-    given["keep"] = _parse_keep(given["keep"])
+    given["keep"] = parse_keep(given["keep"])
     given["run_dir"] = Path(os.fspath(given["run_dir"])) if given["run_dir"] is not None else None
     given["trackers"] = (given["trackers"],) if isinstance(given["trackers"], str) else tuple(given["trackers"])
     given["plugins"], given["accept_changes"] = tuple(given["plugins"]), tuple(given["accept_changes"])
@@ -123,7 +123,8 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
     return Settings(**given)
 
 
-def _parse_keep(keep: int | str | Mapping[str, Any]) -> dict[str, Any]:
+def parse_keep(keep: int | str | Mapping[str, Any]) -> dict[str, Any]:
+    """`keep` as a mapping with last (None: all), metric, mode and, where asked for, best."""
     defaults: dict[str, Any] = {"last": None, "metric": "val_loss", "mode": "min"}
     if keep == "all":
         return defaults

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.tensor
 
-from fabricate.checkpoint import Chunk, Reader, committed
+from fabricate.checkpoint import Chunk, Reader, find
 from fabricate.codec import decode, encode
 from fabricate.errors import CheckpointError, ConfigurationError
 from fabricate.strategy import Strategy
@@ -272,28 +272,16 @@ def load_optimizer(
                     optimizer.state[parameter] = state
 
 
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself when it is a checkpoint, else the newest one of the run directory `path`. `CheckpointError` if neither."""
-    if (path / "manifest.json").exists():
-        return path
-    found = committed(path / "checkpoints") if (path / "checkpoints").is_dir() else []
-    if not found:
-        raise CheckpointError(
-            f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-..."
-        )
-    return found[-1]
-
-
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The module's constructor arguments as recorded, and the names of those that could not be."""
-    with Reader(find_checkpoint(path)) as reader:
+    with Reader(find(path)) as reader:
         tree: Any = reader.json("state.json")
         return dict(tree["module"]["arguments"]), list(tree["module"]["unrecorded"])
 
 
 def load_weights(path: Path, module: torch.nn.Module) -> None:
     """Read the weights of a checkpoint (or of a run's newest) into an unsharded module, every block verified."""
-    with Reader(find_checkpoint(path)) as reader:
+    with Reader(find(path)) as reader:
         from_meta = [n for n, p in module.named_parameters() if p.is_meta]
         if from_meta:
             raise CheckpointError(f"{from_meta[0]} is on the meta device; build it in configure_model or on the CPU")

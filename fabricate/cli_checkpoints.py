@@ -1,0 +1,352 @@
+"""`fabricate ckpt`: list, verify, look into, compare, export, import and prune checkpoints.
+
+Owns what is printed and the exit codes: 1 where a check fails or two checkpoints differ, 2 for a wrong command. Must not
+know the loop; imports no torch but for the formats that are torch's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fabricate.console import print_table
+from fabricate.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from fabricate.checkpoint import Reader
+
+_DIRECTORY = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
+_MOST_ROWS = 12  # of one component, in a table
+
+
+@click.group()
+def ckpt() -> None:
+    """Look after checkpoints. CKPT is one checkpoint, or a run directory, whose newest is meant.
+
+    \b
+    Example:
+      fabricate ckpt ls runs/first
+    """
+
+
+@ckpt.command()
+@click.argument("path", type=_DIRECTORY)
+def ls(path: Path) -> None:
+    """List the checkpoints in PATH: a run directory, its checkpoints folder or one checkpoint.
+
+    Reads the manifests and compares the sizes of files; `fabricate ckpt verify` reads everything.
+
+    \b
+    Example:
+      fabricate ckpt ls runs/first
+    """
+    from fabricate.checkpoint import Reader
+
+    rows = []
+    for checkpoint in _checkpoints(path):
+        try:
+            with Reader(checkpoint) as reader:
+                manifest = reader.manifest
+        except CheckpointError as exc:
+            rows.append((checkpoint.name, "", "", "", "", _fault(exc)))
+            continue
+        size = sum(file.size for file in manifest.files)
+        topology = manifest.topology
+        strategy, world_size = (str(topology.get(key, "unknown")) for key in ("strategy", "world_size"))
+        rows.append((str(manifest.step), _size(size), manifest.created, strategy, world_size, "complete"))
+    rows += [(bad.name, "", "", "", "", "set aside") for bad in sorted(_root(path).glob(".bad-*"))]
+    if not rows:
+        click.echo(f"no checkpoints in {path}")
+        return
+    print_table(("step", "size", "created", "strategy", "world size", "state"), rows)
+
+
+@ckpt.command()
+@click.argument("path", type=_DIRECTORY)
+@click.pass_context
+def verify(ctx: click.Context, path: Path) -> None:
+    """Read every byte of the checkpoints in PATH, a run directory or one checkpoint, and compare digests.
+
+    Prints one line each; a damaged one is named with the file at fault, and the exit code is 1.
+
+    \b
+    Examples:
+      fabricate ckpt verify runs/first
+      fabricate ckpt verify runs/first/checkpoints/step-00000500
+    """
+    found = _checkpoints(path)
+    if not found:
+        raise CheckpointError(f"no checkpoints in {str(path)!r}; give a run directory or one checkpoint")
+    damaged = False
+    for checkpoint in found:
+        if error := _damage(checkpoint):
+            if ctx.find_root().params["debug"]:
+                raise error
+            damaged = True
+            click.echo(f"{checkpoint.name}: {_fault(error)}", err=True)
+        else:
+            click.echo(f"{checkpoint.name}: good")
+    if damaged:
+        ctx.exit(1)
+
+
+@ckpt.command()
+@click.argument("checkpoint", metavar="CKPT", type=_DIRECTORY)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(checkpoint: Path, as_json: bool) -> None:
+    """Show what CKPT holds: step, topology, versions, optimizers, groups of tensors, every tensor's dtype, shape and size.
+
+    Reads the manifest and the values, not the tensors; `fabricate ckpt verify` reads everything.
+
+    \b
+    Examples:
+      fabricate ckpt inspect runs/first
+      fabricate ckpt inspect runs/first/checkpoints/step-00000500 --json
+    """
+    from fabricate.checkpoint import Reader, find
+
+    with Reader(find(checkpoint)) as reader:
+        found = _contents(reader)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    click.echo(found["path"])
+    for topic in ("step", "run_id", "created", "topology", "versions", "progress", "metrics"):
+        click.echo(f"  {topic.replace('_', ' '):<10} {_line(found[topic])}")
+    click.echo(f"  {'size':<10} {_size(found['size'])} in {len(found['files'])} files")
+    for name, optimizer in found["optimizers"].items():
+        click.echo(f"  optimizer  {name}: {optimizer['kind']}")
+        for number, group in enumerate(optimizer["groups"]):
+            click.echo(f"    group {number}: {group['parameters']} parameters, {_line(group['options'])}")
+    rows = [(name, str(g["tensors"]), f"{g['elements']:,}", _size(g["bytes"])) for name, g in found["groups"].items()]
+    print_table(("group", "tensors", "elements", "size"), rows)
+    tensors = [(n, t["dtype"], str(t["shape"]), _size(t["bytes"])) for n, t in found["tensors"].items()]
+    tensors += [(alias, "", "", f"shared with {name}") for alias, name in found["aliases"].items()]
+    print_table(("tensor", "dtype", "shape", "size"), tensors)
+
+
+def _contents(reader: Reader) -> dict[str, Any]:
+    from fabricate.checkpoint import ITEM_SIZES
+    from fabricate.comparing import component_of
+
+    manifest = reader.manifest
+    files = {record.name: record.size for record in manifest.files}
+    state: Any = reader.json("state.json") if "state.json" in files else {}
+    tensors: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Counter[str]] = {}
+    for name, tensor in sorted(manifest.tensors.items()):
+        size = tensor.num_elements * ITEM_SIZES[tensor.dtype]
+        tensors[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": size}
+        group = groups.setdefault(component_of(name, list(state.get("plugins", {}))), Counter())
+        group.update(tensors=1, elements=tensor.num_elements, bytes=size)
+    return {
+        "path": str(reader.path),
+        "step": manifest.step,
+        "run_id": manifest.run_id,
+        "created": manifest.created,
+        "digest": manifest.digest,
+        "topology": dict(manifest.topology),
+        "versions": dict(manifest.versions),
+        "progress": dict(manifest.progress),
+        "metrics": {
+            name: value if abs(value) < float("inf") else str(value) for name, value in manifest.metrics.items()
+        },
+        "size": sum(files.values()),
+        "files": files,
+        "optimizers": {
+            name: {
+                "kind": optimizer["kind"],
+                "groups": [
+                    {"parameters": len(group["names"]), "options": _options(group["options"])}
+                    for group in optimizer["groups"]
+                ],
+            }
+            for name, optimizer in state.get("optimizers", {}).items()
+        },
+        "groups": {name: dict(group) for name, group in groups.items()},
+        "tensors": tensors,
+        "aliases": dict(manifest.aliases),
+    }
+
+
+def _options(tree: Any) -> dict[str, Any]:
+    """A parameter group's options; what is neither a number nor text is shown as text."""
+    from fabricate import codec
+
+    options: Any = codec.decode(tree, lambda name: f"tensor {name}")
+    return {k: v if isinstance(v, int | float | str | None) else str(v) for k, v in options.items()}
+
+
+@ckpt.command()
+@click.argument("first", metavar="A", type=_DIRECTORY)
+@click.argument("second", metavar="B", type=_DIRECTORY)
+@click.option("--only", metavar="COMPONENT", multiple=True, help="weights, optimizer, rng, ...; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], as_json: bool) -> None:
+    """Compare the checkpoints A and B bit by bit. Exit code 1 if they differ.
+
+    For each tensor the first element that differs and the largest difference; for state the value and its path. How the
+    checkpoints were written (ranks, files, times) does not count.
+
+    \b
+    Examples:
+      fabricate ckpt diff runs/first runs/second
+      fabricate ckpt diff runs/first/checkpoints/step-00000500 runs/second --only weights
+    """
+    from fabricate.checkpoint import Reader, find
+    from fabricate.comparing import COMPONENTS, compare
+
+    for component in only:
+        if component.partition(" ")[0] not in {known.partition(" ")[0] for known in COMPONENTS}:
+            raise ConfigurationError(f"--only {component!r} is no component; give one of {', '.join(COMPONENTS)}")
+    paths = find(first), find(second)
+    with Reader(paths[0]) as a, Reader(paths[1]) as b:
+        found = [d for d in compare(a, b) if not only or d.component.startswith(only)]
+    if as_json:
+        click.echo(
+            json.dumps({"first": str(paths[0]), "second": str(paths[1]), "differences": [d.to_json() for d in found]})
+        )
+    elif not found:
+        click.echo(f"no difference between {paths[0]} and {paths[1]}")
+    else:
+        click.echo(f"{paths[0]}\n{paths[1]}")
+        rows, of = [], Counter(d.component for d in found)
+        for component, number in of.items():
+            some = [d for d in found if d.component == component][:_MOST_ROWS]
+            rows += [(component, d.name, d.text) for d in some]
+            if number > len(some):
+                rows.append((component, f"and {number - len(some)} more", "--json lists all"))
+        print_table(("component", "what", "difference"), rows)
+    if found:
+        ctx.exit(1)
+
+
+@ckpt.command()
+@click.argument("run_dir", metavar="RUN_DIR", type=_DIRECTORY)
+@click.option(
+    "--keep",
+    metavar="RULE",
+    required=True,
+    help="last=N, best=N, and for best metric=NAME (default: val_loss) and mode=min or max, joined by commas.",
+)
+@click.option("--yes", is_flag=True, help="Delete. Without it, nothing is deleted, only told.")
+def prune(run_dir: Path, keep: str, yes: bool) -> None:
+    """Delete the checkpoints in RUN_DIR that RULE does not keep; a rehearsal unless --yes is given.
+
+    Every checkpoint that is kept is verified first. Damaged ones count as none and are left to you. The newest good one is
+    never deleted. Don't use it while the run is training: it prunes by itself (`Trainer(keep=)`).
+
+    \b
+    Examples:
+      fabricate ckpt prune runs/first --keep last=3,best=1
+      fabricate ckpt prune runs/first --keep last=1,best=2,metric=accuracy,mode=max --yes
+    """
+    from fabricate.checkpoint import committed
+    from fabricate.checkpoint import prune as delete
+    from fabricate.retention import kept
+
+    rule = _rule(keep)
+    found = committed(_root(run_dir))
+    good = [path for path in found if not _damage(path, thoroughly=False)]
+    _check_metric(good, rule)
+    verified: set[Path] = set()
+    while True:  # until all that the rule keeps is good: a damaged one gives its place to the next
+        held = kept(good, rule)
+        damaged = {path for path in held - verified if _damage(path)}
+        verified |= held - damaged
+        if not damaged:
+            break
+        good = [path for path in good if path not in damaged]
+    if not held:
+        raise CheckpointError(f"{str(run_dir)!r} has no good checkpoint to keep; nothing is deleted")
+    gone = [path for path in good if path not in held]
+    for path in found:
+        fate = "deleted" if yes else "would be deleted"
+        click.echo(f"{path.name}: {'kept' if path in held else fate if path in gone else 'damaged, left as it is'}")
+    if yes:
+        delete(gone)
+    elif gone:
+        click.echo("nothing is deleted without --yes")
+
+
+def _rule(text: str) -> dict[str, Any]:
+    """`--keep` as `Trainer(keep=)` takes it. Raises ConfigurationError for anything else."""
+    from fabricate.settings import parse_keep
+
+    rule: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in ("last", "best", "metric", "mode") or not value or name in rule:
+            raise ConfigurationError(
+                f"--keep {text!r}: {part.strip()!r} is not understood; write for instance last=3,best=1,metric=val_loss,mode=min"
+            )
+        rule[name] = int(value) if value.isdecimal() else value
+    if rule.keys() <= {"metric", "mode"}:
+        raise ConfigurationError(f"--keep {text!r} keeps nothing; say last=N, best=N or both")
+    return parse_keep(rule)
+
+
+def _check_metric(found: list[Path], rule: Mapping[str, Any]) -> None:
+    from fabricate.checkpoint import Reader
+
+    recorded: set[str] = set()
+    for path in found if "best" in rule else ():
+        with Reader(path) as reader:
+            recorded |= reader.manifest.metrics.keys()
+    if "best" in rule and found and rule["metric"] not in recorded:
+        raise ConfigurationError(
+            f"--keep best={rule['best']}: no checkpoint recorded {rule['metric']!r}; add metric=NAME, one of "
+            f"{', '.join(sorted(recorded)) or 'none'}"
+        )
+
+
+def _damage(path: Path, thoroughly: bool = True) -> CheckpointError | None:
+    """What is wrong with a checkpoint: with all of it, or with its manifest and the sizes of its files."""
+    from fabricate.checkpoint import Reader
+
+    try:
+        with Reader(path) as reader:
+            if thoroughly:
+                reader.verify()
+    except CheckpointError as exc:
+        return exc
+    return None
+
+
+def _fault(error: CheckpointError) -> str:
+    from fabricate.checkpoint import NewerFormatError
+
+    return f"{'too new' if isinstance(error, NewerFormatError) else 'damaged'}: {error}"
+
+
+def _root(path: Path) -> Path:
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    from fabricate.checkpoint import committed
+
+    if path.name.startswith("step-") or (path / "manifest.json").exists():
+        return [path]
+    return committed(_root(path))
+
+
+def _line(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return ", ".join(f"{name.replace('_', ' ')} {each}" for name, each in value.items()) or "none"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,37 @@
+"""Which checkpoints of a run directory are kept: the last ones, and the best ones by a recorded metric.
+
+Reads manifests only, without torch; deletes nothing (fabricate.checkpoint does). Must not know: when a run saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fabricate.checkpoint import Reader
+
+__all__ = ["best_checkpoints", "kept"]
+
+
+def kept(found: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
+    """Those of `found` (by rising step) that `keep` holds: `Trainer(keep=)` as `settings.parse_keep` returns it."""
+    last, best = keep["last"], keep.get("best")
+    if last is None:
+        return set(found)
+    chosen = set(found[-last:])
+    if best:
+        chosen |= set(best_checkpoints(found, keep["metric"], keep["mode"])[:best])
+    return chosen
+
+
+def best_checkpoints(found: Sequence[Path], metric: str, mode: str) -> list[Path]:
+    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first, since a checkpoint between
+    two evaluations repeats the value of the one before it."""
+    scored = []
+    for path in found:
+        with Reader(path) as reader:
+            if metric in reader.manifest.metrics:
+                value = float(reader.manifest.metrics[metric])
+                scored.append((value if mode == "min" else -value, reader.manifest.step, path))
+    return [path for _, _, path in sorted(scored)]
