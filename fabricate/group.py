@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +34,13 @@ def leave_at_exit() -> None:
 def _leave() -> None:
     if not dist.is_initialized() or _failures:  # after a failure others may be gone, and closing could wait for them
         return
-    if dist.get_backend() == "gloo":
+    gloo = dist.get_backend() == "gloo"
+    if gloo:
         with contextlib.suppress(RuntimeError):  # a rank that is gone breaks the connection: nothing to wait for
             dist.barrier()  # a rank that closes while another still talks to it aborts
     dist.destroy_process_group()
+    if gloo:  # its threads may still have to let go of tensors, for which they need an interpreter that is not ending
+        time.sleep(0.1)
 
 
 class Group:
