@@ -7,7 +7,7 @@ PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env lint test demo clean
+.PHONY: env lint test demo bench bench-peers clean
 
 env: $(INSTALLED)
 
@@ -35,6 +35,18 @@ demo: env
 	$(train)
 	$(BIN)/python examples/generate.py runs/demo/model
 
+# Every benchmark, tables to docs/benchmarks.md. `make bench-peers` once, then PEERS=1 compares with other frameworks too.
+PEER_VENV := .venv-peers
+bench: env
+	$(if $(PEERS),$(PEER_VENV),$(VENV))/bin/python -m benchmarks
+
+# It sees the packages of .venv, so that torch and Accelerate are the same ones.
+bench-peers: env
+	test -x $(PEER_VENV)/bin/python || $(PYTHON) -m venv $(PEER_VENV)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(PEER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fabricate-venv.pth
+	$(PEER_VENV)/bin/python -m pip install --quiet -c constraints.txt -r benchmarks/peers.txt
+
 clean:
-	rm -rf $(VENV) build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER_VENV) build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

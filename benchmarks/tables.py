@@ -1,0 +1,116 @@
+"""From figures to Markdown tables, and what is to be said of the machine they come from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+VERSIONS = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "lightning",
+    "pytorch-accelerated",
+    "pytorch-ignite",
+)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, load when the measurement began, versions."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        processor = names[0] if names else processor
+    versions = {}
+    for name in VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _overhead(case: dict[str, Any]) -> str:
+    rows = []
+    for name, found in case["loops"].items():
+        low, high = found["quartiles"]
+        over = f"{found['overhead']:+.1f} [{low:+.0f}, {high:+.0f}]" if name != "bare PyTorch" else "0"
+        rows.append(
+            [
+                name,
+                f"{found['micro_batch']:.1f}",
+                over,
+                f"{found['best_case']:+.1f}",
+                f"{found['ratio']:.3f}",
+                found["weights"],
+            ]
+        )
+    head = ["loop", "us per micro-batch", "over bare, median [quartiles]", "best case", "ratio", "final weights"]
+    return _table(head, rows) + f"\n{case['rounds']} rounds of {case['micro_batches']} micro-batches.\n"
+
+
+def _startup(found: dict[str, Any]) -> dict[str, str]:
+    imports = [
+        [f"`{statement}`", f"{f['cpu_seconds']:.2f}", f"{f['modules']:.0f}", f"{f['peak_mib']:.0f}"]
+        for statement, f in found["imports"].items()
+    ]
+    base = found["first_step"]["bare PyTorch"]
+    first = [
+        [
+            name,
+            f"{f['cpu_seconds']:.2f}",
+            f"{f['cpu_seconds'] - base['cpu_seconds']:+.2f}",
+            f"{f['peak_mib']:.0f}",
+            f"{f['frames']:.0f}",
+        ]
+        for name, f in found["first_step"].items()
+    ]
+    shares = list(next(iter(found["resume"].values())))
+    resume = [[name, *(f"{f[share]:.3f}" for share in shares)] for name, f in found["resume"].items()]
+    return {
+        "imports": _table(["statement", "CPU seconds", "modules", "peak MiB"], imports),
+        "first step": _table(
+            ["loop", "CPU seconds to the end of step 1", "over bare", "peak MiB", "frames above the step"], first
+        ),
+        "resume": _table(["method", *(f"at {share}" for share in shares)], resume),
+    }
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Markdown by the name of its marker in docs/benchmarks.md."""
+    made: dict[str, str] = {}
+    for part, result in results.items():
+        found = result["found"]
+        if part == "overhead":
+            made |= {case: _overhead(figures) for case, figures in found.items()}
+        elif part == "startup":
+            made |= _startup(found)
+        else:
+            made[part] = found
+    if results:
+        lines = [
+            f"- {part}: {m['processor']}, {m['cores']} cores, {m['memory_gib']} GiB, load {m['load']} at the start; "
+            f"Python {m['python']}, {', '.join(f'{n} {v}' for n, v in m['versions'].items())}"
+            for part, m in ((part, result["machine"]) for part, result in results.items())
+        ]
+        made["machine"] = "\n".join(lines) + "\n"
+    return made

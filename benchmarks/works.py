@@ -1,0 +1,142 @@
+"""What is trained: the same model, data, optimizer and seeds for every loop that is compared.
+
+Every forward stamps the process's CPU clock, so that all that happens between two forwards is charged to the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+WARMUP = 40
+"""Micro-batches at the beginning that are not counted: lazy imports, caches, the first optimizer step."""
+
+
+class Network(torch.nn.Module):
+    """10 -> 16 -> 1 and the squared error: as little work as a step can be."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        self.clock = clock
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.clock.stamp()
+        return torch.nn.functional.mse_loss(self.layers(x), y)
+
+
+class Language(torch.nn.Module):
+    """A GPT-2 of two layers, 128 wide, over 64 tokens of 4096."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            n_layer=2, n_embd=128, n_head=4, n_positions=64, vocab_size=4096, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )  # fmt: skip
+        config.use_cache = False
+        self.gpt = GPT2LMHeadModel(config)
+        self.clock = clock
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.clock.stamp()
+        logits = self.gpt(input_ids=x).logits
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
+
+
+@dataclass
+class Clock:
+    """CPU nanoseconds of this process (all its threads) at each forward; `frames`: the files on the stack at the first."""
+
+    stamps: list[int] = field(default_factory=list)
+    frames: list[str] = field(default_factory=list)
+
+    def stamp(self) -> None:
+        """One forward begins."""
+        self.stamps.append(time.process_time_ns())
+        if not self.frames:
+            frame: Any = sys._getframe(1)
+            while frame is not None:
+                self.frames.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+                frame = frame.f_back
+
+    def mean(self) -> float:
+        """CPU microseconds per micro-batch over the whole run: what comes every n steps counts too."""
+        counted = self.stamps[WARMUP:]
+        return (counted[-1] - counted[0]) / (len(counted) - 1) / 1000
+
+
+@dataclass(frozen=True)
+class Work:
+    """One case. `steps` are micro-batches; `output`: progress bar, metrics file, TensorBoard and checkpoints are on."""
+
+    name: str
+    network: Callable[[Clock], torch.nn.Module]
+    steps: int
+    accumulation: int = 1
+    clip: float | None = None
+    cosine: bool = False
+    output: bool = False
+    listeners: bool = False
+    log_every: int = 50
+    save_every: int = 500
+    batch_size: int = 8
+
+    def build(self, clock: Clock) -> torch.nn.Module:
+        """A fresh model, the same every time."""
+        torch.manual_seed(0)
+        return self.network(clock)
+
+    def dataset(self) -> Dataset[Any]:
+        """The rows of one epoch."""
+        generator = torch.Generator().manual_seed(1)
+        rows = self.steps * self.batch_size
+        if self.network is Network:
+            x = torch.randn(rows, 10, generator=generator)
+            return TensorDataset(x, x.sum(1, keepdim=True).sin())
+        tokens = torch.randint(4096, (rows, 65), generator=generator)
+        return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+    def loader(self) -> DataLoader[Any]:
+        """Not shuffled, so that every framework sees the same order."""
+        return DataLoader(self.dataset(), batch_size=self.batch_size)
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """SGD for the small network, AdamW for the language model."""
+        if self.network is Network:
+            return torch.optim.SGD(model.parameters(), lr=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in all."""
+        return self.steps // self.accumulation
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR | None:
+        """A cosine over all updates, where the case has one."""
+        if not self.cosine:
+            return None
+        updates = self.updates
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda u: 0.5 * (1 + math.cos(math.pi * min(u, updates) / updates))
+        )
+
+
+WORKS: Mapping[str, Work] = {
+    work.name: work
+    for work in (
+        Work("quiet", Network, steps=440),
+        Work("listeners", Network, steps=440, listeners=True),
+        Work("output", Network, steps=1040, output=True),
+        Work("accumulation", Network, steps=640, accumulation=4, clip=1.0, cosine=True),
+        Work("gpt", Language, steps=WARMUP + 30),
+    )
+}
