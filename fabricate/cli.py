@@ -97,7 +97,7 @@ def run(**options: Any) -> None:
     """Run SCRIPT on this node's processes, through torchrun where there are several.
 
     The options below are recognised before and after SCRIPT. Every other option is SCRIPT's own; one of the same name
-    goes after --. The exit code is SCRIPT's.
+    goes after --. The exit code is SCRIPT's, or 75 when its fit was preempted and saved: start the same command again.
 
     \b
     Examples:
@@ -170,7 +170,7 @@ def _start(
         click.echo(f"note: {file.path}: not used by fabricate: {', '.join(file.unused)}", err=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Replaced, not wrapped: signals and the exit code are the script's, with nothing in between.
+    # Replaced, not wrapped: this process goes on as torchrun, or as the script itself.
     os.execve(command[0], command, environment)
 
 

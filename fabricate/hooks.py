@@ -181,7 +181,8 @@ class Events:
 
     @hookspec
     def on_preempt(self, trainer: Trainer, module: TrainModule, signal: str) -> None:
-        """A signal asked the run to end ("SIGINT", ...); all ranks agreed, the state is saved."""
+        """The run was asked to end and will go on another time; all ranks agreed, the state is saved. `signal`: what asked:
+        "SIGTERM", "SIGUSR1", "SIGINT", "max_time" or "stop file". Time may be short: schedulers kill a while later."""
 
     @hookspec
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:

@@ -1,10 +1,8 @@
 """How this process was started, what its launcher was told, and how to start one per rank.
 
 Owns the variables that torchrun, `accelerate launch`, `srun` and `fabricate run` leave behind, Accelerate's YAML and
-DeepSpeed's JSON files, and the hand-over to torchrun. It must not know plugins, devices or the loop, and imports torch
-only in the process that runs torchrun.
-
-`python -m fabricate.launch ARGUMENTS` is torchrun that exits with the exit code of the script.
+DeepSpeed's JSON files, and what is handed to `fabricate.runner`, which starts the script. It must not know plugins,
+devices or the loop, and imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _MPI = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
+PREEMPTED_FILE = "FABRICATE_PREEMPTED_FILE"
+"""The variable that names the file by which a fit tells `fabricate.runner`, its launcher, that it was told to end."""
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # SLURM numbers its batch, interactive and extern steps from here: one process each
 _HOW_TO_START = (
     "`fabricate run script.py --nproc N`, `torchrun --nproc-per-node N script.py` or "
@@ -471,6 +471,17 @@ def _count(where: str, content: dict[str, Any], key: str) -> int | None:
     return value
 
 
+def tell_preempted(environ: Mapping[str, str], by: str) -> None:
+    """Leave `by`, the signal that ended a fit, where `fabricate.runner` finds it; empty: the last fit was not told to end.
+
+    Nothing happens under other launchers. One process of each node calls it.
+    """
+    if file := environ.get(PREEMPTED_FILE):
+        Path(file).unlink(missing_ok=True)
+        if by:
+            Path(file).write_text(by)
+
+
 def command(
     script: str,
     arguments: Sequence[str],
@@ -482,11 +493,11 @@ def command(
     master_port: int | None = None,
     python: str = sys.executable,
 ) -> list[str]:
-    """The command line that runs `script` on `nproc` ranks of this node: plain Python for one in all, else torchrun.
+    """The command line that runs `script` on `nproc` ranks of this node: in one process for one in all, else through torchrun.
 
     Raises ConfigurationError for counts that cannot be, and for several nodes without the address of the first.
 
-        command("train.py", ["--lr", "0.1"], nproc=1) == [sys.executable, "train.py", "--lr", "0.1"]
+        command("train.py", ["--lr", "0.1"], nproc=1)[2:] == ["fabricate.runner", "--alone", "--", "train.py", "--lr", "0.1"]
     """
     if nproc < 1 or nnodes < 1:
         raise ConfigurationError(f"--nproc {nproc} --nnodes {nnodes}: a run has one process on one node at least")
@@ -497,14 +508,14 @@ def command(
             f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same everywhere"
         )
     if nproc == nnodes == 1:
-        return [python, script, *arguments]
+        return [python, "-m", "fabricate.runner", "--alone", "--", script, *arguments]
     if nnodes == 1 and master_addr is None and master_port is None:
         meeting = ["--standalone"]
     else:
         meeting = ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
         meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
     # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
-    return [python, "-m", "fabricate.launch", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
+    return [python, "-m", "fabricate.runner", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
 
 
 def environment(
@@ -549,24 +560,3 @@ def environment(
     if nproc > 1:  # one process keeps torch's own choice, as under plain Python
         result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     return result
-
-
-def _torchrun(arguments: Sequence[str]) -> int:
-    """torchrun, with the exit code of the first rank that failed; 128 + N where signal N ended it or torchrun."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
-
-    try:
-        main(list(arguments))
-    except ChildFailedError as exc:
-        print(exc, file=sys.stderr)
-        code = exc.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
-    except SignalException as exc:
-        return 128 + int(exc.sigval)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_torchrun(sys.argv[1:]))

@@ -182,7 +182,7 @@ def fit(run: Run) -> str:
             if saving:
                 save_requested(run)
             if stop:
-                return _stop_reason(run)
+                return _stop_reason(run, finished)
             if finished == "max_steps":
                 break
         if progress.position == 0 and not progress.micro_step:
@@ -347,12 +347,13 @@ def _agree(run: Run, dues: tuple[Due, ...], route: int = 0) -> tuple[bool, bool,
     logging, evaluating, saving, stop, interrupted = asked
     if interrupted:
         requests.signal = next(name for name in run.engine.gather_json(requests.signal) if name)
-        requests.stop = "interrupted"
     return stop or interrupted, logging, evaluating, saving
 
 
-def _stop_reason(run: Run) -> str:
-    return next((reason for reason in run.engine.gather_json(run.requests.stop) if reason), "stopped")
+def _stop_reason(run: Run, finished: str) -> str:
+    """A fit that is over by its own measure is over, also when a signal came in the same update."""
+    reasons = [*run.engine.gather_json(run.requests.stop), finished]
+    return next(filter(None, reasons), "interrupted" if run.requests.signal == "SIGINT" else "preempted")
 
 
 def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None, epoch: int) -> None:

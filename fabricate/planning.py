@@ -241,6 +241,7 @@ def make_plan(
     lines += [
         Setting("max_steps", settings.max_steps, by_argument(settings.max_steps)),
         Setting("max_epochs", settings.max_epochs, by_argument(settings.max_epochs)),
+        *([Setting("max_time", str(settings.max_time), "argument")] if settings.max_time else []),
         *(
             Setting(
                 "learning_rate" if name == "main" else f"learning_rate {name}",

@@ -21,6 +21,9 @@ _UNITS = {
     "token": "tokens",
     "tokens": "tokens",
 }
+EXIT_PREEMPTED = 75
+"""The exit code of a process whose fit was told to end and saved its state: start it again. EX_TEMPFAIL of sysexits.h."""
+
 _TEXT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -95,8 +98,8 @@ class FitResult:
     """What `Trainer.fit` hands back, the same on every rank.
 
     steps: applied updates since the run began; epochs: completed passes; metrics: the last known value of every metric as
-    floats; stop_reason: why the fit ended ("max_steps", "max_epochs", "interrupted", or a reason a hook gave);
-    checkpoint: the newest committed checkpoint, or None without a `run_dir`.
+    floats; stop_reason: why the fit ended ("max_steps", "max_epochs", "interrupted" by Ctrl-C, "preempted" by a signal, the
+    time budget or the stop file, or a reason a hook gave); checkpoint: the newest committed checkpoint, or None without a `run_dir`.
     """
 
     steps: int
@@ -104,3 +107,8 @@ class FitResult:
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: str = ""
     checkpoint: Path | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """For `sys.exit`: 75 when the fit was preempted, so that a scheduler starts the job again; else 0."""
+        return EXIT_PREEMPTED if self.stop_reason == "preempted" else 0

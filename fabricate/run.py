@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fabricate.metrics import Metrics
     from fabricate.module import TrainModule
     from fabricate.optimization import Scheduler
+    from fabricate.preemption import Watch
     from fabricate.progress import Progress
     from fabricate.settings import Settings
     from fabricate.trainer import Trainer
@@ -35,6 +36,7 @@ class Requests:
     paths: list[str] = field(default_factory=list)
     evaluate: bool = False
     signal: str = ""
+    """What asked for a save and the end: a signal's name, "max_time" or "stop file"."""
 
     def pending(self) -> bool:
         """Whether anything was asked for."""
@@ -64,6 +66,7 @@ class Run:
     run_dir: Path | None = None
     run_id: str = ""
     requests: Requests = field(default_factory=Requests)
+    watch: Watch | None = None
     latest: dict[str, float] = field(default_factory=dict)
     """The last known value of every metric."""
     checkpoint: Path | None = None
@@ -119,8 +122,10 @@ class Run:
         }
 
     def tick(self) -> None:
-        """Bring `progress.seconds` up to now."""
+        """Bring `progress.seconds` up to now, and look whether the time is up."""
         now = time.monotonic()
+        if self.watch is not None and now >= self.watch.look_at:
+            self.watch.look(now)
         self.progress.seconds += now - self.clock
         self.clock = now
 

@@ -12,10 +12,9 @@ import inspect
 import json
 import os
 import secrets
-import signal
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,17 +28,18 @@ from fabricate.dispatch import Calls, Manager, Origin
 from fabricate.engine import Engine, check_trackers
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
-from fabricate.launch import detect
+from fabricate.launch import detect, tell_preempted
 from fabricate.metrics import Metrics
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
 from fabricate.optimization import read_optimizers
 from fabricate.plan import Plan
 from fabricate.planning import Data, Resolved, make_plan, open_data, resolve
+from fabricate.preemption import Watch, signals_heard, told_to_end
 from fabricate.progress import Progress
 from fabricate.randomness import derive_seed, seed_everything
-from fabricate.records import Every, FitResult
+from fabricate.records import EXIT_PREEMPTED, Every, FitResult
 from fabricate.registry import progress_bar
-from fabricate.run import Requests, Run
+from fabricate.run import Run
 from fabricate.settings import check_arguments
 from fabricate.state import parameter_names
 
@@ -83,6 +83,7 @@ class Trainer:
 
     strategy, precision: a registered name, a name with options ("fsdp:wrap=GPT2Block"), an object, or "auto".
     max_steps, max_epochs: updates and passes over the data, whichever comes first; one is needed for `fit`.
+    max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as if told by a signal.
     gradient_accumulation_steps, global_batch_size: micro-batches per update, or rows per update on all ranks together.
     max_grad_norm: clip the global gradient to this 2-norm. nonfinite: "stop" at a loss that is not finite (noticed at a log
     boundary), or "skip" updates whose gradient is not (one wait for the device per update).
@@ -106,6 +107,7 @@ class Trainer:
         precision: str | Precision = "auto",
         max_steps: int | None = None,
         max_epochs: int | None = None,
+        max_time: str | Every | None = None,
         gradient_accumulation_steps: int | None = None,
         global_batch_size: int | None = None,
         max_grad_norm: float | None = None,
@@ -135,6 +137,7 @@ class Trainer:
             precision=precision,
             max_steps=max_steps,
             max_epochs=max_epochs,
+            max_time=max_time,
             gradient_accumulation_steps=gradient_accumulation_steps,
             global_batch_size=global_batch_size,
             max_grad_norm=max_grad_norm,
@@ -283,8 +286,12 @@ class Trainer:
         train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (then `batch_size` per rank,
         `num_workers`, `collate_fn`, `shuffle` count), any iterable of batches; `val` also a mapping of named sets.
         resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint.
-        Ctrl-C once: the state is saved and `fit` returns with `stop_reason="interrupted"`.
+        SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank: after the update under way the state is saved and
+        `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further fit ends the process. Ctrl-C once:
+        the same with "interrupted"; twice: KeyboardInterrupt.
         """
+        _refuse_after_signal()
+        began = time.monotonic()
         check_methods(module)
         settings = self.settings
         if settings.max_steps is None and settings.max_epochs is None:
@@ -302,6 +309,8 @@ class Trainer:
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
             )
         with self._open(found, module, ["train", *(["validate"] if data.validation else [])], data) as run:
+            if run.engine.rank == 0:
+                run.watch = Watch(run.requests, began, settings.max_time, run.run_dir)
             self._prepare_fit(run, found, data, resume)
             if found.plan_only:
                 raise SystemExit(0)
@@ -356,12 +365,17 @@ class Trainer:
 
     def _finish_fit(self, run: Run, reason: str) -> None:
         saving.save(run)
-        if reason == "interrupted":
+        preempted = reason == "preempted"
+        if run.engine.launch.local_rank == 0:
+            tell_preempted(os.environ, run.requests.signal if preempted else "")
+        if preempted and run.watch is not None:
+            run.watch.heard(run.requests.signal)
+        if reason in ("interrupted", "preempted"):
             if run.calls.on_preempt is not None:
                 run.calls.on_preempt(self, run.module, run.requests.signal)
             saved = f"the state is saved in {run.checkpoint}; the same call goes on from there"
             run.module.print(
-                f"interrupted by {run.requests.signal} at step {run.progress.step}: "
+                f"{reason} by {run.requests.signal} at step {run.progress.step}: "
                 + (saved if run.checkpoint else "without a run_dir nothing is saved")
             )
         else:
@@ -430,7 +444,8 @@ class Trainer:
             object.__setattr__(module, "_trainer", self)
             modes = [(m, m.training) for m in module.modules()]
             try:
-                stack.enter_context(_interrupts(run.requests))
+                if training:
+                    run.notes += stack.enter_context(signals_heard(run.requests))
                 run.notes += [note] if (note := build_model(module, run.seed)) else []
                 if training and not any(p.requires_grad for p in module.parameters()):
                     raise ConfigurationError(
@@ -540,6 +555,13 @@ class Trainer:
         return result
 
 
+def _refuse_after_signal() -> None:
+    """A process that was told to end trains no more: a script's next fit would go on from one that is not done."""
+    if name := told_to_end():
+        print(f"{name} asked this process to end: no further fit is begun; exit code {EXIT_PREEMPTED}", file=sys.stderr)
+        raise SystemExit(EXIT_PREEMPTED)
+
+
 def _same_on_every_rank(run: Run) -> None:
     """All ranks hear the same hooks in the same order and train the same parameters, or every rank says which differs."""
     if run.engine.world_size == 1:
@@ -592,24 +614,3 @@ def _determinism(on: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-
-
-@contextlib.contextmanager
-def _interrupts(wanted: Requests) -> Iterator[None]:
-    """The first Ctrl-C asks the loop to save and stop at the next boundary; a second one interrupts at once."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-
-    def handle(number: int, frame: object) -> None:
-        wanted.signal = signal.Signals(number).name
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

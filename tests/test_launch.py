@@ -397,12 +397,21 @@ def test_a_comma_in_the_path_of_a_deepspeed_file_is_refused(tmp_path: Path) -> N
 
 
 def test_one_rank_needs_no_torchrun() -> None:
-    assert command("s.py", ["--lr", "1"], nproc=1, python="py") == ["py", "s.py", "--lr", "1"]
+    assert command("s.py", ["--lr", "1"], nproc=1, python="py") == [
+        "py",
+        "-m",
+        "fabricate.runner",
+        "--alone",
+        "--",
+        "s.py",
+        "--lr",
+        "1",
+    ]
 
 
 def test_the_ranks_of_one_node_meet_by_themselves() -> None:
     line = command("s.py", ["--log"], nproc=2, python="py")
-    assert line == ["py", "-m", "fabricate.launch", "--standalone", "--nproc-per-node", "2", "--", "s.py", "--log"]
+    assert line == ["py", "-m", "fabricate.runner", "--standalone", "--nproc-per-node", "2", "--", "s.py", "--log"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,8 +33,27 @@ class WorkerStart:
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the info refuses plain assignment
+        _leave_signals_to_the_main_process()
         if self._then is not None:
             self._then(worker)
+
+
+def _leave_signals_to_the_main_process() -> None:
+    """Launchers and schedulers signal whole process groups, and a worker that dies of it takes the fit along before it can
+    save. SIGTERM counts only when the main process sends it, as torch does to a worker that does not end by itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # macOS
+        return
+    main = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="fabricate-signals", daemon=True).start()
 
 
 def has_own_loop(loader: DataLoader[Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ class Slow(Callback):
         time.sleep(0.1)
 
 
-def fit(run_dir: Path, steps: int, *, dropout: float = 0.0, fails: bool = False, slow: bool = False) -> FitResult:
+def fit(
+    run_dir: Path, steps: int, *, dropout: float = 0.0, fails: bool = False, slow: bool = False, workers: int = 0
+) -> FitResult:
     """Train on `ROWS` rows in global batches of `GLOBAL_BATCH`, on however many ranks there are."""
     torch.manual_seed(1)
     x = torch.randn(ROWS, 4)
@@ -64,7 +67,7 @@ def fit(run_dir: Path, steps: int, *, dropout: float = 0.0, fails: bool = False,
         plugins=[Slow()] if slow else [],
     )
     module = Failing() if fails else Net(dropout)
-    return trainer.fit(module, TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3)
+    return trainer.fit(module, TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3, num_workers=workers)
 
 
 if __name__ == "__main__":
@@ -74,5 +77,10 @@ if __name__ == "__main__":
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--fails", action="store_true")
     parser.add_argument("--slow", action="store_true")
-    options = parser.parse_args()
-    fit(options.run_dir, options.steps, dropout=options.dropout, fails=options.fails, slow=options.slow)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--exit-code", action="store_true", help="end with the fit's exit code")
+    options = vars(parser.parse_args())
+    says = options.pop("exit_code")
+    result = fit(**options)
+    if says:
+        sys.exit(result.exit_code)

@@ -1,0 +1,68 @@
+"""`python -m fabricate.runner ARGUMENTS`: runs a script as `fabricate run` asks, on one process or through torchrun.
+
+Owns how a script is started once everything is decided, and the exit code: the script's own, or that of the first rank
+that failed; 128 + N where signal N ended it; `EXIT_PREEMPTED` where a fit was told to end, saved its state, and the script
+ended without an error. It must not know settings (fabricate.launch), and imports torch only where it runs torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from fabricate.launch import PREEMPTED_FILE
+from fabricate.records import EXIT_PREEMPTED
+
+# SIGUSR1 as well: schedulers send it ahead of the end, and torchrun would die of it and leave its ranks behind.
+_FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_ENDED_BY_REQUEST = (0, EXIT_PREEMPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what follows ``--``: in this process after ``--alone``, else through torchrun with the options before it."""
+    with tempfile.TemporaryDirectory(prefix="fabricate-run-") as folder:
+        os.environ[PREEMPTED_FILE] = told = os.path.join(folder, "preempted")
+        if arguments[0] == "--alone":
+            code = _alone(arguments[2], arguments[3:])
+        else:
+            code = _torchrun(["--signals-to-handle", _FORWARDED, *arguments])
+        return EXIT_PREEMPTED if code in _ENDED_BY_REQUEST and os.path.exists(told) else code
+
+
+def _alone(script: str, arguments: Sequence[str]) -> int:
+    """The script as `python script` would run it. In this process, so that signals and debuggers find it as ever."""
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    try:
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
+    except SystemExit as exc:
+        if exc.code not in (None, 0, EXIT_PREEMPTED):
+            raise
+    return 0
+
+
+def _torchrun(arguments: Sequence[str]) -> int:
+    """torchrun, with the exit code of the first rank that failed; 128 + N where signal N ended it or torchrun."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(list(arguments))
+    except ChildFailedError as exc:
+        code = exc.get_first_failure()[1].exitcode
+        if code != EXIT_PREEMPTED:
+            print(exc, file=sys.stderr)
+        return code if code > 0 else 128 - code
+    except SignalException as exc:
+        return 128 + int(exc.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
