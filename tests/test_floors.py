@@ -19,8 +19,10 @@ FLOORS = [
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
     | {"console", "group", "plugin_template"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "optimization"},
-    {"module", "registry", "planning", "construct", "engine", "state", "run"} | {"comparing", "preemption", "retention"},
-    {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"} | {"cli_checkpoints", "runner"},
+    {"module", "registry", "planning", "construct", "engine", "state", "run"}
+    | {"comparing", "preemption", "retention"},
+    {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
+    | {"cli_checkpoints", "runner"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]
