@@ -53,6 +53,20 @@ class PlateauScheduler:
         self.scheduler.load_state_dict(state)
 
 
+def configured_optimizers(where: str, module: Any) -> Any:
+    """What `module.configure_optimizers()` returns; torch's word for "no parameters" is explained."""
+    try:
+        return module.configure_optimizers()
+    except ValueError as exc:
+        if "empty parameter list" not in str(exc):
+            raise
+        count = sum(p.requires_grad for p in module.parameters())
+        raise ConfigurationError(
+            f"{where} makes an optimizer over no parameters ({exc}), and the module has {count} trainable ones; pass self.parameters() "
+            "or a list of them: an iterator that was read once is empty"
+        ) from exc
+
+
 def read_optimizers(where: str, configured: Any) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Scheduler]]:
     """Optimizers and schedulers by name ("main" when there is one without a name). `where` names the method in errors."""
     optimizers: dict[str, torch.optim.Optimizer] = {}

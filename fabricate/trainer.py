@@ -31,7 +31,7 @@ from fabricate.hooks import PROJECT, hookimpl
 from fabricate.launch import detect, tell_preempted
 from fabricate.metrics import Metrics
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
-from fabricate.optimization import read_optimizers
+from fabricate.optimization import configured_optimizers, read_optimizers
 from fabricate.plan import Plan
 from fabricate.planning import Data, Resolved, make_plan, open_data, resolve
 from fabricate.preemption import Watch, signals_heard, told_to_end
@@ -332,7 +332,7 @@ class Trainer:
         """Everything between an open engine and the first step: optimizers, the plan, a checkpoint."""
         module, engine, settings = run.module, run.engine, self.settings
         where = f"{type(module).__name__}.configure_optimizers"
-        run.optimizers, run.schedulers = read_optimizers(where, module.configure_optimizers())
+        run.optimizers, run.schedulers = read_optimizers(where, configured_optimizers(where, module))
         parameter_names(module, run.optimizers)
         run.parameters = {
             name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

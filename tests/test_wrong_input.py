@@ -365,8 +365,11 @@ def test_a_wrong_optimizer_is_refused_before_the_first_step(configure: Any, mess
     _refused(message, module=_optimizers(configure))
 
 
-def test_an_optimizer_over_no_parameters_keeps_torchs_own_error() -> None:
-    _refused("optimizer got an empty parameter list", module=_optimizers(lambda self: _sgd([])), error=ValueError)
+def test_an_optimizer_over_no_parameters_is_refused_with_the_number_there_is() -> None:
+    message = (
+        "optimizer over no parameters (optimizer got an empty parameter list), and the module has 2 trainable ones"
+    )
+    _refused(message, module=_optimizers(lambda self: _sgd([])))
 
 
 def _two(self: Any) -> dict[str, torch.optim.Optimizer]:
