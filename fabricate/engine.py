@@ -40,6 +40,8 @@ _HIDDEN = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_DYNAMO_BACKEND",
 )
+_NOBODYS: tuple[str, int, Any, Any] = ("", 0, None, None)
+"""Of a sharded module: by which strategy on how many ranks, its root and what that was prepared to. This: nobody's, unusable."""
 
 
 class Root(torch.nn.Module):
@@ -92,6 +94,8 @@ class Engine(Group):
         self.device = device
         self.scaler: torch.amp.GradScaler | None = None
         self.context: contextlib.AbstractContextManager[object] | None = None
+        self._module: TrainModule | None = None
+        """What the strategy holds, from `prepare` on."""
 
     def check(self) -> None:
         """Refuse what cannot run here, before anything is built."""
@@ -124,7 +128,7 @@ class Engine(Group):
             self._verify()
             self.device = self.accelerator.device
             self.context = self.precision.forward_context(self.device)
-            self.scaler = self.precision.loss_scaler(self.device)
+            self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
             self.accelerator.scaler = self.scaler
             self._verify_precision()
         except BaseException:
@@ -133,9 +137,14 @@ class Engine(Group):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Forget Accelerate's shared state; the process group stays for the next fit of this process (see `_control_group`)."""
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        """Take the module out of the strategy and forget Accelerate's shared state; the process group stays for the next fit
+        of this process (see `_control_group`)."""
+        try:
+            if self._module is not None and self.strategy.release(self._module, clean=not any(exc)):
+                self._module.__dict__.pop("_sharded", None)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
     def topology(self) -> dict[str, Any]:
         """What a checkpoint says of how it was made."""
@@ -207,23 +216,27 @@ class Engine(Group):
         """Place, convert and wrap `module`; returns the callable that runs `(stage, batch, batch_idx)`. All ranks."""
         steps = {stage: step_function(module, stage) for stage in stages}
         module.train()
-        if any(isinstance(p, torch.distributed.tensor.DTensor) for p in module.parameters()):
+        self._module = module
+        if "_sharded" in module.__dict__ or any(
+            isinstance(p, torch.distributed.tensor.DTensor) for p in module.parameters()
+        ):
             return self._reuse(module, steps)
         self.precision.convert(module)
         self.root = Root(module, self.context)
         self.root.steps = steps
+        if self.strategy.shards_parameters:
+            object.__setattr__(module, "_sharded", _NOBODYS)
         model = self.strategy.prepare(self.accelerator, self.root, module)
         # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
         self.root.__dict__.pop("forward", None)
         self.root.__dict__.pop("_original_forward", None)
-        self._ready(model)
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", (self.strategy.name, self.world_size, self.root, model))
-        return model
+        return self._ready(model)
 
     def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
         """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
-        earlier: tuple[str, int, Any, Any] = getattr(module, "_sharded", ("", 0, None, None))
+        earlier: tuple[str, int, Any, Any] = getattr(module, "_sharded", _NOBODYS)
         name, world_size, root, model = earlier
         if (name, world_size) != (self.strategy.name, self.world_size):
             raise ConfigurationError(
@@ -233,10 +246,18 @@ class Engine(Group):
         self.root = root
         self.root.steps = steps
         self.root._context = self.context
-        self._ready(model)
-        return self.model
+        return self._ready(self.strategy.reuse(self.accelerator, model, root))
 
-    def _ready(self, model: torch.nn.Module) -> None:
+    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Let the strategy take over the optimizers of a fit. All ranks."""
+        if len(optimizers) > 1 and not self.strategy.several_optimizers:
+            raise ConfigurationError(
+                f"strategy={self.strategy.name!r} trains with one optimizer and there are {len(optimizers)} ({', '.join(optimizers)}); "
+                "put the parameters into groups of one, or use strategy='ddp' or 'fsdp'"
+            )
+        self._ready(self.strategy.prepare_optimizers(self.model, optimizers))
+
+    def _ready(self, model: torch.nn.Module) -> torch.nn.Module:
         """Where nothing is wrapped around the root and nothing hooked to it, the loop calls the step itself."""
         self.model = model
         bare = model is self.root and self.context is None and "train" in self.root.steps
@@ -245,6 +266,7 @@ class Engine(Group):
             model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks
         ):
             self.forward = self.root.steps["train"]
+        return model
 
     # -- one update ----------------------------------------------------------------------------------------------------
 
@@ -259,12 +281,29 @@ class Engine(Group):
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Apply the update; False when the loss scaler found an overflow and skipped it (one wait for the device then)."""
         if self.scaler is None:
-            optimizer.step()
-            return True
+            return self.strategy.step(optimizer)
         scale = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
         return self.scaler.get_scale() >= scale
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scale is at work, so that an update may be left out on overflow."""
+        return self.scaler is not None or (
+            self.strategy.scales_loss and self.precision.loss_scaler(self.device) is not None
+        )
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The state of the loss scale, JSON; None without one."""
+        return self.scaler.state_dict() if self.scaler is not None else self.strategy.loss_scale_state()
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `scaler_state` gave, under this strategy or another."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(state))
+        else:
+            self.strategy.load_loss_scale_state(state)
 
     # -- trackers ----------------------------------------------------------------------------------------------------
 

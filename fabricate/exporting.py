@@ -11,7 +11,7 @@ import torch
 from fabricate import checkpoint as format
 from fabricate.construct import pretrained_models
 from fabricate.module import overrides
-from fabricate.state import chunk, export_tensors, gather
+from fabricate.state import export_tensors, whole_chunk
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -48,16 +48,17 @@ def _export(run: Run, path: Path) -> None:
     models = pretrained_models(run.module)
     model: Any = models[0] if len(models) == 1 else run.module
     main = run.engine.rank == 0
-    if model is not run.module and not run.engine.strategy.shards_parameters:
+    strategy = run.engine.strategy
+    if model is not run.module and not strategy.shards_parameters:
         if main:
             model.save_pretrained(path)
     else:
-        tensors = export_tensors(model)
+        tensors = export_tensors(model, strategy)
         if not main:
             for _, tensor in tensors:
-                gather(tensor)  # in the order in which rank 0 writes: one whole tensor exists at a time
+                strategy.gather(tensor)  # in the order in which rank 0 writes: one whole tensor exists at a time
         else:
-            chunks = [chunk(name, tensor) for name, tensor in tensors]
+            chunks = [whole_chunk(name, tensor, strategy) for name, tensor in tensors]
             format.write_plain_safetensors(path / "model.safetensors", chunks, metadata={"format": "pt"})
             if model is not run.module:
                 model.config.architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -39,7 +39,8 @@ def fit(run: Run) -> str:
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
     everything = list(module.parameters())
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
-    skip_nonfinite = settings.nonfinite == "skip"
+    scales_loss = engine.scales_loss
+    look_at_norm = settings.nonfinite == "skip" and not (scales_loss or strategy.skips_nonfinite)
     checked, skipped_in_a_row = False, 0
     unsized = source.num_samples is None and world_size > 1
 
@@ -114,11 +115,11 @@ def fit(run: Run) -> str:
                 strategy.clip(parameters, run.max_grad_norm, norm)  # type: ignore[arg-type]
             if calls.on_before_step is not None:
                 calls.on_before_step(trainer, module, optimizer, norm)
-            # Under nonfinite="skip" this is the one wait per update; a loss scaler looks itself.
-            if skip_nonfinite and scaler is None and not math.isfinite(float(norm)):  # type: ignore[arg-type]
-                applied, why = False, "non-finite gradients"
+            # Under nonfinite="skip" this is the one wait per update; a loss scaler and some engines look themselves.
+            why = "loss scale overflow" if scales_loss else "non-finite gradients"
+            if look_at_norm and not math.isfinite(float(norm)):  # type: ignore[arg-type]
+                applied = False
             else:
-                why = "loss scale overflow"
                 applied = (
                     engine.step(optimizer)
                     if calls.optimizer_step is None
@@ -134,8 +135,7 @@ def fit(run: Run) -> str:
                 skipped_in_a_row += 1
                 del run.metrics.pending[mark:]  # what was not applied does not count in any mean
             route = strategy.route() if strategy.lockstep else 0
-            for parameter in everything:
-                parameter.grad = None
+            strategy.clear_gradients(everything)
             progress.position = window.end
             progress.samples += rows
             progress.tokens += _host(total, run) if own_weights else rows
@@ -265,8 +265,11 @@ def _check_window(run: Run, own_weights: bool, name: str | None) -> None:
             raise ConfigurationError(
                 f"training_step differs between ranks (returns a weight, optimizer): {answers}; return the same keys on every rank"
             )
-    unused = [n for n, p in run.module.named_parameters() if p.requires_grad and p.grad is None]
-    if unused and len(run.optimizers) == 1:
+    trainable = [(n, p) for n, p in run.module.named_parameters() if p.requires_grad]
+    unused = [n for n, p in trainable if p.grad is None]
+    if (
+        0 < len(unused) < len(trainable) and len(run.optimizers) == 1
+    ):  # all of them: the engine keeps gradients elsewhere
         run.event("unused_parameters", names=unused[:20])
 
 

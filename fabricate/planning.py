@@ -5,12 +5,15 @@ Decides; builds nothing on a device, and no rank talks to another. Must not know
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from fabricate.data import Loading, Source, open_source
 from fabricate.dispatch import Origin
@@ -20,7 +23,7 @@ from fabricate.plan import Plan, Setting
 from fabricate.precision import Precision
 from fabricate.registry import Registry, distribution_of
 from fabricate.settings import Settings
-from fabricate.strategy import Strategy
+from fabricate.strategy import Settled, Strategy
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What is going to run. `accumulation` and `max_grad_norm` are None when nobody set them."""
+    """What is going to run. Pairs of value and source are None when nobody set them; `batch_size` is what a strategy's file says."""
 
     launch: Launch
     registry: Registry
@@ -42,6 +45,8 @@ class Resolved:
     choices: dict[str, Choice]
     accumulation: tuple[int, str] | None
     max_grad_norm: tuple[float, str] | None
+    batch_size: tuple[int, str] | None
+    global_batch_size: tuple[int, str] | None
     seed: tuple[int, str]
     plan_only: bool
 
@@ -84,11 +89,13 @@ def resolve(settings: Settings) -> Resolved:
     registry = Registry(settings.plugins)
     on_cpu = "cpu" in asked or not torch.cuda.is_available()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
-    choices = {}
+    choices: dict[str, Choice] = {}
     for kind, value in (("strategy", settings.strategy), ("precision", settings.precision)):
         chosen, source = _choose(kind, value, asked.get(kind), launch, device)
         made, offer = registry.resolve(kind, chosen)
         choices[kind] = Choice(made, source, offer.origin if offer is not None else distribution_of(made))
+        if kind == "strategy":
+            asked = _with_file(asked, made)
     if settings.seed is not None:
         seed = (settings.seed, "argument")
     else:
@@ -100,16 +107,31 @@ def resolve(settings: Settings) -> Resolved:
         choices=choices,
         accumulation=_told("gradient_accumulation_steps", settings.gradient_accumulation_steps, asked, int),
         max_grad_norm=_told("max_grad_norm", settings.max_grad_norm, asked, float),
+        batch_size=_told("batch_size", None, asked, int),
+        global_batch_size=_told("global_batch_size", settings.global_batch_size, asked, int),
         seed=seed,
         plan_only="plan_only" in asked,
     )
+
+
+def _with_file(asked: Mapping[str, Request], strategy: Strategy) -> dict[str, Request]:
+    """What the launcher was told and what the strategy's configuration file says."""
+    told = dict(asked)
+    for name, (value, source) in strategy.asks().items():
+        theirs = told.setdefault(name, Request(str(value), source))
+        if type(value)(theirs.value) != value:
+            raise ConfigurationError(
+                f"{name}: {theirs.source} says {theirs.value!r} and {source} says {value!r}; remove one, or make them equal"
+            )
+    return told
 
 
 def _choose(kind: str, value: Any, request: Request | None, launch: Launch, device: torch.device) -> tuple[Any, str]:
     automatic = isinstance(value, str) and value == "auto"
     if request is not None:
         own = getattr(value, "name", value)
-        if not automatic and own != request.value:
+        names = {str(own), str(own).partition(":")[0]}  # options may be the Trainer's alone
+        if not automatic and request.value not in (names | {"no"} if "fp32" in names else names):
             raise ConfigurationError(
                 f"{kind}={own!r} is set in the Trainer and {request.value!r} by {request.source}; remove one, or make "
                 "them equal"
@@ -156,43 +178,87 @@ def open_data(settings: Settings, found: Resolved, train: object, val: object, l
         )
 
     accumulation = found.accumulation or (1, "default")
-    source = opened(train, "train", loading, True, accumulation[0]) if train is not None else None
-    if source is not None and settings.global_batch_size is not None:
-        if source.batch_size is None:
-            raise ConfigurationError(
-                "global_batch_size needs rows that can be counted ahead: pass a dataset with batch_size=..., or set "
-                "gradient_accumulation_steps"
-            )
-        per_step = source.batch_size * world_size
-        number, rest = divmod(settings.global_batch_size, per_step)
-        if rest or not number:
-            raise ConfigurationError(
-                f"global_batch_size={settings.global_batch_size} is no multiple of batch_size {source.batch_size} x "
-                f"{world_size} ranks = {per_step}"
-            )
-        if found.accumulation is not None and found.accumulation[0] != number:
-            raise ConfigurationError(
-                f"global_batch_size={settings.global_batch_size} means gradient_accumulation_steps={number}, but "
-                f"{found.accumulation[0]} is set ({found.accumulation[1]}); remove one"
-            )
-        accumulation = (number, "from global_batch_size")
-        source = opened(train, "train", loading, True, number)
+    source = (
+        opened(train, "train", _with_size(train, loading, found), True, accumulation[0]) if train is not None else None
+    )
+    if source is not None and found.batch_size is not None and source.batch_size not in (None, found.batch_size[0]):
+        raise ConfigurationError(
+            f"train has batches of {source.batch_size} rows per rank and {found.batch_size[1]} says {found.batch_size[0]}; remove one, "
+            "or make them equal"
+        )
+    if source is not None and found.global_batch_size is not None:
+        accumulation = _accumulation(source, found, world_size)
+        source = opened(train, "train", _with_size(train, loading, found), True, accumulation[0])
     sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
     validation = {
-        str(name): opened(data, f"val[{name!r}]" if name else "val", _for_evaluation(data, loading), False)
+        str(name): opened(
+            data,
+            f"val[{name!r}]" if name else "val",
+            _for_evaluation(data, _with_size(data, loading, found)),
+            False,
+        )
         for name, data in sets.items()
     }
     return Data(source, validation, accumulation)
 
 
+def _accumulation(source: Source, found: Resolved, world_size: int) -> tuple[int, str]:
+    """How many micro-batches make the global batch that was asked for."""
+    assert found.global_batch_size is not None
+    size, told_by = found.global_batch_size
+    asked = f"global_batch_size={size}" + ("" if told_by == "argument" else f" ({told_by})")
+    if source.batch_size is None:
+        raise ConfigurationError(
+            f"{asked} needs rows that can be counted ahead: pass a dataset with batch_size=..., or set "
+            "gradient_accumulation_steps"
+        )
+    per_step = source.batch_size * world_size
+    number, rest = divmod(size, per_step)
+    if rest or not number:
+        raise ConfigurationError(
+            f"{asked} is no multiple of batch_size {source.batch_size} x {world_size} ranks = {per_step}"
+        )
+    if found.accumulation is not None and found.accumulation[0] != number:
+        raise ConfigurationError(
+            f"{asked} means gradient_accumulation_steps={number}, but {found.accumulation[0]} is set "
+            f"({found.accumulation[1]}); remove one"
+        )
+    return number, "from global_batch_size" if told_by == "argument" else f"from {told_by}"
+
+
+def _with_size(data: object, loading: Loading, found: Resolved) -> Loading:
+    """`loading` with the batch size of the strategy's file, for data sets whose batch size nobody set."""
+    if loading.batch_size is not None or found.batch_size is None or isinstance(data, DataLoader | list | tuple):
+        return loading
+    return dataclasses.replace(loading, batch_size=found.batch_size[0]) if _rows(data) else loading
+
+
+def _rows(data: object) -> bool:
+    """Whether `data` is rows that `batch_size` makes batches of."""
+    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
+    return stream or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def settle(settings: Settings, found: Resolved, data: Data) -> None:
+    """Tell the strategy what came out of all settings. Pure."""
+    found.strategy.settle(
+        Settled(
+            world_size=found.launch.world_size,
+            device=found.device,
+            precision=found.precision,
+            micro_batch_size=data.train.batch_size if data.train is not None else None,
+            gradient_accumulation_steps=data.accumulation[0],
+            max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
+            nonfinite=settings.nonfinite,
+        )
+    )
+
+
 def _for_evaluation(data: object, loading: Loading) -> Loading:
     """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
-    from torch.utils.data import DataLoader, IterableDataset
-
-    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
-    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if isinstance(data, DataLoader) or not (stream or indexed):
+    if isinstance(data, DataLoader) or not _rows(data):
         return Loading()
+    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
     workers = min(loading.num_workers, 1) if stream else loading.num_workers
     return Loading(loading.batch_size, workers, loading.collate_fn, None if stream else False)
 
@@ -210,6 +276,9 @@ def make_plan(
     kind = "NO" if world_size == 1 else "MULTI_CPU" if found.device.type == "cpu" else "MULTI_GPU"
     written = settings.run_dir is not None
 
+    def count(trainable: bool) -> int:
+        return sum(math.prod(strategy.local_part(p).shape) for p in module.parameters() if p.requires_grad is trainable)
+
     def by_argument(value: object) -> str:
         return "argument" if value is not None else "default"
 
@@ -223,7 +292,11 @@ def make_plan(
         *(Setting(topic, text, strategy.name) for topic, text in strategy.describe().items()),
         Setting("precision", precision.name, found.choices["precision"].source),
         Setting("compute_dtype", precision.compute_dtype, f"{precision.name}; verified before the first step"),
-        *(Setting(topic, text, precision.name) for topic, text in precision.describe().items()),
+        *(
+            Setting(topic, text, precision.name)
+            for topic, text in precision.describe().items()
+            if topic not in strategy.describe()  # an engine that does it itself knows better
+        ),
     ]
     if source is not None:
         size = f"{source.num_samples:,} samples" if source.num_samples is not None else "no length"
@@ -250,12 +323,12 @@ def make_plan(
             )
             for name, optimizer in (optimizers or {}).items()
         ),
-        Setting("parameters_trainable", sum(p.numel() for p in module.parameters() if p.requires_grad), "module"),
-        Setting("parameters_frozen", sum(p.numel() for p in module.parameters() if not p.requires_grad), "module"),
+        Setting("parameters_trainable", count(True), "module"),
+        Setting("parameters_frozen", count(False), "module"),
         Setting(
             "clipping",
             found.max_grad_norm[0] if found.max_grad_norm else None,
-            f"by fabricate, once per update; {found.max_grad_norm[1]}" if found.max_grad_norm else "default",
+            f"by {strategy.clips}, once per update; {found.max_grad_norm[1]}" if found.max_grad_norm else "default",
         ),
         Setting(
             "nonfinite",

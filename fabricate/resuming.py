@@ -24,7 +24,7 @@ from fabricate.state import (
     decode_with,
     load_model,
     load_optimizer,
-    parameter_names,
+    optimizer_groups,
 )
 
 if TYPE_CHECKING:
@@ -128,17 +128,17 @@ def restore(run: Run, path: Path) -> None:
         tree: Any = reader.json("state.json")
         world_size = int(reader.manifest.topology["world_size"])  # type: ignore[arg-type]
         _compare(run, path, tree, run.settings.accept_changes)
-        compare_model(reader, run.module)
-        names = parameter_names(run.module, run.optimizers)
+        compare_model(reader, run.module, engine.strategy)
+        groups = optimizer_groups(run.module, run.optimizers, engine.strategy)
         for label, optimizer in run.optimizers.items():
-            compare_optimizer(path, label, optimizer, tree["optimizers"][label], names)
+            compare_optimizer(path, label, optimizer, tree["optimizers"][label], groups[label])
         load_model(reader, run.module, engine.strategy)
         for label, optimizer in run.optimizers.items():
-            load_optimizer(reader, label, optimizer, tree["optimizers"][label], names, engine.strategy)
+            load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)
         for label, scheduler in run.schedulers.items():
             scheduler.load_state_dict(decode_with(reader, tree["schedulers"][label]["state"]))
-        if engine.scaler is not None and tree["scaler"]:
-            engine.scaler.load_state_dict(tree["scaler"])
+        if tree["scaler"]:
+            engine.load_scaler_state(tree["scaler"])
         run.progress.load(tree["progress"])
         run.latest = dict(decode_with(reader, tree["latest"]))
         if run.settings.seed is None:  # nobody asked for one: the order goes on as it began

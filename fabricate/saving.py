@@ -20,10 +20,7 @@ from fabricate.metrics import torchmetrics_state
 from fabricate.module import recorded
 from fabricate.randomness import rng_state
 from fabricate.retention import kept
-from fabricate.state import (
-    Saver,
-    parameter_names,
-)
+from fabricate.state import Saver, optimizer_groups
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -136,7 +133,7 @@ def _manifest(run: Run, nonce: str, files: list[FileRecord], aliases: dict[str, 
 
 def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
     """What is one value for all ranks. Called on every rank: sharded tensors inside are contributed by each."""
-    names = parameter_names(run.module, run.optimizers)
+    groups = optimizer_groups(run.module, run.optimizers, saver.strategy)
     held, lost = recorded(run.module)
     metrics_file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
     plugins = {}
@@ -150,12 +147,12 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
             "arguments": held,
             "unrecorded": lost,
         },
-        "optimizers": {label: saver.optimizer(label, o, names) for label, o in run.optimizers.items()},
+        "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optimizers.items()},
         "schedulers": {
             label: {"kind": type(s).__name__, "state": saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)}
             for label, s in run.schedulers.items()
         },
-        "scaler": run.engine.scaler.state_dict() if run.engine.scaler is not None else None,
+        "scaler": run.engine.scaler_state(),
         "seed": run.seed,
         "data": data_identity(run),
         "progress": run.progress.state(),

@@ -9,6 +9,7 @@ Must not know: the loop, when to save, directories and commits (fabricate.checkp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+Groups = list[dict[str, torch.nn.Parameter]]
+"""The parameters of an optimizer by name, group by group."""
 
 
 def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
@@ -50,12 +53,15 @@ def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...
         )
 
     def data() -> Any:
-        flat = gather(tensor.detach()).reshape(-1).contiguous().cpu()
-        array: Any = flat.view(torch.uint8).numpy()
-        return memoryview(array) if flat.numel() else b""
+        return _bytes(tensor)
 
     whole = tuple(tensor.shape) if shape is None else shape
     return Chunk(name, start, tensor.numel(), _CODES[tensor.dtype], whole, data)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""  # type: ignore[arg-type]
 
 
 def read(reader: Reader, name: str, start: int = 0, count: int | None = None) -> torch.Tensor:
@@ -89,16 +95,17 @@ class Saver:
         self.chunks: list[Chunk] = []
 
     def shared(self, name: str, tensor: torch.Tensor) -> None:
-        """A parameter, or a state shaped like one: each rank contributes its part, so nothing is gathered."""
-        part, start = self.strategy.local_part(tensor)
-        if isinstance(tensor, torch.distributed.tensor.DTensor):
-            if part.numel():
-                self.chunks.append(chunk(name, part, start, tuple(tensor.shape)))
-            return
-        flat = part.reshape(-1)
-        begin, end = (flat.numel() * r // self.world_size for r in (self.rank, self.rank + 1))
-        if end > begin or (self.rank == 0 and not flat.numel()):
-            self.chunks.append(chunk(name, flat[begin:end], begin, tuple(tensor.shape)))
+        """A parameter, or something shaped like one: each rank contributes its part, so nothing is gathered."""
+        self.part(name, self.strategy.local_part(tensor))
+
+    def part(self, name: str, part: Strategy.Part) -> None:
+        """This rank's part of a logical tensor; of what every rank holds, each contributes a slice."""
+        flat, start = part.values.reshape(-1), part.start
+        if part.replicated:
+            start, end = (flat.numel() * r // self.world_size for r in (self.rank, self.rank + 1))
+            flat = flat[start:end]
+        if flat.numel() or (self.rank == 0 and 0 in part.shape):
+            self.chunks.append(chunk(name, flat, start, part.shape))
 
     def whole(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that is the same on every rank: rank 0 writes it."""
@@ -118,25 +125,24 @@ class Saver:
             self.whole(f"model/{name}", tensor)
         return {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
 
-    def optimizer(self, label: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-        """State and groups of one optimizer; `names`: parameter names by id. Returns the JSON part."""
+    def optimizer(self, label: str, optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
+        """State and groups of one optimizer. Returns the JSON part."""
         values: dict[str, dict[str, Any]] = {}
-        for parameter, state in optimizer.state.items():
-            name = names[id(parameter)]
-            for key, value in state.items():
+        for name, parameter in (pair for group in groups for pair in group.items()):
+            for key, value in self.strategy.optimizer_state(optimizer, parameter).items():
                 logical = f"optimizer/{label}/{name}/{key}"
-                if not isinstance(value, torch.Tensor):
-                    values.setdefault(name, {})[key] = self.encode(value, logical, self.whole)
-                elif value.shape == parameter.shape or isinstance(value, torch.distributed.tensor.DTensor):
-                    self.shared(logical, value)
-                else:
+                if isinstance(value, Strategy.Part):
+                    self.part(logical, value)
+                elif isinstance(value, torch.Tensor):
                     self.whole(logical, value)
-        groups = [
+                else:
+                    values.setdefault(name, {})[key] = self.encode(value, logical, self.whole)
+        told = [
             {"options": self.encode({k: v for k, v in g.items() if k != "params"}, f"optimizer/{label}/group", self.whole),
-             "names": [names[id(p)] for p in g["params"]]}
-            for g in optimizer.param_groups
+             "names": list(names)}
+            for g, names in zip(optimizer.param_groups, groups, strict=True)
         ]  # fmt: skip
-        return {"kind": type(optimizer).__name__, "groups": groups, "values": values}
+        return {"kind": type(optimizer).__name__, "groups": told, "values": values}
 
     def encode(self, value: object, path: str, put: Callable[[str, torch.Tensor], None]) -> Any:
         """`value` as tagged JSON; tensors inside go to `put` under names that begin with `path`."""
@@ -160,24 +166,29 @@ def decode_with(reader: Reader, tree: object) -> Any:
     return decode(tree, lambda name: read_whole(reader, name))
 
 
-def parameter_names(module: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[int, str]:
-    """Names by id of every parameter that an optimizer holds. Raises `ConfigurationError` for one that is not the module's."""
+def optimizer_groups(
+    module: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], strategy: Strategy
+) -> dict[str, Groups]:
+    """The parameters that each optimizer holds. Raises `ConfigurationError` for one that is not the module's."""
     names = {id(p): n for n, p in module.named_parameters()}
+    found: dict[str, Groups] = {}
     for label, optimizer in optimizers.items():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        found[label] = []
+        for group in strategy.optimizer_groups(optimizer):
+            for parameter in group:
                 if id(parameter) not in names:
                     raise ConfigurationError(
                         f"optimizer {label!r} holds a parameter of shape {tuple(parameter.shape)} that is not a parameter of the module; "
                         "make it an attribute of the module, and take self.parameters() inside configure_optimizers"
                     )
-    return names
+            found[label].append({names[id(p)]: p for p in group})
+    return found
 
 
-def compare_model(reader: Reader, module: torch.nn.Module) -> dict[str, str]:
+def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> dict[str, str]:
     """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit."""
     parameters, buffers, _ = named_tensors(module)
-    live = {f"model/{n}": t for n, t in (*parameters.items(), *buffers.items())}
+    live = {f"model/{n}": strategy.local_part(t).shape for n, t in (*parameters.items(), *buffers.items())}
     saved = {n: r for n, r in reader.manifest.tensors.items() if n.startswith("model/")}
     where = f"checkpoint {reader.path}"
     aliases = dict(reader.manifest.aliases)
@@ -189,10 +200,10 @@ def compare_model(reader: Reader, module: torch.nn.Module) -> dict[str, str]:
             f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
             "module with the same arguments"
         )
-    for name, tensor in live.items():
-        if tuple(saved[source[name]].shape) != tuple(tensor.shape):
+    for name, shape in live.items():
+        if tuple(saved[source[name]].shape) != shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {tuple(saved[source[name]].shape)}, the module's has {tuple(tensor.shape)}"
+                f"{where}: {name} has shape {tuple(saved[source[name]].shape)}, the module's has {shape}"
             )
     return source
 
@@ -200,12 +211,16 @@ def compare_model(reader: Reader, module: torch.nn.Module) -> dict[str, str]:
 def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | None = None) -> None:
     """Copy the checkpoint's weights into `module`'s memory, only this rank's part. Compared first, see `compare_model`."""
     strategy = strategy or Strategy()
-    source = compare_model(reader, module)
+    source = compare_model(reader, module, strategy)
     parameters, buffers, _ = named_tensors(module)
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        _fill(reader, source[f"model/{name}"], strategy.local_part(tensor))
+    strategy.after_load()
+
+
+def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
     with torch.no_grad():
-        for name, tensor in (*parameters.items(), *buffers.items()):
-            part, start = strategy.local_part(tensor)
-            part.copy_(read(reader, source[f"model/{name}"], start, part.numel()).reshape(part.shape))
+        part.values.copy_(read(reader, name, part.start, part.values.numel()).reshape(part.values.shape))
 
 
 def _some(names: list[str]) -> str:
@@ -213,7 +228,7 @@ def _some(names: list[str]) -> str:
 
 
 def compare_optimizer(
-    path: Path, label: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]
+    path: Path, label: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: Groups
 ) -> None:
     """`CheckpointError` unless `optimizer` is of the kind that was saved, over the same parameters in the same groups."""
     where = f"checkpoint {path}, optimizer {label!r}"
@@ -221,7 +236,7 @@ def compare_optimizer(
         raise CheckpointError(
             f"{where} is a {saved['kind']}, this run has a {type(optimizer).__name__}; use the same, or resume='never'"
         )
-    live = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+    live = [list(group) for group in groups]
     if [g["names"] for g in saved["groups"]] != live:
         raise CheckpointError(
             f"{where} has {len(saved['groups'])} groups over {sum(len(g['names']) for g in saved['groups'])} parameters, this run "
@@ -234,13 +249,11 @@ def load_optimizer(
     label: str,
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Any],
-    names: Mapping[int, str],
+    groups: Groups,
     strategy: Strategy,
 ) -> None:
     """Restore one optimizer, which `compare_optimizer` found to fit: options of each group and this rank's part of the
     state, matched by parameter name."""
-    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update(decode_with(reader, stored["options"]))
     prefix = f"optimizer/{label}/"
     keys: dict[str, list[str]] = {}
     for logical in reader.manifest.tensors:
@@ -248,28 +261,24 @@ def load_optimizer(
             name, _, key = logical.removeprefix(prefix).rpartition("/")
             keys.setdefault(name, []).append(key)
     optimizer.state.clear()
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            on_device = bool(group.get("fused") or group.get("capturable"))
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                state: dict[str, Any] = {}
-                for key in keys.get(name, []):
-                    logical = f"{prefix}{name}/{key}"
-                    record = reader.manifest.tensors[logical]
-                    if tuple(record.shape) == tuple(parameter.shape) and parameter.ndim:
-                        value = torch.empty_like(parameter, dtype=_DTYPES[record.dtype], requires_grad=False)
-                        part, start = strategy.local_part(value)
-                        part.copy_(read(reader, logical, start, part.numel()).reshape(part.shape))
-                    else:
-                        value = read_whole(reader, logical)
-                        if key != "step" or on_device:
-                            value = value.to(parameter.device)
-                    state[key] = value
-                for key, tree in saved["values"].get(name, {}).items():
-                    state[key] = decode_with(reader, tree)
-                if state:
-                    optimizer.state[parameter] = state
+    for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
+        live.update(decode_with(reader, stored["options"]))
+        on_device = bool(live.get("fused") or live.get("capturable"))
+        for name, parameter in group.items():
+            shape = strategy.local_part(parameter).shape
+            state: dict[str, Any] = {}
+            for key in keys.get(name, []):
+                record = reader.manifest.tensors[f"{prefix}{name}/{key}"]
+                if tuple(record.shape) == shape and (shape or key != "step"):
+                    state[key] = _DTYPES[record.dtype]
+                else:
+                    value = read_whole(reader, f"{prefix}{name}/{key}")
+                    state[key] = value if key == "step" and not on_device else value.to(parameter.device)
+            for key, tree in saved["values"].get(name, {}).items():
+                state[key] = decode_with(reader, tree)
+            for key, part in strategy.restore_optimizer_state(optimizer, parameter, state).items():
+                _fill(reader, f"{prefix}{name}/{key}", part)
+    strategy.after_load()
 
 
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -288,15 +297,18 @@ def load_weights(path: Path, module: torch.nn.Module) -> None:
         load_model(reader, module)
 
 
-def export_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers by `state_dict` name, shared ones once, as they lie (sharded ones too), in the order
     in which a safetensors file holds them: wide elements first. Ranks that gather in this order meet the one that writes."""
     kept = set(module.state_dict(keep_vars=True))
     parameters, buffers, _ = named_tensors(module)
-    found = [(n, t.detach()) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
-    return sorted(found, key=lambda pair: -pair[1].element_size())
+    found = [(n, t) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
+    return sorted(found, key=lambda pair: -strategy.local_part(pair[1]).values.element_size())
 
 
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded. All ranks then."""
-    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+def whole_chunk(name: str, tensor: torch.Tensor, strategy: Strategy) -> Chunk:
+    """The logical tensor `name`, gathered when it is written. All ranks gather then."""
+    part = strategy.local_part(tensor)
+    return Chunk(
+        name, 0, math.prod(part.shape), _CODES[part.values.dtype], part.shape, lambda: _bytes(strategy.gather(tensor))
+    )

@@ -7,9 +7,10 @@ state. Options are the fields of a `@dataclass(eq=False)`, so that "name:option=
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fabricate.hooks import Listener
 
@@ -17,9 +18,36 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+    from fabricate.precision import Precision
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is settled before anything is built. None: not set, or not known."""
+
+    world_size: int
+    device: torch.device
+    precision: Precision
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    nonfinite: str
+
 
 class Strategy(Listener):
     """Base of every strategy. Override what differs; the defaults are those of one process."""
+
+    class Part(NamedTuple):
+        """What this rank holds of a logical tensor: a range of its elements in row-major order."""
+
+        values: torch.Tensor
+        """Local memory of any shape: what is written here is written to the tensor."""
+        start: int
+        """Where the range begins."""
+        shape: tuple[int, ...]
+        """Of the whole."""
+        replicated: bool
+        """Whether every rank holds the whole."""
 
     name: ClassVar[str] = ""
     min_world_size: ClassVar[int] = 1
@@ -29,7 +57,14 @@ class Strategy(Listener):
     lockstep: ClassVar[bool] = False
     """Whether a forward runs collectives, so that every rank must run each one, in evaluation too."""
     shards_parameters: ClassVar[bool] = False
+    """Whether `local_part` of a parameter is a part of it, so that the whole has to be gathered for an export."""
     several_optimizers: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = False
+    """Whether the strategy's engine scales the loss itself where the precision needs it, and skips updates on overflow."""
+    skips_nonfinite: ClassVar[bool] = False
+    """Whether `step` itself leaves out an update whose gradient is not finite."""
+    clips: ClassVar[str] = "fabricate"
+    """Who clips, for the plan."""
     distributed_types: ClassVar[tuple[str, ...]] = ("NO", "MULTI_CPU", "MULTI_GPU")
     """What `accelerator.distributed_type` may be once the Accelerator exists; anything else is an error before step 1."""
 
@@ -46,6 +81,15 @@ class Strategy(Listener):
                 "use strategy='ddp' or 'fsdp', or start one process"
             )
 
+    def asks(self) -> Mapping[str, tuple[Any, str]]:
+        """What a configuration file of the strategy sets of what belongs to the Trainer: by name the value and where it
+        stands. Names: precision, gradient_accumulation_steps, max_grad_norm, global_batch_size, batch_size (per rank).
+        What the Trainer leaves unset is adopted, two values that differ are an error. Pure."""
+        return {}
+
+    def settle(self, settled: Settled) -> None:
+        """Called once before anything is built, with what came out of all settings. Raises `ConfigurationError`. Pure."""
+
     def accelerator_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `accelerate.Accelerator(...)`, `kwargs_handlers` among them."""
         return {}
@@ -57,6 +101,24 @@ class Strategy(Listener):
         """
         prepared: torch.nn.Module = accelerator.prepare_model(root, evaluation_mode=True)
         return prepared
+
+    def prepare_optimizers(
+        self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> torch.nn.Module:
+        """Take over the optimizers of a fit. Called once, after `prepare`. Returns what the loop runs. All ranks.
+
+        The objects stay the user's: their groups' options are what schedulers change and what the plan shows.
+        """
+        return model
+
+    def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
+        """`prepare` for a `root` that an earlier run sharded and `release` left so; `model` is what was run then."""
+        return model
+
+    def release(self, module: torch.nn.Module, clean: bool) -> bool:
+        """The run is over: give back what `prepare` took. Returns whether every rank holds whole parameters again.
+        All ranks; collectives only if `clean`, because after a failure some rank may not come here."""
+        return not self.shards_parameters
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """A context for a micro-batch whose gradients stay local (every one of a window but the last)."""
@@ -99,23 +161,79 @@ class Strategy(Listener):
 
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
-    def local_part(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """What this rank holds of a parameter, or of an optimizer state shaped like one, for checkpoints.
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the update; False if it was left out (`scales_loss`, `skips_nonfinite`). All ranks."""
+        optimizer.step()
+        return True
 
-        Returns local memory, and where it starts in the row-major flattened logical tensor. Default: a DTensor sharded in
-        dimension 0 gives its shard, anything else is held whole by every rank.
-        """
+    def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Forget the gradients of all `parameters` of the module, after the update or instead of it."""
+        for parameter in parameters:
+            parameter.grad = None
+
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        """Under `scales_loss`: the state of the loss scale, JSON, with the keys of `torch.amp.GradScaler.state_dict`."""
+        return None
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `loss_scale_state` or a `torch.amp.GradScaler` gave."""
+
+    def local_part(self, tensor: torch.Tensor) -> Part:
+        """What this rank holds of a parameter, or of something shaped like one, for checkpoints. Default: a DTensor sharded in
+        dimension 0 gives its shard, anything else is held whole by every rank."""
         import torch.distributed.tensor as dt
 
         if not isinstance(tensor, dt.DTensor):
-            return tensor.detach(), 0
+            return self.Part(tensor.detach(), 0, tuple(tensor.shape), True)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if any(isinstance(p, dt.Shard) and p.dim != 0 for p in tensor.placements):
             raise ValueError(f"placements {tensor.placements} are no flat range; only dimension 0 may be sharded")
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local: torch.Tensor = tensor.to_local().detach()
-        return local, offset[0] * (tensor.numel() // tensor.shape[0]) if local.numel() else 0
+        start = offset[0] * (tensor.numel() // tensor.shape[0]) if local.numel() else 0
+        return self.Part(local, start, tuple(tensor.shape), False)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter or buffer, in the dtype in which it is trained. All ranks."""
+        import torch.distributed.tensor as dt
+
+        whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, dt.DTensor) else tensor
+        return whole.detach()
+
+    def optimizer_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
+        """The parameters of the module in each group of `optimizer`, as the user grouped them."""
+        return [list(group["params"]) for group in optimizer.param_groups]
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """What `optimizer` keeps for `parameter`, by key: a `Part` of what is shaped like the parameter, else the value."""
+        import torch
+        import torch.distributed.tensor as dt
+
+        return {
+            key: self.local_part(value)
+            if isinstance(value, dt.DTensor) or (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+            else value
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+
+    def restore_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> dict[str, Part]:
+        """Put into `optimizer` what a checkpoint holds for `parameter`. `state`: by key a value, or the dtype of what is shaped
+        like the parameter; the parts of these, uninitialised, are returned for the caller to fill."""
+        import torch
+
+        own = {
+            key: torch.empty_like(parameter, dtype=value, requires_grad=False) if type(value) is torch.dtype else value
+            for key, value in state.items()
+        }
+        if own:
+            optimizer.state[parameter] = own
+        return {key: self.local_part(own[key]) for key, value in state.items() if type(value) is torch.dtype}
+
+    def after_load(self) -> None:
+        """Called when parts of parameters and of optimizer state were filled from a checkpoint. All ranks."""
 
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""

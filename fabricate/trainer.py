@@ -33,7 +33,7 @@ from fabricate.metrics import Metrics
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
 from fabricate.optimization import configured_optimizers, read_optimizers
 from fabricate.plan import Plan
-from fabricate.planning import Data, Resolved, make_plan, open_data, resolve
+from fabricate.planning import Data, Resolved, make_plan, open_data, resolve, settle
 from fabricate.preemption import Watch, signals_heard, told_to_end
 from fabricate.progress import Progress
 from fabricate.randomness import derive_seed, seed_everything
@@ -41,7 +41,7 @@ from fabricate.records import EXIT_PREEMPTED, Every, FitResult
 from fabricate.registry import progress_bar
 from fabricate.run import Run
 from fabricate.settings import check_arguments
-from fabricate.state import parameter_names
+from fabricate.state import optimizer_groups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -264,6 +264,7 @@ class Trainer:
         check_methods(module)
         found = resolve(self.settings)
         data = open_data(self.settings, found, train, val, Loading(**loading))
+        settle(self.settings, found, data)
         Engine(found.launch, found.strategy, found.precision, found.device).check()
         return make_plan(self.settings, found, module, data)
 
@@ -333,11 +334,12 @@ class Trainer:
         module, engine, settings = run.module, run.engine, self.settings
         where = f"{type(module).__name__}.configure_optimizers"
         run.optimizers, run.schedulers = read_optimizers(where, configured_optimizers(where, module))
-        parameter_names(module, run.optimizers)
+        optimizer_groups(module, run.optimizers, engine.strategy)
         run.parameters = {
             name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             for name, optimizer in run.optimizers.items()
         }
+        engine.prepare_optimizers(run.optimizers)
         found = dataclasses.replace(found, seed=(run.seed, found.seed[1]))
         plan = make_plan(settings, found, module, data, run.optimizers, run.notes)
         if engine.rank == 0:
@@ -389,6 +391,7 @@ class Trainer:
         if self._run is not None:
             raise FabricateError("this Trainer is running already; one fit at a time")
         settings, training = self.settings, "train" in stages
+        settle(settings, found, data)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_environment_restored())
             run_dir = settings.run_dir if training else None

@@ -283,8 +283,8 @@ class _Recorder(Callback):
         self._probe, self._trace = probe, trace
 
     def _part(self, tensor: torch.Tensor) -> Part:
-        local, start = (self._probe.strategy or Strategy()).local_part(tensor)
-        return start, local.detach().flatten().cpu().clone()
+        part = (self._probe.strategy or Strategy()).local_part(tensor)
+        return part.start, part.values.detach().flatten().cpu().clone()
 
     def _held(self, module: TrainModule) -> dict[str, Part]:
         return {name: self._part(parameter) for name, parameter in named(module)}
@@ -313,7 +313,7 @@ class _Recorder(Callback):
     def on_fit_end(self, module: TrainModule) -> None:
         self._trace.last = self._held(module)
         strategy = self._probe.strategy or Strategy()
-        memory = [strategy.local_part(p)[0].untyped_storage() for _, p in named(module)]
+        memory = [strategy.local_part(p).values.untyped_storage() for _, p in named(module)]
         self._trace.bytes_held = sum({m.data_ptr(): m.nbytes() for m in memory}.values())
 
 
