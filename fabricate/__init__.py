@@ -10,8 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricate.builtin.ddp import DDP
     from fabricate.builtin.early_stopping import EarlyStopping
-    from fabricate.builtin.strategies import DDP, FSDP, Single
+    from fabricate.builtin.fsdp import FSDP
+    from fabricate.builtin.single import Single
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
     from fabricate.hooks import Callback, hookimpl
     from fabricate.module import TrainModule
@@ -26,17 +28,17 @@ _HOME = {
     "Callback": "hooks",
     "CheckpointError": "errors",
     "ConfigurationError": "errors",
-    "DDP": "builtin.strategies",
+    "DDP": "builtin.ddp",
     "EarlyStopping": "builtin.early_stopping",
     "Every": "records",
-    "FSDP": "builtin.strategies",
+    "FSDP": "builtin.fsdp",
     "FabricateError": "errors",
     "FitResult": "records",
     "Plan": "plan",
     "PluginError": "errors",
     "Precision": "precision",
     "RankError": "errors",
-    "Single": "builtin.strategies",
+    "Single": "builtin.single",
     "Strategy": "strategy",
     "TrainModule": "module",
     "Trainer": "trainer",

@@ -1,11 +1,14 @@
 """Building what `configure_model` describes: on the meta device first, then each layer from the seed and its name alone.
 
-Must not know: strategies, ranks.
+Values come one submodule at a time: its parameters exist whole on the CPU for as long as it is initialised, and only the
+part that the strategy keeps on this rank outlives it. Must not know: which strategy runs, ranks.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +16,16 @@ import torch
 from fabricate.errors import ConfigurationError
 from fabricate.module import TrainModule, overrides
 from fabricate.randomness import derive_seed, rng_state, seed_everything, set_rng_state
+from fabricate.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A submodule some of whose own parameters or buffers (`keys`) were built on the meta device and have no values yet."""
+
+    name: str
+    submodule: torch.nn.Module
+    keys: frozenset[str]
 
 
 def pretrained_models(module: torch.nn.Module) -> list[Any]:
@@ -30,15 +43,13 @@ def pretrained_models(module: torch.nn.Module) -> list[Any]:
 
 
 def build_model(module: TrainModule, seed: int) -> str:
-    """Run `configure_model` on the meta device and initialise what it built, submodule by submodule, on the CPU.
+    """Run `configure_model` on the meta device, once; values come later, see `materialise` and `fill`.
 
-    The result depends on `seed` and names only. Returns a line for the plan, empty when there was nothing to build. All
-    ranks, no collectives.
+    Returns a line for the plan, empty when there was nothing to build. All ranks, no collectives.
     """
     if not overrides(module, "configure_model") or getattr(module, "_built", False):
         return ""
     object.__setattr__(module, "_built", True)
-    note = "built on the meta device, each layer initialised from seed and name"
     try:
         with torch.device("meta"):
             module.configure_model()
@@ -46,59 +57,100 @@ def build_model(module: TrainModule, seed: int) -> str:
         # from_pretrained, or code that reads values: it needs real tensors. Seeded, so the same on every rank.
         seed_everything(derive_seed(seed, "configure_model"))
         module.configure_model()
-        note = f"built on the CPU, because it needs real tensors ({str(exc).splitlines()[0]})"
-    materialise(module, seed)
-    return note
+        return f"built on the CPU, because it needs real tensors ({str(exc).splitlines()[0]})"
+    return "built on the meta device, each layer initialised from seed and name"
+
+
+def blanks(module: torch.nn.Module) -> list[Blank]:
+    """What of `module` is still on the meta device, in the order of `named_modules`."""
+    found = []
+    for name, child in module.named_modules():
+        keys = frozenset(key for _, key, tensor in _own_tensors(child) if tensor.is_meta)
+        if keys:
+            found.append(Blank(name, child, keys))
+    return found
 
 
 def materialise(module: TrainModule, seed: int) -> None:
-    """Give every parameter and buffer on the meta device memory on the CPU and values from `(seed, name)`."""
+    """Give every parameter and buffer on the meta device memory on the CPU and its initial value. All ranks."""
+    waiting = blanks(module)
     memory: dict[int, torch.Tensor] = {}
+    for blank in waiting:
+        for table, key, tensor in _own_tensors(blank.submodule):
+            if key in blank.keys:  # tied weights stay tied
+                table[key] = memory.setdefault(id(tensor), _like(tensor))
+    fill(module, waiting, seed, Strategy())
 
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memory:  # tied weights stay tied
-            empty = torch.empty_like(tensor, device="cpu")
-            if empty.is_floating_point():
-                empty.fill_(float("nan"))  # so that a value nobody set is found below, not trained on
-            memory[id(tensor)] = (
-                torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
-            )
-        return memory[id(tensor)]
 
-    models = pretrained_models(module)
-    pending = []
-    for name, child in module.named_modules():
-        owned = [
-            (table, key, t)
-            for table in (child._parameters, child._buffers)
-            for key, t in table.items()
-            if t is not None and t.is_meta
-        ]
-        for table, key, tensor in owned:
-            table[key] = real(tensor)
-        if owned:
-            pending.append((name, child))
+def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Strategy) -> None:
+    """Write the initial values of `waiting` into the memory that its tensors have by now, only this rank's part.
+
+    The values depend on `seed` and names only. A submodule sets its own tensors in its own turn, a shared one in the turn of
+    the first that holds it. All ranks, no collectives. Raises `ConfigurationError` for what gets no value.
+    """
+    owners = {id(child): model for model in pretrained_models(module) for child in model.modules()}
+    done: set[int] = set()
     before = rng_state()
-    for name, child in pending:
-        torch.manual_seed(derive_seed(seed, "init", name))
-        owner = next((m for m in models if any(child is c for c in m.modules())), None)
+    for blank in waiting:
+        own = [(k, t) for _, k, t in _own_tensors(blank.submodule) if k in blank.keys and id(t) not in done]
+        if not own:
+            continue
+        done.update(id(tensor) for _, tensor in own)
+        torch.manual_seed(derive_seed(seed, "init", blank.name))
+        values = _initialised(module, blank, owners.get(id(blank.submodule)))
+        with torch.no_grad():
+            for key, tensor in own:
+                part, start, _, _ = strategy.local_part(tensor)
+                part.copy_(values[key].reshape(-1)[start : start + part.numel()].reshape(part.shape))
+    set_rng_state(before)
+
+
+def _own_tensors(child: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The tensors that `child` holds itself, each with the table and the key that it is held under."""
+    tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+    return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
+
+
+def _initialised(module: TrainModule, blank: Blank, owner: Any) -> dict[str, torch.Tensor]:
+    """What the rule for one submodule gives for its own tensors, whole and on the CPU; the submodule stays as it is."""
+    child = blank.submodule
+    held = _own_tensors(child)
+    fresh = {key: _like(tensor) for _, key, tensor in held}
+    untouched = {key: tensor._version for key, tensor in fresh.items()}
+    for table, key, _ in held:
+        table[key] = fresh[key]
+    try:
         with torch.no_grad():
             if overrides(module, "init_weights"):
                 module.init_weights(child)
             elif owner is not None:
                 owner._init_weights(child)  # the rule that transformers has for its own layers
-            elif hasattr(child, "reset_parameters"):
-                child.reset_parameters()
+            elif callable(rule := getattr(child, "reset_parameters", None)):
+                rule()
             else:
                 raise ConfigurationError(
-                    f"configure_model built {name or 'parameters'} ({type(child).__name__}), which has no reset_parameters; define "
-                    f"init_weights(self, submodule) on {type(module).__name__} to initialise it"
+                    f"configure_model built {blank.name or 'parameters'} ({type(child).__name__}), which has no reset_parameters; "
+                    f"define init_weights(self, submodule) on {type(module).__name__} to initialise it"
                 )
-    set_rng_state(before)
-    for name, child in pending:
-        for key, tensor in [*child._parameters.items(), *child._buffers.items()]:
-            if tensor is not None and tensor.is_floating_point() and tensor.isnan().any():
-                raise ConfigurationError(
-                    f"{name}.{key} was built by configure_model and has no initial value; set it in "
-                    f"{type(module).__name__}.init_weights(submodule) for {type(child).__name__}"
-                )
+        values = {key: table[key] for table, key, _ in held}
+    finally:
+        for table, key, tensor in held:
+            table[key] = tensor
+    for key in blank.keys:
+        value = values[key]
+        # An integer has no NaN: it was set if it was written to, or is another tensor now.
+        same = value is fresh[key] and value._version == untouched[key]
+        if value.isnan().any() if value.is_floating_point() else same:
+            raise ConfigurationError(
+                f"{blank.name}.{key} was built by configure_model and has no initial value; set it in "
+                f"{type(module).__name__}.init_weights(submodule) for {type(child).__name__}"
+            )
+    return values
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape and dtype on the CPU, whole; NaN where the dtype has it, so that a value nobody set is found."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if empty.is_floating_point():
+        empty.fill_(float("nan"))
+    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty

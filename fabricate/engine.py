@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import send_to_device
 
-from fabricate.construct import pretrained_models
+from fabricate.construct import blanks, fill, materialise, pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.group import Group
 from fabricate.launch import Launch
@@ -212,8 +212,11 @@ class Engine(Group):
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, module: TrainModule, stages: Iterable[str]) -> torch.nn.Module:
-        """Place, convert and wrap `module`; returns the callable that runs `(stage, batch, batch_idx)`. All ranks."""
+    def prepare(self, module: TrainModule, stages: Iterable[str], seed: int) -> torch.nn.Module:
+        """Place, convert and wrap `module`; returns the callable that runs `(stage, batch, batch_idx)`. All ranks.
+
+        What is on the meta device gets its initial values from `seed`: before, where a rank holds the whole model, and after
+        the strategy has cut it where it holds a part."""
         steps = {stage: step_function(module, stage) for stage in stages}
         module.train()
         self._module = module
@@ -221,7 +224,10 @@ class Engine(Group):
             isinstance(p, torch.distributed.tensor.DTensor) for p in module.parameters()
         ):
             return self._reuse(module, steps)
+        if not self.strategy.shards_parameters:
+            materialise(module, seed)
         self.precision.convert(module)
+        waiting = blanks(module)
         self.root = Root(module, self.context)
         self.root.steps = steps
         if self.strategy.shards_parameters:
@@ -230,6 +236,9 @@ class Engine(Group):
         # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
         self.root.__dict__.pop("forward", None)
         self.root.__dict__.pop("_original_forward", None)
+        if waiting:
+            fill(module, waiting, seed, self.strategy)
+            self.strategy.after_load()
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", (self.strategy.name, self.world_size, self.root, model))
         return self._ready(model)

@@ -57,7 +57,8 @@ class Strategy(Listener):
     lockstep: ClassVar[bool] = False
     """Whether a forward runs collectives, so that every rank must run each one, in evaluation too."""
     shards_parameters: ClassVar[bool] = False
-    """Whether `local_part` of a parameter is a part of it, so that the whole has to be gathered for an export."""
+    """Whether `local_part` of a parameter is a part of it, so that the whole has to be gathered for an export. `prepare` then
+    gets what `configure_model` built still on the meta device, so that no rank ever holds all of it."""
     several_optimizers: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False
     """Whether the strategy's engine scales the loss itself where the precision needs it, and skips updates on overflow."""
@@ -98,6 +99,9 @@ class Strategy(Listener):
         """Place and wrap `root`, whose forward runs the steps of `module` (its child). All ranks, collectives allowed.
 
         Returns the callable that the loop runs. Parameters may be replaced in place; names in `module` must stay.
+        Under `shards_parameters`, parameters and buffers of `module` may be on the meta device (some or all; the others hold
+        this rank's values, of which rank 0's count): give those memory, of a parameter only for this rank's part; their
+        values do not matter. Initial values are written afterwards through `local_part`, then `after_load` is called.
         """
         prepared: torch.nn.Module = accelerator.prepare_model(root, evaluation_mode=True)
         return prepared
@@ -179,8 +183,8 @@ class Strategy(Listener):
         """Take over what `loss_scale_state` or a `torch.amp.GradScaler` gave."""
 
     def local_part(self, tensor: torch.Tensor) -> Part:
-        """What this rank holds of a parameter, or of something shaped like one, for checkpoints. Default: a DTensor sharded in
-        dimension 0 gives its shard, anything else is held whole by every rank."""
+        """What this rank holds of a parameter or buffer, or of something shaped like one, for initial values and checkpoints.
+        Default: a DTensor sharded in dimension 0 gives its shard, anything else is held whole by every rank."""
         import torch.distributed.tensor as dt
 
         if not isinstance(tensor, dt.DTensor):
@@ -233,7 +237,7 @@ class Strategy(Listener):
         return {key: self.local_part(own[key]) for key, value in state.items() if type(value) is torch.dtype}
 
     def after_load(self) -> None:
-        """Called when parts of parameters and of optimizer state were filled from a checkpoint. All ranks."""
+        """Called when parts of parameters and of optimizer state were filled: initial values, or a checkpoint. All ranks."""
 
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""

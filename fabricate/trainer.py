@@ -454,7 +454,7 @@ class Trainer:
                     raise ConfigurationError(
                         f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
                     )
-                engine.prepare(module, stages)
+                engine.prepare(module, stages, run.seed)
                 yield run
             except BaseException as exc:
                 self._report(run, exc)
