@@ -25,7 +25,7 @@ class Blank:
 
     name: str
     submodule: torch.nn.Module
-    keys: frozenset[str]
+    keys: tuple[str, ...]
 
 
 def pretrained_models(module: torch.nn.Module) -> list[Any]:
@@ -65,7 +65,7 @@ def blanks(module: torch.nn.Module) -> list[Blank]:
     """What of `module` is still on the meta device, in the order of `named_modules`."""
     found = []
     for name, child in module.named_modules():
-        keys = frozenset(key for _, key, tensor in _own_tensors(child) if tensor.is_meta)
+        keys = tuple(key for _, key, tensor in _own_tensors(child) if tensor.is_meta)
         if keys:
             found.append(Blank(name, child, keys))
     return found

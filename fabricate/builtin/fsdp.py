@@ -59,6 +59,7 @@ class FSDP(Strategy):
                 torch.distributed.broadcast(values, src=0)
                 tensor.detach().copy_(values)
         units = list(self._select(module))
+        self._check_shared(module, [name for name, _ in units])
         self._units = [name for name, _ in units]
         for _, unit in units:
             fully_shard(unit, **options)
@@ -104,6 +105,18 @@ class FSDP(Strategy):
                 f"fsdp: wrap={self.wrap!r}: the module has no {', '.join(sorted(missing))}; it has {', '.join(present)}"
             )
         yield from reversed(found)  # inner units first
+
+    def _check_shared(self, module: torch.nn.Module, units: list[str]) -> None:
+        """A parameter that two units hold would become two, each gathered and updated by itself."""
+        homes: dict[int, tuple[str, str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            unit = max((u for u in units if name.startswith(f"{u}.")), key=len, default="")
+            other, theirs = homes.setdefault(id(parameter), (name, unit))
+            if theirs != unit:
+                raise ConfigurationError(
+                    f"fsdp: wrap={self.wrap!r} puts {other} and {name}, which are one parameter, into two units; choose "
+                    "wrap= so that one unit holds both, or wrap='none'"
+                )
 
     @contextlib.contextmanager
     def _unsynchronised(self, model: Any) -> Iterator[None]:
