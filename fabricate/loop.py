@@ -15,6 +15,7 @@ import torch
 from fabricate.data import rows_of
 from fabricate.errors import ConfigurationError, FabricateError, RankError, did_you_mean
 from fabricate.evaluation import validate
+from fabricate.metrics import MOST_PENDING
 from fabricate.progress import Due
 from fabricate.saving import save_requested
 
@@ -168,6 +169,8 @@ def fit(run: Run) -> str:
                 _stop_if_nonfinite(run, metrics)
             elif window.last or stop or finished:
                 _stop_if_nonfinite(run, run.metrics.look())
+            elif len(run.metrics.pending) >= MOST_PENDING:
+                run.metrics.compact()
             if window.last:
                 averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
                 run.write_metrics("epoch", averages, epoch)

@@ -15,17 +15,15 @@ import torch
 
 from fabricate.errors import ConfigurationError
 
+MOST_PENDING = 1024
+"""Entries that wait for a reduction before they are compacted."""
+
 Entry = tuple[str, Any, Any, str]
 """(name, value, weight, "mean" or "sum"); value and weight are numbers or 0-dim tensors."""
 
 
 class Collectives(Protocol):
     """What a reduction needs of the ranks."""
-
-    world_size: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks, in place; all ranks."""
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order; all ranks."""
@@ -113,6 +111,22 @@ class Metrics:
         self._objects = {}
         return result
 
+    def compact(self) -> None:
+        """Make one pending entry per name of all that is pending, on the device, so that a long way to the next reduction
+        costs no memory. This rank; no wait."""
+        columns: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {}
+        for name, value, weight, reduce in self.pending:
+            values, weights = columns.setdefault((name, reduce), ([], []))
+            values.append(value)
+            weights.append(weight)
+        self.pending = []
+        for (name, reduce), (values, weights) in columns.items():
+            value, weight = self._column(values), self._column(weights)
+            total = weight.sum()
+            if reduce == "mean":
+                value = torch.where(weight == 0, 0.0, value * weight) / total
+            self.pending.append((name, value.sum(), total, reduce))
+
     def _fold(self) -> None:
         for name, total in self._sums().items():
             self._totals[name] = self._totals.get(name, Total()) + total
@@ -120,44 +134,48 @@ class Metrics:
         self.pending = []
 
     def _sums(self) -> dict[str, Total]:
-        """Everything pending, summed over micro-batches and ranks: one collective for all names."""
-        sums: dict[tuple[str, str], list[list[torch.Tensor]]] = {}
-        for name, value, weight, reduce in self.pending:
-            pair = sums.setdefault((name, reduce), [[], []])
-            pair[0].append(self._tensor(value))
-            pair[1].append(self._tensor(weight))
-        keys = sorted(sums)
-        if self._collectives.world_size > 1:
-            # A rank that had no rows logged nothing: the ranks agree on the names before they reduce.
-            keys = sorted({(n, r) for names in self._collectives.gather_json(keys) for n, r in names})
-        names = [name for name, _ in keys]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigurationError(
-                f"log({twice[0]!r}) is called with reduce='mean' and with reduce='sum'; choose one of them"
-            )
-        if not keys:
-            return {}
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        rows = []
-        for key in keys:
-            values, weights = sums.get(key, ([], []))
-            if not values:
-                rows += [zero, zero]
-                continue
-            value, weight = torch.stack(values), torch.stack(weights)
-            # A weight of zero means "no rows here", whatever the value (it may be nan).
-            weighted = torch.where(weight == 0, zero, value * weight) if key[1] == "mean" else value
-            rows += [weighted.sum(), weight.sum()]
-        flat = self._collectives.all_reduce(torch.stack(rows)).tolist()
-        return {
-            name: Total(flat[2 * number], flat[2 * number + 1], reduce == "mean")
-            for number, (name, reduce) in enumerate(keys)
-        }
+        """Everything pending, summed over micro-batches and ranks. A rank that had no rows logged nothing, so names travel
+        with their sums, and every rank adds them up in the same order."""
+        own: dict[tuple[str, str], list[float]] = {}
+        for (name, _, _, reduce), value, weight in zip(self.pending, *self._read(), strict=True):
+            pair = own.setdefault((name, reduce), [0.0, 0.0])
+            if reduce == "sum":
+                pair[0] += value
+            elif weight:  # a weight of zero means "no rows here", whatever the value (it may be nan)
+                pair[0] += value * weight
+            pair[1] += weight
+        everyone = self._collectives.gather_json([[*key, *pair] for key, pair in own.items()])
+        sums: dict[str, Total] = {}
+        for name, reduce, total, weight in sorted((entry for entries in everyone for entry in entries), key=_kind):
+            mean = reduce == "mean"
+            if sums.setdefault(name, Total(mean=mean)).mean != mean:
+                raise ConfigurationError(
+                    f"log({name!r}) is called with reduce='mean' and with reduce='sum'; choose one of them"
+                )
+            sums[name] += Total(total, weight, mean)
+        return sums
 
-    def _tensor(self, value: Any) -> torch.Tensor:
-        if isinstance(value, torch.Tensor):
-            return value.detach().reshape(()).to(self._device, torch.float64)
-        return torch.tensor(float(value), dtype=torch.float64, device=self._device)
+    def _read(self) -> tuple[list[float], list[float]]:
+        """Values and weights of what is pending, as floats: one copy from the device, the one wait."""
+        values, weights = [entry[1] for entry in self.pending], [entry[2] for entry in self.pending]
+        if self._device.type != "cpu":
+            tensors = [number for number in (*values, *weights) if isinstance(number, torch.Tensor)]
+            read = iter(self._stack(tensors).tolist()) if tensors else iter(())
+            values, weights = (
+                [next(read) if isinstance(n, torch.Tensor) else n for n in ns] for ns in (values, weights)
+            )
+        return [float(number) for number in values], [float(number) for number in weights]
+
+    def _stack(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if len({(t.dtype, t.device, t.ndim) for t in tensors}) > 1 or tensors[0].ndim:
+            tensors = [t.reshape(()).to(self._device, torch.float64) for t in tensors]
+        return torch.stack(tensors).detach()
+
+    def _column(self, numbers: list[Any]) -> torch.Tensor:
+        if any(isinstance(number, torch.Tensor) for number in numbers):
+            numbers = [n if isinstance(n, torch.Tensor) else torch.tensor(n, dtype=torch.float64) for n in numbers]
+            return self._stack(numbers).to(self._device, torch.float64)
+        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: this rank's pending entries as floats, and the sums. Waits for the device."""
@@ -169,6 +187,10 @@ class Metrics:
         self._since = {name: Total(*total) for name, total in state["since"].items()}
         self._totals = {name: Total(*total) for name, total in state["totals"].items()}
         self.pending = [(n, v, w, r) for n, v, w, r in state["pending"]] if same_rank else []
+
+
+def _kind(entry: list[Any]) -> tuple[str, str]:
+    return entry[0], entry[1]
 
 
 def _lists(totals: dict[str, Total]) -> dict[str, list[Any]]:

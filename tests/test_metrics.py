@@ -24,11 +24,6 @@ CPU = torch.device("cpu")
 
 
 class Alone:
-    world_size = 1
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def gather_json(self, value: Any) -> list[Any]:
         return [value]
 
@@ -77,6 +72,19 @@ def test_nothing_pending_reduces_to_nothing() -> None:
 def test_a_mean_over_many_values_is_taken_in_double_precision() -> None:
     metrics = _metrics(*[("a", torch.tensor(0.1), None, "mean")] * 1000)
     assert metrics.reduce()["a"] == pytest.approx(float(torch.tensor(0.1)), abs=1e-15)
+
+
+def test_compacting_leaves_one_entry_per_name_and_every_result_as_it_was() -> None:
+    logged: list[Any] = [("a", torch.tensor(0.1 * n), n % 4, "mean") for n in range(50)]
+    logged += [("a", 0.7, torch.tensor(3.0), "mean"), ("a", torch.tensor([math.nan]), 0, "mean")]
+    logged += [("n", n, None, "sum") for n in range(20)] + [("nothing", 1.0, 0, "mean")]
+    metrics, plain = _metrics(*logged), _metrics(*logged)
+    metrics.compact()
+    assert sorted(name for name, *_ in metrics.pending) == ["a", "n", "nothing"]
+    metrics.take([("a", 2.0, 5, "mean"), ("n", 1, None, "sum")], 1)
+    metrics.compact()
+    plain.take([("a", 2.0, 5, "mean"), ("n", 1, None, "sum")], 1)
+    assert metrics.reduce() == pytest.approx(plain.reduce(), rel=1e-14, nan_ok=True)
 
 
 def test_finish_averages_over_everything_since_the_last_one() -> None:
@@ -199,15 +207,8 @@ def test_the_state_of_torchmetrics_objects_goes_through_a_copy() -> None:
 
 
 class Gloo:
-    def __init__(self) -> None:
-        self.world_size = torch.distributed.get_world_size()
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(tensor)
-        return tensor
-
     def gather_json(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world_size
+        found: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, value)
         return found
 
