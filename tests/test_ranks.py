@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from fabricate import ConfigurationError, RankError
 from fabricate.testing import close_pools, run_ranks
+from fabricate.testing.forks import server_process_id
 from fabricate.testing.ranks import worker_process_ids
 
 
@@ -52,8 +54,18 @@ def _raise_on_rank_0_while_rank_1_waits() -> None:
     dist.barrier()
 
 
+def _raise_on_rank_0_while_rank_1_sleeps() -> None:
+    if os.environ["RANK"] == "0":
+        raise ValueError("boom on purpose")
+    time.sleep(60)
+
+
 def _raise_everywhere(message: str) -> None:
     raise ValueError(message)
+
+
+def _draw() -> float:
+    return random.random()
 
 
 def _sleep_on_rank_1() -> None:
@@ -131,15 +143,25 @@ def test_a_job_sees_the_callers_environment_and_directory_and_leaves_none(
     assert run_ranks(_where, 2) == [("set by the caller", str(tmp_path))] * 2
 
 
-def test_a_rank_that_raises_is_named_and_the_one_that_waits_for_it_is_ended() -> None:
+def test_a_rank_that_raises_is_named_and_the_one_that_waits_for_it_ends_too() -> None:
+    began = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(_raise_on_rank_0_while_rank_1_waits, 2)
     message = str(caught.value)
-    assert message.startswith("rank 0 raised ValueError: boom on purpose\nranks [1] were still running 3 s later")
+    assert message.startswith("rank 0 raised ValueError: boom on purpose\nrank 1 raised RuntimeError: ")
     assert 'raise ValueError("boom on purpose")' in message, "the traceback shows the line"
     assert "about to fail" in message, "what the rank printed"
-    assert "barrier" in message.partition("--- rank 1: output and stacks ---")[2], "where rank 1 waited"
+    assert "barrier" in message.partition("--- rank 1: traceback ---")[2], "where rank 1 waited"
+    assert time.monotonic() - began < 30, "its connection ended with the other rank, it was not waited for"
     assert run_ranks(_sum, 2, torch.zeros(1)) == [torch.ones(1)] * 2, "the next call gets working ranks"
+
+
+def test_a_rank_that_does_not_notice_is_ended_after_a_short_grace() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_raise_on_rank_0_while_rank_1_sleeps, 2)
+    message = str(caught.value)
+    assert message.startswith("rank 0 raised ValueError: boom on purpose\nranks [1] were still running 3 s later")
+    assert "_sleeps" in message.partition("--- rank 1: output and stacks ---")[2], "where rank 1 was"
 
 
 def test_ranks_that_all_raise_alike_are_kept() -> None:
@@ -184,6 +206,21 @@ def test_a_worker_killed_between_jobs_is_replaced() -> None:
     os.kill(first, signal.SIGKILL)
     time.sleep(0.2)
     assert run_ranks(_process_id, 1) != [first]
+
+
+def test_ranks_draw_random_numbers_of_their_own() -> None:
+    first, second = run_ranks(_draw, 2)
+    assert first != second
+
+
+def test_ranks_start_again_after_the_process_they_are_forked_from_died() -> None:
+    (first,) = run_ranks(_process_id, 1)
+    server = server_process_id()
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    time.sleep(0.2)
+    assert run_ranks(_process_id, 1) != [first]
+    assert server_process_id() != server
 
 
 def test_a_function_of_a_script_runs_without_its_main_block(tmp_path: Path) -> None:

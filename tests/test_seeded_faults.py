@@ -48,6 +48,13 @@ class EditsWeights(Callback):
                 next(module.parameters()).mul_(1.0001)
 
 
+class EditsWeightsOnRankOne(Callback):
+    def on_step(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.is_main:
+            with torch.no_grad():
+                module.get_parameter("head.bias").add_(1e-6)
+
+
 class LosesItsState(Callback):
     """Counts, saves the count and never takes it back."""
 
@@ -108,6 +115,12 @@ def test_weights_edited_in_place_are_found_unless_the_plugin_is_meant_to() -> No
     assert "neutrality: single on 1 rank" in message
     assert "other weights on rank 0, first after step 3" in message
     check_plugin(EditsWeights, neutral=False, strategies=["single"])
+
+
+def test_weights_that_differ_between_ranks_are_found() -> None:
+    message = failure(check_plugin, EditsWeightsOnRankOne, neutral=False, strategies=["ddp"])
+    assert "one model in a checkpoint: ddp on 2 ranks" in message
+    assert "at checkpoint 1 ranks 0 and 1 hold other values of head.bias[0:1]" in message
 
 
 def test_state_that_is_saved_and_not_restored_is_found() -> None:
@@ -237,7 +250,7 @@ class ClipsNothing(DDP):
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (ForgetsToAverage, ["equal replicas: whole batches, 2 ranks", "ranks [1] hold other weights than rank 0"]),
+        (ForgetsToAverage, ["equal replicas: whole batches, 2 ranks", "after update 1 ranks 0 and 1 hold other values of blocks.0.bias[0:32]"]),
         (AveragesTwice, ["agreement with one process: whole batches, 2 ranks", "is 0.5 times as large"]),
         (IgnoresAccumulation, ["agreement with one process: accumulation, 2 ranks"]),
         (ClipsNothing, ["agreement with one process: clipping, 2 ranks"]),

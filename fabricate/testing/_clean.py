@@ -1,12 +1,8 @@
-"""A plugin in a process of its own: `python -m fabricate.testing._clean REPORT` with the question on stdin, as JSON.
-
-Owns what importing, building and planning with a plugin may touch. `checks` asks and judges.
-"""
+"""A plugin in a process of its own. Owns what importing, building and planning with it may touch; `judge` asks and judges."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -14,15 +10,15 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import fabricate
-from fabricate import Trainer
-from fabricate.testing.reference import Learner, Probe, Subject, random_digest, rows
+from fabricate import Precision, Strategy, Trainer
+from fabricate.testing.reference import Learner, Subject, random_digest, rows
 
 HEAVY = (
     "bitsandbytes",
@@ -40,37 +36,57 @@ HEAVY = (
     "wandb",
 )
 """Packages that cost seconds to import or print, and that a plugin imports inside the functions that need them."""
-FLAGS = ("exposes_gradients", "lockstep", "shards_parameters", "several_optimizers", "distributed_types")
+FLAGS = ("exposes_gradients", "shards_parameters", "several_optimizers", "min_world_size", "max_world_size")
 
 
-def main() -> None:
-    """Answer one question and write the answer to the file named on the command line."""
-    question = json.load(sys.stdin)
-    subject, kind, sizes = Subject(**question["subject"]), question["kind"], question["world_sizes"]
-    for name in fabricate.__all__:
-        getattr(fabricate, name)
+@dataclass
+class Examined:
+    """What came of it. `changed`: what is not as before, with its text then and now."""
+
+    error: str = ""
+    printed: str = ""
+    changed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    declared: dict[str, Any] = field(default_factory=dict)
+
+
+class _Probe(Precision):
+    """fp32, and a look at the strategy that a plan chose."""
+
+    name = "fp32"
+
+    def __init__(self) -> None:
+        self.strategy: Strategy | None = None
+
+    def check(self, device: torch.device, strategy: Strategy) -> Iterable[str]:
+        self.strategy = strategy
+        return ()
+
+
+def examine(subject: Subject, kind: str, sizes: Sequence[int]) -> Examined:
+    """Import `subject`, build it and plan with it as on `sizes` ranks. In a process that does nothing else."""
     learner = Learner()
     Trainer(max_steps=1, progress=False).plan(learner, rows(2), batch_size=1)  # what any plan imports is nobody's fault
-    before = _state()
-    answer: dict[str, Any] = {"error": "", "refused": {}, "accepted": [], "declared": {}}
+    before, found = _state(), Examined()
     with tempfile.TemporaryFile("w+b") as output:
         with _captured(output.fileno()):
             try:
                 for size in sizes:
-                    _plan(subject, kind, size, learner, answer)
-                bounds = [answer["declared"].get(name) for name in ("min_world_size", "max_world_size")]
-                for size in filter(None, bounds if not answer["accepted"] else []):
-                    _plan(subject, kind, size, learner, answer)
+                    _plan(subject, kind, size, learner, found)
+                bounds = [found.declared.get(name) for name in ("min_world_size", "max_world_size")]
+                for size in filter(None, bounds if not found.accepted else []):
+                    _plan(subject, kind, size, learner, found)
             except Exception:
-                answer["error"] = traceback.format_exc()
+                found.error = traceback.format_exc()
         output.seek(0)
-        answer["printed"] = output.read().decode(errors="replace")
+        found.printed = output.read().decode(errors="replace")
     after = _state()
-    answer["changed"] = {name: [str(before[name]), str(after[name])] for name in before if before[name] != after[name]}
-    Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
+    found.changed = {name: (str(before[name]), str(after[name])) for name in before if before[name] != after[name]}
+    return found
 
 
-def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, answer: dict[str, Any]) -> None:
+def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, found: Examined) -> None:
     """Import, build and plan, on rank 0 of `world_size` as a launcher would say it. No process group is opened for this."""
     before = dict(os.environ)
     made = subject.make()
@@ -79,23 +95,21 @@ def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, answer
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     if world_size > 1:
         os.environ.update(told)
-    probe = Probe()
+    probe = _Probe()
     arguments: dict[str, Any] = {"strategy": made, "precision": probe} if kind == "strategy" else {}
     arguments |= {"precision": made} if kind == "precision" else {}
     arguments |= {"plugins": [made]} if kind == "plugin" else {}
     try:
         Trainer(max_steps=1, progress=False, **arguments).plan(learner, rows(2), batch_size=1)
-        answer["accepted"].append(world_size)
+        found.accepted.append(world_size)
     except fabricate.ConfigurationError as exc:
-        answer["refused"][str(world_size)] = str(exc)
+        found.refused.append(str(exc))
     finally:
         for name in told:
             os.environ.pop(name, None)
         os.environ.update({name: before[name] for name in told if name in before})
     if probe.strategy is not None:
-        answer["declared"] = {
-            name: getattr(probe.strategy, name) for name in (*FLAGS, "max_world_size", "min_world_size")
-        }
+        found.declared = {name: getattr(probe.strategy, name) for name in FLAGS}
 
 
 def _state() -> dict[str, Any]:
@@ -130,7 +144,3 @@ def _captured(target: int) -> Iterator[None]:
         for stream, copy in kept.items():
             os.dup2(copy, stream)
             os.close(copy)
-
-
-if __name__ == "__main__":
-    main()

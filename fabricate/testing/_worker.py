@@ -1,4 +1,4 @@
-"""One rank of a pool: `python -m fabricate.testing._worker FD` answers jobs from a pipe until the pipe closes.
+"""One rank of a pool: a forked process answers jobs from a pipe until the pipe closes.
 
 Owns how a job is run inside the rank. It does not open a process group: the job does, or the framework that the job
 calls, and the group then stays for later jobs. Jobs and answers are pickles from and to the process that started this
@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 
-def main() -> None:
-    """Answer jobs until the other end of the pipe closes."""
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
+def main(descriptor: int) -> None:
+    """Answer jobs until the other end of the pipe `descriptor` closes."""
+    connection = Connection(descriptor)
     faulthandler.enable()  # SIGABRT from the pool dumps every thread's stack, also from inside a blocked collective
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
@@ -47,6 +46,9 @@ def _answer(job: dict[str, Any]) -> bytes:
         os.chdir(job["directory"])
         os.environ.clear()
         os.environ.update(job["environment"])
+        if sys.path != job["path"]:
+            sys.path[:] = job["path"]
+            importlib.invalidate_caches()
         function = operator.attrgetter(job["qualname"])(_load(job["module"], job["file"]))
         # Only now: the arguments may be instances of classes in that file.
         arguments, keywords = pickle.loads(job["arguments"])
@@ -83,7 +85,3 @@ def _load(name: str, file: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-if __name__ == "__main__":
-    main()

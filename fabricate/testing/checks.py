@@ -55,13 +55,12 @@ def check_strategy(
     report = Report("check_strategy", strategy)
     beside = subjects("check_strategy", plugins)
     clean = report.clean("strategy", world_sizes)
-    declared: dict[str, Any] = clean["declared"]
     report.stop_if_failed()
-    sizes: list[int] = clean["accepted"]
+    sizes = clean.accepted
     with tempfile.TemporaryDirectory(prefix="fabricate-kit-") as directory:
         for world_size in sizes:
             root = Path(directory) / str(world_size)
-            _check_strategy_on(report, world_size, root, beside, declared, equivalent, timeout)
+            _check_strategy_on(report, world_size, root, beside, clean.declared, equivalent, timeout)
             report.stop_if_failed()
         alone = [
             Fit(
@@ -112,7 +111,7 @@ def check_precision(
             root = Path(directory)
             fits = [plain, *_resume(replace(plain, precision=report.subject), root)]
             ranks = report.run(fits, world_size, timeout)
-            judge_dtype(report, where, ranks[0][1], root / "whole")
+            judge_dtype(report, where, ranks[0][1])
             judge_close(report, where, ranks[0][0], ranks[0][1], rtol)
             judge_replicas(report, where, [rank[1] for rank in ranks])
             judge_names(report, where, root / "whole", case, "convert(module) has to keep the names in state_dict()")

@@ -10,18 +10,16 @@ import inspect
 import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fabricate import ConfigurationError, RankError
-from fabricate.testing.ranks import run_ranks
+from fabricate.testing._clean import Examined, examine
+from fabricate.testing.ranks import run_alone, run_ranks
 from fabricate.testing.reference import (
     BOOM,
     MARK,
@@ -90,46 +88,29 @@ class Report:
                 raise KitFailure(f"{failure}\n\n{text.removeprefix(first).strip()}") from None
             raise
 
-    def clean(self, kind: str, world_sizes: Sequence[int]) -> dict[str, Any]:
+    def clean(self, kind: str, world_sizes: Sequence[int]) -> Examined:
         """Import, build and plan in a process of its own. Returns what a strategy declares and which world sizes it accepts."""
-        question = {"subject": asdict(self.subject), "kind": kind, "world_sizes": list(world_sizes)}
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        with tempfile.TemporaryDirectory(prefix="fabricate-kit-") as directory:
-            file = Path(directory) / "report.json"
-            done = subprocess.run(
-                [sys.executable, "-m", "fabricate.testing._clean", str(file)],
-                input=json.dumps(question),
-                capture_output=True,
-                text=True,
-                env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                timeout=120,
-                check=False,
-            )
-            answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        if not answer:
-            self.expect(
-                False,
-                "import",
-                "it can be imported in a process of its own",
-                f"the process ended with {done.returncode}\n{done.stderr[-4000:]}",
-                "see its output",
-            )
+        try:
+            answer = run_alone(examine, self.subject, kind, list(world_sizes))
+        except RankError as exc:
+            self.expect(False, "import", "it can be imported in a process of its own", str(exc), "see its output")
             self.stop_if_failed()
+            raise
         self.expect(
-            not answer["error"],
+            not answer.error,
             "import",
             f"it can be imported, built and named in Trainer({kind}=...)",
-            answer["error"].strip(),
+            answer.error.strip(),
             "see the traceback",
         )
         self.expect(
-            not answer["printed"],
+            not answer.printed,
             "import side effects",
             "importing and building print nothing",
-            repr(answer["printed"][:2000]),
+            repr(answer.printed[:2000]),
             "remove the output, or move the import that makes it into the function that needs it",
         )
-        for what, (before, after) in answer["changed"].items():
+        for what, (before, after) in answer.changed.items():
             self.expect(
                 False,
                 "import side effects",
@@ -138,10 +119,10 @@ class Report:
                 "move the work, or the import that does it, into the hook or method that needs it",
             )
         self.expect(
-            bool(answer["accepted"] or answer["error"]),
+            bool(answer.accepted or answer.error),
             "refused",
             f"it runs on {' or '.join(map(str, world_sizes))} ranks of this machine",
-            "; ".join(answer["refused"].values()),
+            "; ".join(answer.refused),
             "pass world_sizes= that it accepts, or options with which it runs here",
         )
         return answer
@@ -235,36 +216,41 @@ def _ratio(found: dict[str, Part], wanted: dict[str, Part]) -> str:
 
 
 def judge_replicas(report: Report, where: str, ranks: list[Trace]) -> bool:
-    """Whether all ranks held the same weights after each update, as far as all of them hold the whole."""
-    if _sharded(ranks):
-        return True
-    steps = [[weights for weights, _ in trace.steps] for trace in ranks]
-    apart = [rank for rank in range(len(ranks)) if steps[rank] != steps[0]]
+    """Whether all ranks held the same values after each update, wherever two of them held the same elements."""
+    apart = _apart([[weights for weights, _ in trace.steps] for trace in ranks])
     return report.expect(
         not apart,
         f"equal replicas: {where}",
-        "every rank holds the same weights after each update",
-        f"ranks {apart} hold other weights than rank 0",
+        "ranks that hold the same elements of a weight hold the same values after each update",
+        f"after {apart}",
         "average gradients over ranks, and change weights in the same way on all of them; a strategy that is meant to let "
         "ranks drift is checked with equivalent=False",
     )
 
 
 def judge_saved(report: Report, where: str, ranks: list[Trace]) -> None:
-    """Whether a checkpoint holds one model, as far as all ranks hold the whole of it."""
+    """Whether a checkpoint holds one model."""
+    apart = _apart([[weights for _, weights in trace.saved] for trace in ranks])
     report.expect(
-        _sharded(ranks) or all(trace.saved == ranks[0].saved for trace in ranks),
+        not apart,
         f"one model in a checkpoint: {where}",
-        "all ranks hold the same weights when a checkpoint is written, because each writes a part of them",
-        "different weights",
-        "change weights in the same way on all ranks; a strategy that lets ranks drift synchronises in on_save",
+        "ranks hold the same weights when a checkpoint is written, because each writes a part of them",
+        f"at checkpoint {apart.removeprefix('update ')}",
+        "change weights in the same way on all ranks; a strategy that lets ranks drift synchronises in write_checkpoint",
     )
 
 
-def _sharded(ranks: list[Trace]) -> bool:
-    """Whether ranks hold different ranges."""
-    ranges = [{name: (start, values.numel()) for name, (start, values) in trace.last.items()} for trace in ranks]
-    return any(each != ranges[0] for each in ranges)
+def _apart(ranks: list[list[dict[str, str]]]) -> str:
+    """The first moment at which two ranks held different values of the same elements, in words; empty if there is none.
+    `ranks`: by rank and moment, what `reference.digests` gives."""
+    for moment, held in enumerate(zip(*ranks, strict=False), 1):
+        first: dict[str, tuple[int, str]] = {}
+        for rank, digests in enumerate(held):
+            for elements, digest in digests.items():
+                other, known = first.setdefault(elements, (rank, digest))
+                if known != digest:
+                    return f"update {moment} ranks {other} and {rank} hold other values of {elements}"
+    return ""
 
 
 def judge_loaded(report: Report, label: str, trace: Trace, checkpoint: Path) -> None:
@@ -342,10 +328,9 @@ def judge_failing_rank(report: Report, fit: Fit, world_size: int, timeout: float
     )
 
 
-def judge_dtype(report: Report, where: str, trace: Trace, run_dir: Path) -> None:
+def judge_dtype(report: Report, where: str, trace: Trace) -> None:
     """The dtype of an activation against what the precision declares and what Accelerate was told."""
-    plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
-    declared = plan["settings"]["compute_dtype"]["value"]
+    declared = trace.declared_dtype
     report.expect(
         trace.observed == declared,
         f"compute dtype: {where}",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import inspect
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,11 +24,13 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from fabricate import ConfigurationError, RankError
+from fabricate.testing.forks import Fork, server_process_id, stop_server
 
 _Result = TypeVar("_Result")
 
 _START_SECONDS = 120.0  # importing torch on a busy machine
-_GRACE_SECONDS = 3.0  # what the other ranks get once one has failed; most then wait for it in a collective
+_ALIKE_SECONDS = 0.5  # after a failure, for the others to fail alike; then the failed rank ends, as a script would
+_GRACE_SECONDS = 3.0  # what the others get after that; a closed connection ends most collectives
 _DUMP_SECONDS = 2.0  # writing the stacks of all threads
 _POLL_SECONDS = 0.1
 _OUTPUT_BYTES = 20_000  # how much of a failed rank's output goes into the message, from its end
@@ -60,7 +62,7 @@ def run_ranks(
         raise ConfigurationError(f"run_ranks(world_size={world_size!r}): give the number of ranks, 1 or more")
     if timeout <= 0:
         raise ConfigurationError(f"run_ranks(timeout={timeout!r}): give the seconds the ranks may take, more than 0")
-    job = {**_address(function), "arguments": pickle.dumps((args, kwargs)), "directory": os.getcwd()}
+    job = _job(function, args, kwargs)
     pool = _pools.get(world_size)
     if pool is not None and not pool.alive():
         _discard(pool)
@@ -75,18 +77,37 @@ def run_ranks(
         raise
 
 
+def run_alone(function: Callable[..., _Result], *args: Any, timeout: float = 120.0) -> _Result:
+    """As ``run_ranks(function, 1, ...)``, in a new process that ends afterwards."""
+    pool = _Pool(1)
+    try:
+        result: _Result = pool.run(_job(function, args, {}), timeout)[0]
+        return result
+    finally:
+        pool.close()
+
+
 def close_pools() -> None:
     """End every worker process of `run_ranks`. Also runs at exit; a later `run_ranks` starts new ones."""
     for pool in list(_pools.values()):
         _discard(pool)
+    stop_server()
 
 
 atexit.register(close_pools)
 
 
 def worker_process_ids() -> set[int]:
-    """The process ids of all workers, for a check that looks for leaked processes."""
-    return {worker.process.pid for pool in _pools.values() for worker in pool.workers}
+    """The process ids of all workers and of the process they are forked from, for a check that looks for leaked ones."""
+    server = server_process_id()
+    return {w.process.pid for pool in _pools.values() for w in pool.workers} | ({server} if server else set())
+
+
+def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    # What can be imported here can be imported there, installed or not.
+    path = [os.path.abspath(entry) for entry in sys.path]
+    arguments = pickle.dumps((args, kwargs))
+    return {**_address(function), "arguments": arguments, "directory": os.getcwd(), "path": path}
 
 
 def _discard(pool: _Pool) -> None:
@@ -116,11 +137,11 @@ class _Pool:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
         self._started = False
-        self.workers = [_Worker(self._environment(rank, world_size)) for rank in range(world_size)]
+        self.workers = [_Worker() for _ in range(world_size)]
         self.reusable = False  # true between jobs, while every rank is known to be idle and in step with the others
 
     def alive(self) -> bool:
-        return all(worker.process.poll() is None for worker in self.workers)
+        return all(worker.process.wait() is None for worker in self.workers)
 
     def run(self, job: dict[str, Any], timeout: float) -> list[Any]:
         self.reusable = False
@@ -164,20 +185,11 @@ class _Pool:
 class _Worker:
     """One process, the pipe to it, and the file that takes what it prints."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
         self.connection, remote = multiprocessing.Pipe()
         self.output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - lives as long as the process
-        # What can be imported here can be imported there, installed or not.
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         with remote:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "fabricate.testing._worker", str(remote.fileno())],
-                env=environment | {"PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[remote.fileno()],
-            )
+            self.process = Fork(remote.fileno(), self.output.fileno())
 
     def send(self, job: dict[str, Any]) -> None:
         self.output.truncate(0)
@@ -188,10 +200,8 @@ class _Worker:
     def end_with_stacks(self) -> None:
         """Kill the process after it has written the stacks of its threads to its output."""
         self.process.send_signal(signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a stopped process does not hear SIGABRT
-            self.process.wait(_DUMP_SECONDS)
-        self.process.kill()
-        self.process.wait()
+        self.process.wait(_DUMP_SECONDS)
+        self.process.kill()  # a stopped process does not hear SIGABRT
 
     def printed(self) -> str:
         self.output.seek(max(0, os.fstat(self.output.fileno()).st_size - _OUTPUT_BYTES))
@@ -201,7 +211,6 @@ class _Worker:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
         self.connection.close()
         self.output.close()
 
@@ -240,18 +249,22 @@ def _collect(workers: list[_Worker], seconds: float) -> _Outcome:
     """Wait for one answer of each worker, end those that hang; after a failure the others get only a short grace."""
     outcome = _Outcome()
     waiting = dict(enumerate(workers))
-    deadline = time.monotonic() + seconds
+    deadline, alike = time.monotonic() + seconds, math.inf
     while waiting and (left := deadline - time.monotonic()) > 0:
+        if time.monotonic() > alike:
+            for rank in outcome.failures:
+                workers[rank].process.kill()
         readable = wait([worker.connection for worker in waiting.values()], min(left, _POLL_SECONDS))
         for rank, worker in list(waiting.items()):
             # A dead worker's pipe can stay open: processes that its job started may hold the other end.
-            if worker.connection not in readable and worker.process.poll() is None:
+            if worker.connection not in readable and worker.process.wait() is None:
                 continue
             del waiting[rank]
             answer = _receive(worker)
             if isinstance(answer, _Failure):
                 outcome.failures[rank] = answer
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                alike = min(alike, time.monotonic() + _ALIKE_SECONDS)
+                deadline = min(deadline, alike + _GRACE_SECONDS)
             else:
                 outcome.results[rank] = answer
     for rank, worker in waiting.items():
@@ -272,5 +285,8 @@ def _receive(worker: _Worker) -> Any:
         returned, answer = pickle.loads(message)
         return answer if returned else _Failure(*answer)
     code = worker.process.wait(_GRACE_SECONDS)
+    if code is None:  # it closed its pipe and lives
+        worker.process.kill()
+        code = -signal.SIGKILL
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     return _Failure(how, f"died: {how}", traceback="")

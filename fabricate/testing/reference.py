@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset
 
-from fabricate import Callback, Precision, Strategy, Trainer, TrainModule
+from fabricate import Callback, Trainer, TrainModule
 from fabricate.testing._worker import _load
 
 SEED = 3
@@ -150,10 +150,10 @@ class Trace:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
-    steps: list[tuple[str, str]] = field(default_factory=list)
-    """After each update: digests of the weights this rank holds and of its random generators."""
+    steps: list[tuple[dict[str, str], str]] = field(default_factory=list)
+    """After each update: digests of the weights this rank holds, and of its random generators."""
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    saved: list[tuple[int, str]] = field(default_factory=list)
+    saved: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     skipped: int = 0
     gradients: dict[str, Part] = field(default_factory=dict)
     """Before the first update, where asked for; without the parameters whose `grad` is None."""
@@ -162,6 +162,7 @@ class Trace:
     last: dict[str, Part] = field(default_factory=dict)
     bytes_held: int = 0
     observed: str = ""
+    declared_dtype: str = ""
     mixed_precision: str = ""
     stop_reason: str = ""
 
@@ -233,8 +234,8 @@ def run_fits(fits: list[Fit]) -> list[Trace]:
 
 
 def _run(fit: Fit) -> Trace:
-    case, trace, probe = fit.case, Trace(), Probe()
-    recorder = (_GradientRecorder if fit.hear_gradients else _Recorder)(probe, trace)
+    case, trace = fit.case, Trace()
+    recorder = (_GradientRecorder if fit.hear_gradients else _Recorder)(trace)
     extra: list[object] = [recorder]
     if fit.failing_rank == int(os.environ["RANK"]):
         extra.append(_Failing())
@@ -243,7 +244,7 @@ def _run(fit: Fit) -> Trace:
     module, data = case.module(), case.data()
     trainer = Trainer(
         strategy=fit.strategy.make(),
-        precision=fit.precision.make() if fit.precision else probe,
+        precision=fit.precision.make() if fit.precision else "fp32",
         plugins=[*(plugin.make() for plugin in fit.plugins), *extra],
         max_steps=case.steps,
         gradient_accumulation_steps=case.accumulation,
@@ -263,43 +264,24 @@ def _run(fit: Fit) -> Trace:
     return trace
 
 
-class Probe(Precision):
-    """fp32, and a look at the strategy that runs beside it, whether that came as an object or by name."""
-
-    name = "fp32"
-
-    def __init__(self) -> None:
-        self.strategy: Strategy | None = None
-
-    def check(self, device: torch.device, strategy: Strategy) -> Iterable[str]:
-        self.strategy = strategy
-        return ()
-
-
 class _Recorder(Callback):
     """Listed last, so that it sees what the plugins before it did. Changes nothing and draws no random number."""
 
-    def __init__(self, probe: Probe, trace: Trace) -> None:
-        self._probe, self._trace = probe, trace
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
 
-    def _part(self, tensor: torch.Tensor) -> Part:
-        part = (self._probe.strategy or Strategy()).local_part(tensor)
-        return part.start, part.values.detach().flatten().cpu().clone()
-
-    def _held(self, module: TrainModule) -> dict[str, Part]:
-        return {name: self._part(parameter) for name, parameter in named(module)}
-
-    def on_epoch_start(self, module: TrainModule) -> None:
+    def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._trace.declared_dtype = trainer.precision.compute_dtype
+        self._trace.mixed_precision = trainer.accelerator.mixed_precision
         if not self._trace.first:
-            self._trace.first = self._held(module)
+            self._trace.first = _held(trainer, module)
 
     def on_step(
-        self, module: TrainModule, loss: torch.Tensor, grad_norm: torch.Tensor | None, trainer: Trainer
+        self, trainer: Trainer, module: TrainModule, loss: torch.Tensor, grad_norm: torch.Tensor | None
     ) -> None:
         self._trace.losses.append(float(loss))
         self._trace.norms.append(None if grad_norm is None else float(grad_norm))
-        self._trace.steps.append((_digest(self._held(module)), random_digest()))
-        self._trace.mixed_precision = trainer.accelerator.mixed_precision
+        self._trace.steps.append((digests(_held(trainer, module)), random_digest()))
 
     def on_step_skipped(self) -> None:
         self._trace.skipped += 1
@@ -307,20 +289,30 @@ class _Recorder(Callback):
     def on_eval_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._trace.metrics.append((trainer.step, dict(metrics)))
 
-    def on_saved(self, module: TrainModule, step: int) -> None:
-        self._trace.saved.append((step, _digest(self._held(module))))
+    def on_saved(self, trainer: Trainer, module: TrainModule, step: int) -> None:
+        self._trace.saved.append((step, digests(_held(trainer, module))))
 
-    def on_fit_end(self, module: TrainModule) -> None:
-        self._trace.last = self._held(module)
-        strategy = self._probe.strategy or Strategy()
-        memory = [strategy.local_part(p).values.untyped_storage() for _, p in named(module)]
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._trace.last = _held(trainer, module)
+        memory = [trainer.strategy.local_part(p).values.untyped_storage() for _, p in named(module)]
         self._trace.bytes_held = sum({m.data_ptr(): m.nbytes() for m in memory}.values())
 
 
 class _GradientRecorder(_Recorder):
     def on_before_step(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.step == 0:
-            self._trace.gradients = {n: self._part(p.grad) for n, p in named(module) if p.grad is not None}
+            gradients = {n: p.grad for n, p in named(module) if p.grad is not None}
+            self._trace.gradients = {n: _part(trainer, gradient) for n, gradient in gradients.items()}
+
+
+def _held(trainer: Trainer, module: TrainModule) -> dict[str, Part]:
+    """What this rank holds of each weight."""
+    return {name: _part(trainer, parameter) for name, parameter in named(module)}
+
+
+def _part(trainer: Trainer, tensor: torch.Tensor) -> Part:
+    part = trainer.strategy.local_part(tensor)
+    return part.start, part.values.detach().flatten().cpu().clone()
 
 
 class _Failing(Callback):
@@ -340,12 +332,14 @@ class _NotFailing(Callback):
         pass
 
 
-def _digest(held: Mapping[str, Part]) -> str:
-    digest = hashlib.sha256()
-    for name, (start, values) in sorted(held.items()):
-        digest.update(f"{name} {start}".encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def digests(held: Mapping[str, Part]) -> dict[str, str]:
+    """A digest of each part by the elements it holds, "name[begin:end]": two ranks may hold other parts of one weight."""
+    return {
+        f"{name}[{start}:{start + values.numel()}]": hashlib.sha256(
+            values.contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, (start, values) in held.items()
+    }
 
 
 def random_digest() -> str:
