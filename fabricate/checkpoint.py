@@ -308,13 +308,10 @@ class Reader:
             source.close()
 
     def verify(self) -> None:
-        """Read every file once and check every block and the digest of the whole."""
+        """Read every file once and check every block."""
         for record in self.manifest.files:
-            whole = xxhash.xxh3_128()
             for index in range(len(record.block_digests)):
-                whole.update(self._load_block(record, index))
-            if whole.hexdigest() != record.digest:
-                raise self._damage(record.name, "its digest is not the one in the manifest")
+                self._load_block(record, index)
 
     def json(self, name: str) -> JsonValue:
         """Return the JSON tree in the file `name`, as `write_json` got it."""

@@ -37,6 +37,11 @@ class Files:
         while rest:
             rest = rest[os.write(writer.descriptor, rest) :]
 
+    def start_writeback(self, writer: Writer, start: int, count: int) -> None:
+        """Ask the system to begin bringing bytes ``[start, start + count)`` to the disk. A hint: nothing is waited for."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(writer.descriptor, start, count, os.POSIX_FADV_DONTNEED)
+
     def fsync(self, writer: Writer) -> None:
         """Make what was written durable. Never retried: after a failure the kernel may have dropped the pages."""
         os.fsync(writer.descriptor)
@@ -146,6 +151,9 @@ class Writer:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._files.write(self, data)
+
+    def start_writeback(self, start: int, count: int) -> None:
+        self._files.start_writeback(self, start, count)
 
     def fsync(self) -> None:
         self._files.fsync(self)

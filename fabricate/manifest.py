@@ -161,14 +161,13 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One written file: size in bytes, xxh3_128 digests of the whole and of each block, and the chunks in file order.
+    """One written file: size in bytes, the xxh3_128 digest of each block, and the chunks in file order.
 
     JSON-able, because every rank sends its records to the rank that commits.
     """
 
     name: str
     size: int
-    digest: str
     block_size: int
     block_digests: tuple[str, ...]
     chunks: tuple[ChunkRecord, ...] = ()
@@ -177,7 +176,6 @@ class FileRecord:
         text(self.name, "a file name", FILE_NAME)
         require(self.name != MANIFEST_NAME, "a file name", self.name, "another: the manifest does not list itself")
         integer(self.size, f"size of {self.name}", 0, _LARGEST)
-        text(self.digest, f"xxh3_128 of {self.name}", _XXH3)
         integer(self.block_size, f"block_size of {self.name}", *_BLOCK_SIZES)
         found, wanted = len(self.block_digests), -(-self.size // self.block_size)
         require(found == wanted, f"number of block digests of {self.name}", found, wanted)
@@ -196,7 +194,6 @@ class FileRecord:
         return {
             "name": self.name,
             "size": self.size,
-            "xxh3_128": self.digest,
             "block_size": self.block_size,
             "block_xxh3_128": list(self.block_digests),
             "chunks": [chunk.to_json() for chunk in self.chunks],
@@ -205,11 +202,10 @@ class FileRecord:
     @classmethod
     def from_json(cls, tree: object) -> FileRecord:
         """Rebuild a record that `to_json` made. Raises `CheckpointError` on anything else."""
-        fields = _object(tree, "a file", {"name", "size", "xxh3_128", "block_size", "block_xxh3_128", "chunks"})
+        fields = _object(tree, "a file", {"name", "size", "block_size", "block_xxh3_128", "chunks"})
         return cls(
             fields["name"],
             fields["size"],
-            fields["xxh3_128"],
             fields["block_size"],
             tuple(_list(fields["block_xxh3_128"], "block_xxh3_128")),
             tuple(ChunkRecord.from_json(chunk) for chunk in _list(fields["chunks"], "chunks")),
