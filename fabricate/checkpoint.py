@@ -278,7 +278,7 @@ class Reader:
         self.path = path
         self._files = files
         self._source: Source | None = None
-        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         with self._blaming(MANIFEST_NAME):
             self.manifest: Manifest = Manifest.from_bytes(self._manifest_bytes())
             match = _STEP_NAME.fullmatch(path.name)
@@ -307,11 +307,16 @@ class Reader:
             source, self._source = self._source, None
             source.close()
 
-    def verify(self) -> None:
-        """Read every file once and check every block."""
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Check every block of every file, or one share of the blocks: all shares together read each block once."""
+        total = sum(len(record.block_digests) for record in self.manifest.files)
+        first, end, passed = total * share // shares, total * (share + 1) // shares, 0
+        buffer = memoryview(bytearray(max((record.block_size for record in self.manifest.files), default=0)))
         for record in self.manifest.files:
-            for index in range(len(record.block_digests)):
-                self._load_block(record, index)
+            blocks = range(max(0, first - passed), min(len(record.block_digests), end - passed))
+            for index in blocks:
+                self._load_block(record, index, buffer)
+            passed += len(record.block_digests)
 
     def json(self, name: str) -> JsonValue:
         """Return the JSON tree in the file `name`, as `write_json` got it."""
@@ -320,9 +325,8 @@ class Reader:
             raise CheckpointError(
                 f"checkpoint {self.path} holds no JSON file {name!r}{did_you_mean(name, self._records)}"
             )
-        data = bytearray()
-        for index in range(len(record.block_digests)):
-            data += self._load_block(record, index)
+        data = bytearray(record.size)
+        self._fill(memoryview(data), record, 0, record.size)
         with self._blaming(name):
             return codec.loads(bytes(data))
 
@@ -334,41 +338,65 @@ class Reader:
             start: the first element, in row-major order.
             count: how many; None: all from `start` on.
         """
-        name = self.manifest.aliases.get(tensor, tensor)
-        record = self.manifest.tensors.get(name)
-        if record is None:
-            known = [*self.manifest.tensors, *self.manifest.aliases]
-            raise CheckpointError(f"checkpoint {self.path} holds no tensor {tensor!r}{did_you_mean(tensor, known)}")
-        total = record.num_elements
-        end = total if count is None else start + count
-        if not 0 <= start <= end <= total:
-            raise CheckpointError(f"elements {start} to {end} of {tensor!r} were asked for, it has {total}")
-        item, out = ITEM_SIZES[record.dtype], bytearray()
-        for chunk, file in self._chunks[name]:
+        record = self._tensor(tensor)
+        count = record.num_elements - start if count is None else count
+        self._check_range(tensor, start, count)
+        out = bytearray(count * ITEM_SIZES[record.dtype])
+        self.read_into(tensor, memoryview(out), start)
+        return out
+
+    def read_into(self, tensor: str, buffer: memoryview, start: int = 0) -> None:
+        """Fill `buffer`, writable bytes, with the elements of a tensor from `start` on; see `read`. Nothing is copied on
+        the way, and what lies in `buffer` after an error is not verified."""
+        item = ITEM_SIZES[self._tensor(tensor).dtype]
+        require(not len(buffer) % item, f"the size of the buffer for {tensor!r}", len(buffer), f"a multiple of {item}")
+        end = start + len(buffer) // item
+        self._check_range(tensor, start, end - start)
+        for chunk, file in self._chunks[self.manifest.aliases.get(tensor, tensor)]:
             low, high = max(start, chunk.start), min(end, chunk.start + chunk.count)
             if low < high:
                 first = chunk.offset + (low - chunk.start) * item
-                self._append(out, file, first, first + (high - low) * item)
-        return out
+                self._fill(
+                    buffer[(low - start) * item : (high - start) * item], file, first, first + (high - low) * item
+                )
 
-    def _append(self, out: bytearray, record: FileRecord, first: int, end: int) -> None:
-        """Append bytes ``[first, end)`` of a file. `out` grows by what was read, never by what a size claims."""
+    def _tensor(self, tensor: str) -> TensorRecord:
+        record = self.manifest.tensors.get(self.manifest.aliases.get(tensor, tensor))
+        if record is None:
+            known = [*self.manifest.tensors, *self.manifest.aliases]
+            raise CheckpointError(f"checkpoint {self.path} holds no tensor {tensor!r}{did_you_mean(tensor, known)}")
+        return record
+
+    def _check_range(self, tensor: str, start: int, count: int) -> None:
+        total = self._tensor(tensor).num_elements
+        if not 0 <= start <= start + count <= total:
+            raise CheckpointError(f"elements {start} to {start + count} of {tensor!r} were asked for, it has {total}")
+
+    def _fill(self, out: memoryview, record: FileRecord, first: int, end: int) -> None:
+        """Put bytes ``[first, end)`` of a file into `out`: whole blocks directly, the rest by way of the cache."""
         size = record.block_size
         for index in range(first // size, -(-end // size)):
-            block = self._block(record, index)
-            out += memoryview(block)[max(0, first - index * size) : end - index * size]
+            begin, stop = index * size, min((index + 1) * size, record.size)
+            if first <= begin and stop <= end:
+                self._load_block(record, index, out[begin - first : stop - first])
+            else:
+                low, high = max(begin, first), min(stop, end)
+                out[low - first : high - first] = memoryview(self._block(record, index))[low - begin : high - begin]
 
-    def _block(self, record: FileRecord, index: int) -> bytes:
+    def _block(self, record: FileRecord, index: int) -> bytearray:
         key = (record.name, index)
         if key in self._cache:
             self._cache.move_to_end(key)
         else:
-            self._cache[key] = self._load_block(record, index)
+            block = bytearray(record.block_size)
+            del block[self._load_block(record, index, memoryview(block)) :]
+            self._cache[key] = block
             if len(self._cache) > _CACHED_BLOCKS:
                 self._cache.popitem(last=False)
         return self._cache[key]
 
-    def _load_block(self, record: FileRecord, index: int) -> bytes:
+    def _load_block(self, record: FileRecord, index: int, buffer: memoryview) -> int:
+        """Read a block to the beginning of `buffer` and check its digest; returns its size."""
         with self._blaming(record.name):
             if self._source is None or self._source.path.name != record.name:
                 if self._source is not None:
@@ -376,12 +404,13 @@ class Reader:
                     source.close()
                 self._source = self._files.open(self.path / record.name)
             start = index * record.block_size
-            data = self._source.read(start, min(record.block_size, record.size - start))
-            if xxhash.xxh3_128_hexdigest(data) != record.block_digests[index]:
+            wanted = buffer[: min(record.block_size, record.size - start)]
+            found = self._source.read_into(start, wanted)
+            if xxhash.xxh3_128_hexdigest(wanted[:found]) != record.block_digests[index]:
                 raise CheckpointError(
-                    f"block {index} (bytes {start} to {start + len(data)}) is damaged: its digest is another"
+                    f"block {index} (bytes {start} to {start + found}) is damaged: its digest is another"
                 )
-        return data
+        return found
 
     def _manifest_bytes(self) -> bytes:
         with self._files.open(self.path / MANIFEST_NAME) as source:

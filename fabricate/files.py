@@ -71,6 +71,16 @@ class Files:
             start, count = start + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def read_into(self, source: Source, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` with the bytes from `start` on; returns how many there were, fewer only where the file ends."""
+        filled = 0
+        while filled < len(buffer):
+            count = os.preadv(source.descriptor, [buffer[filled:]], start + filled)
+            if not count:
+                break
+            filled += count
+        return filled
+
     def close_source(self, source: Source) -> None:
         os.close(source.descriptor)
 
@@ -178,6 +188,9 @@ class Source:
 
     def read(self, start: int, count: int) -> bytes:
         return self._files.read(self, start, count)
+
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        return self._files.read_into(self, start, buffer)
 
     def close(self) -> None:
         self._files.close_source(self)

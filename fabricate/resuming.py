@@ -8,6 +8,7 @@ the loop's order; what a save does (fabricate.saving); the format's bytes (fabri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,20 +36,44 @@ def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | 
     """The checkpoint to resume from, verified in full, the same on every rank; None to start anew. All ranks.
 
     "auto": the newest good one of the run directory; damaged ones are named and set aside. A path: that one, or an error.
+    Each rank reads its share of the blocks, so that a large checkpoint is verified as fast as it is loaded.
     """
+    automatic = str(resume) in ("auto", "never")
+    candidates = [Path(path) for path in _by_main(run, lambda: _candidates(run, resume, warn))]
+    for path in candidates:
+        faults = run.engine.gather_json(_fault(path, run.engine.rank, run.engine.world_size))
+        fault = next((fault for fault in faults if fault), None)
+        if fault is None:
+            if not automatic and run.run_dir is not None:
+                _by_main(run, partial(_make_room, run.run_dir, path, warn))
+            return path
+        text, newer = fault
+        if newer:  # intact, only not for this version: nothing to set aside
+            raise format.NewerFormatError(text)
+        if not automatic:
+            raise CheckpointError(text)
+        _by_main(run, partial(_set_aside, run, path, text, warn))
+    if resume == "auto" and run.run_dir is not None:
+        _by_main(run, partial(_begin, run, started=bool(candidates)))
+    return None
+
+
+def _by_main(run: Run, work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, on every rank; its error too. All ranks."""
     answer: list[Any] = [None, None]
     if run.engine.rank == 0:
         try:
-            answer[0] = _choose(run, resume, warn)
+            answer[0] = work()
         except (CheckpointError, OSError) as exc:
             answer[1] = str(exc)
-    path, error = run.engine.broadcast_json([str(answer[0]) if answer[0] else None, answer[1]])
+    result, error = run.engine.broadcast_json(answer)
     if error:
         raise CheckpointError(error)
-    return Path(path) if path else None
+    return result
 
 
-def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | None:
+def _candidates(run: Run, resume: str | Path, warn: Callable[[str], None]) -> list[str]:
+    """What may be resumed from, the best first."""
     if str(resume) not in ("auto", "never"):
         path = Path(resume)
         if not path.exists():
@@ -59,39 +84,39 @@ def _choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path |
             raise CheckpointError(
                 f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
             )
-        _verify(path)
-        if run.run_dir is not None:
-            _make_room(run.run_dir, path, warn)
-        return path
+        return [str(path)]
     if run.run_dir is None:
-        return None
+        return []
     if resume == "never":
         _move_aside(run.run_dir, _EVERYTHING, "resume='never'", warn)
-        return None
+        return []
+    format.clean(checkpoints(run))
+    return [str(path) for path in reversed(format.committed(checkpoints(run)))]
+
+
+def _fault(path: Path, rank: int, world_size: int) -> list[Any] | None:
+    """What is wrong with this rank's share of a checkpoint, and whether it is merely too new; None when it is good."""
+    try:
+        with Reader(path) as reader:
+            reader.verify(rank, world_size)
+    except CheckpointError as exc:
+        return [str(exc), isinstance(exc, format.NewerFormatError)]
+    return None
+
+
+def _set_aside(run: Run, path: Path, fault: str, warn: Callable[[str], None]) -> None:
+    aside = format.set_aside(path, fault)
+    run.event("rejected", path=path.name, reason=fault, moved_to=aside.name)
+    warn(f"{fault}\n  set aside as {aside.name}; trying the one before")
+
+
+def _begin(run: Run, started: bool) -> None:
     root = checkpoints(run)
-    format.clean(root)
-    found = format.committed(root)
-    for path in reversed(found):
-        try:
-            _verify(path)
-            return path
-        except format.NewerFormatError:
-            raise  # intact, only not for this version: nothing to set aside
-        except CheckpointError as exc:
-            aside = format.set_aside(path, str(exc))
-            run.event("rejected", path=path.name, reason=str(exc), moved_to=aside.name)
-            warn(f"{exc}\n  set aside as {aside.name}; trying the one before")
-    if found or any(root.glob(".bad-*")):  # also the next time: starting over has to be somebody's decision
+    if started or any(root.glob(".bad-*")):  # also the next time: starting over has to be somebody's decision
         raise CheckpointError(
             f"no checkpoint in {root} is good (they were set aside there); start over with resume='never', or restore one"
         )
     _cut_metrics(run, 0)  # of a run that ended before its first checkpoint
-    return None
-
-
-def _verify(path: Path) -> None:
-    with Reader(path) as reader:
-        reader.verify()
 
 
 _EVERYTHING = ("checkpoints", "metrics.jsonl", "events.jsonl", "model", "plan.json")

@@ -61,14 +61,15 @@ def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...
 
 def _bytes(tensor: torch.Tensor) -> Any:
     flat = tensor.detach().reshape(-1).contiguous().cpu()
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""  # type: ignore[arg-type]
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # type: ignore[arg-type]
 
 
 def read(reader: Reader, name: str, start: int = 0, count: int | None = None) -> torch.Tensor:
     """Elements `start` to `start + count` of a logical tensor, 1-D on the CPU; every block read is verified."""
-    data = reader.read(name, start, count)
-    dtype = _DTYPES[reader.manifest.tensors[name].dtype]
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    record = reader.manifest.tensors[reader.manifest.aliases.get(name, name)]
+    values = torch.empty(record.num_elements - start if count is None else count, dtype=_DTYPES[record.dtype])
+    reader.read_into(name, _bytes(values), start)
+    return values
 
 
 def read_whole(reader: Reader, name: str) -> torch.Tensor:
@@ -219,6 +220,10 @@ def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | Non
 
 
 def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
+    values, record = part.values, reader.manifest.tensors[name]
+    if values.device.type == "cpu" and values.is_contiguous() and values.dtype is _DTYPES[record.dtype]:
+        reader.read_into(name, _bytes(values), part.start)  # into the module's own memory
+        return
     with torch.no_grad():
         part.values.copy_(read(reader, name, part.start, part.values.numel()).reshape(part.values.shape))
 

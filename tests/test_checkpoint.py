@@ -159,9 +159,9 @@ def test_only_the_overlapping_blocks_are_read(saved: Path) -> None:
     counted: list[tuple[str, int, int]] = []
 
     class Counting(Files):
-        def read(self, source: Source, start: int, count: int) -> bytes:
-            counted.append((source.path.name, start, count))
-            return super().read(source, start, count)
+        def read_into(self, source: Source, start: int, buffer: memoryview) -> int:
+            counted.append((source.path.name, start, len(buffer)))
+            return super().read_into(source, start, buffer)
 
     with Reader(saved, Counting()) as reader:
         counted.clear()
@@ -174,20 +174,54 @@ def test_the_cache_of_blocks_is_bounded(tmp_path: Path) -> None:
     counted: list[int] = []
 
     class Counting(Files):
-        def read(self, source: Source, start: int, count: int) -> bytes:
+        def read_into(self, source: Source, start: int, buffer: memoryview) -> int:
             counted.append(start // 2**20)
-            return super().read(source, start, count)
+            return super().read_into(source, start, buffer)
 
     staging = stage(tmp_path, 500, "9f3a")
     record = write_tensors(staging / "data.safetensors", [chunk("w", np.zeros(12 * 2**20, dtype=np.uint8))])
     with Reader(commit(staging, manifest([record], aliases={})), Counting()) as reader:
         counted.clear()
-        reader.read("w")
+        whole = reader.read("w")
         assert counted == list(range(13))
-        reader.read("w", 11 * 2**20, 9)
-        assert counted == list(range(13))
-        reader.read("w", 0, 9)
-        assert counted == [*range(13), 0]
+        reader.close()
+        counted.clear()
+        for _ in range(2):
+            for block in range(11):
+                assert reader.read("w", block * 2**20, 9) == whole[:9]
+            assert counted == list(range(11)), "eight of eleven are kept, so going round finds none of them"
+            counted.clear()
+        assert reader.read("w", 10 * 2**20, 9) == whole[:9]
+        assert counted == []
+
+
+def test_shares_of_a_verification_read_each_block_once(saved: Path) -> None:
+    counted: list[tuple[str, int]] = []
+
+    class Counting(Files):
+        def read_into(self, source: Source, start: int, buffer: memoryview) -> int:
+            counted.append((source.path.name, start // 2**20))
+            return super().read_into(source, start, buffer)
+
+    with Reader(saved, Counting()) as reader:
+        blocks = [(f.name, index) for f in reader.manifest.files for index in range(len(f.block_digests))]
+        for shares in (1, 2, 3, 100):
+            counted.clear()
+            for share in range(shares):
+                reader.verify(share, shares)
+            assert counted == blocks
+
+
+def test_a_range_is_read_into_memory_that_the_caller_has(pristine: Path) -> None:
+    whole = example()["model/a.weight"].reshape(-1)
+    mine = np.zeros(whole.size - 100, dtype=np.float32)
+    with Reader(pristine) as reader:
+        reader.read_into("model/head", memoryview(mine).cast("B"), 7)
+        assert (mine == whole[7:-93]).all()
+        with pytest.raises(CheckpointError, match="a multiple of 4"):
+            reader.read_into("model/head", memoryview(bytearray(5)))
+        with pytest.raises(CheckpointError, match="were asked for"):
+            reader.read_into("model/head", memoryview(bytearray(8)), whole.size - 1)
 
 
 def test_every_tensor_file_is_plain_safetensors(pristine: Path) -> None:
