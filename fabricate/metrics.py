@@ -7,8 +7,10 @@ Must not know: who writes or shows the floats.
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,11 +116,7 @@ class Metrics:
     def compact(self) -> None:
         """Make one pending entry per name of all that is pending, on the device, so that a long way to the next reduction
         costs no memory. This rank; no wait."""
-        columns: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {}
-        for name, value, weight, reduce in self.pending:
-            values, weights = columns.setdefault((name, reduce), ([], []))
-            values.append(value)
-            weights.append(weight)
+        columns = self._columns((entry[1], entry[2]) for entry in self.pending)
         self.pending = []
         for (name, reduce), (values, weights) in columns.items():
             value, weight = self._column(values), self._column(weights)
@@ -136,15 +134,15 @@ class Metrics:
     def _sums(self) -> dict[str, Total]:
         """Everything pending, summed over micro-batches and ranks. A rank that had no rows logged nothing, so names travel
         with their sums, and every rank adds them up in the same order."""
-        own: dict[tuple[str, str], list[float]] = {}
-        for (name, _, _, reduce), value, weight in zip(self.pending, *self._read(), strict=True):
-            pair = own.setdefault((name, reduce), [0.0, 0.0])
-            if reduce == "sum":
-                pair[0] += value
-            elif weight:  # a weight of zero means "no rows here", whatever the value (it may be nan)
-                pair[0] += value * weight
-            pair[1] += weight
-        everyone = self._collectives.gather_json([[*key, *pair] for key, pair in own.items()])
+        own = []
+        for (name, reduce), (values, weights) in self._columns(self._read()).items():
+            weight = sum(weights)
+            total = sum(map(operator.mul, values, weights)) if reduce == "mean" else sum(values)
+            if total != total and reduce == "mean":
+                # A weight of zero means "no rows here", whatever the value (it may be nan).
+                total = sum(v * w for v, w in zip(values, weights, strict=True) if w)
+            own.append([name, reduce, total, weight])
+        everyone = self._collectives.gather_json(own)
         sums: dict[str, Total] = {}
         for name, reduce, total, weight in sorted((entry for entries in everyone for entry in entries), key=_kind):
             mean = reduce == "mean"
@@ -155,8 +153,15 @@ class Metrics:
             sums[name] += Total(total, weight, mean)
         return sums
 
-    def _read(self) -> tuple[list[float], list[float]]:
-        """Values and weights of what is pending, as floats: one copy from the device, the one wait."""
+    def _columns(self, numbers: Iterable[tuple[Any, Any]]) -> dict[tuple[str, str], tuple[list[Any], list[Any]]]:
+        """The values and weights of each name and reduction; `numbers`: those of each pending entry."""
+        pairs: dict[tuple[str, str], list[tuple[Any, Any]]] = defaultdict(list)
+        for (name, _, _, reduce), pair in zip(self.pending, numbers, strict=True):
+            pairs[name, reduce].append(pair)
+        return {key: ([value for value, _ in both], [weight for _, weight in both]) for key, both in pairs.items()}
+
+    def _read(self) -> Iterable[tuple[float, float]]:
+        """Value and weight of each pending entry as floats: one copy from the device, the one wait."""
         values, weights = [entry[1] for entry in self.pending], [entry[2] for entry in self.pending]
         if self._device.type != "cpu":
             tensors = [number for number in (*values, *weights) if isinstance(number, torch.Tensor)]
@@ -164,7 +169,7 @@ class Metrics:
             values, weights = (
                 [next(read) if isinstance(n, torch.Tensor) else n for n in ns] for ns in (values, weights)
             )
-        return [float(number) for number in values], [float(number) for number in weights]
+        return zip(map(float, values), map(float, weights), strict=True)
 
     def _stack(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         if len({(t.dtype, t.device, t.ndim) for t in tensors}) > 1 or tensors[0].ndim:
