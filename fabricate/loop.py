@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def fit(run: Run) -> str:
     model, forward, strategy, scaler = engine.model, engine.forward, engine.strategy, engine.scaler
     settings, world_size, source, moves = run.settings, engine.world_size, run.source, engine.device.type != "cpu"
     assert source is not None
+    stopwatch, now = run.stopwatch, time.perf_counter
     dues = tuple(Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every))
     clocked = any(due.by_clock for due in dues)
     manager = calls.manager
@@ -51,6 +53,7 @@ def fit(run: Run) -> str:
         if calls.on_epoch_start is not None:
             calls.on_epoch_start(trainer, module, progress.epoch)
         progress.micro_step = progress.micro_step if progress.position else 0
+        asked = now()
         for window in source.windows(progress.epoch, progress.position):
             # ---- one update ----------------------------------------------------------------------------------------
             if manager.changes != calls.changes:
@@ -65,6 +68,7 @@ def fit(run: Run) -> str:
             name, own_weights, losses, weights = only, False, [], []
             mark = len(run.metrics.pending)
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
+                stopwatch.waited += now() - asked
                 run.batch = batch = engine.to_device(batch) if moves else batch
                 with _SYNCHRONISED if micro_step == last else strategy.no_sync(model):
                     wrapped = calls.train_step
@@ -100,6 +104,7 @@ def fit(run: Run) -> str:
                         trainer, module, batch, loss, weight, micro_step, num_micro_steps, micro_step == last
                     )
                 progress.micro_step += 1
+                asked = now()
             if not checked:
                 _check_window(run, own_weights, name)
                 checked = True
@@ -175,7 +180,8 @@ def fit(run: Run) -> str:
                 averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
                 run.write_metrics("epoch", averages, epoch)
             if run.validation and evaluating:
-                validate(run, epoch)
+                with stopwatch.apart():
+                    validate(run, epoch)
             if window.last and calls.on_epoch_end is not None:
                 calls.on_epoch_end(trainer, module, epoch)
             if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
@@ -183,11 +189,13 @@ def fit(run: Run) -> str:
                 stop, saving = stop or late_stop, saving or late_save
             run.at_boundary = True
             if saving:
-                save_requested(run)
+                with stopwatch.apart():
+                    save_requested(run)
             if stop:
                 return _stop_reason(run, finished)
             if finished == "max_steps":
                 break
+            asked = now()
         if progress.position == 0 and not progress.micro_step:
             raise ConfigurationError(
                 "train gave no batch in this epoch; an iterator that is used up cannot be read again"

@@ -10,7 +10,9 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from fabricate.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +74,12 @@ class Run:
     checkpoint: Path | None = None
     saved_step: int = -1
     trackers: bool = False
+    metrics_file: TextIO | None = None
+    """metrics.jsonl, open from its first line on (rank 0): opening it costs more than writing."""
     clock: float = field(default_factory=time.monotonic)
-    logged: tuple[float, int, int] = (0.0, 0, 0)
-    """Clock, step and samples at the last log boundary."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    rates: dict[str, float] = field(default_factory=dict)
+    """Of the last log boundary; see `Stopwatch.lap`."""
     at_boundary: bool = True
     """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are under way."""
     batch_idx: int = 0
@@ -97,29 +102,31 @@ class Run:
         resumed run cannot repeat it."""
         self.latest |= metrics
         self.tick()
-        clock = {"time": time.time(), "seconds": self.progress.seconds} | (self._rates() if stage == "train" else {})
+        if stage == "train":
+            communicated = self.engine.strategy.communication_seconds(self.engine.model)
+            self.rates = self.stopwatch.lap(self.progress.step, self.progress.samples, communicated)
         if self.engine.rank:
             return
+        rates = self.rates if stage == "train" else {}
         if self.run_dir is not None:
+            clock = {"time": time.time(), "seconds": self.progress.seconds, **rates}
             finite = {n: v if math.isfinite(v) else str(v) for n, v in metrics.items()}
             line = {"step": self.progress.step, "epoch": epoch, "stage": stage, "metrics": finite, "clock": clock}
-            with (self.run_dir / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            if self.metrics_file is None:
+                self.metrics_file = (self.run_dir / "metrics.jsonl").open(
+                    "a", buffering=1
+                )  # each line is there at once
+            self.metrics_file.write(json.dumps(line) + "\n")
         if self.trackers:
             self.engine.accelerator.log(
-                {**metrics, **{f"clock/{n}": v for n, v in clock.items()}}, step=self.progress.step
+                {**metrics, **{f"clock/{n}": v for n, v in rates.items()}}, step=self.progress.step
             )
 
-    def _rates(self) -> dict[str, float]:
-        """Steps and samples per second since the last log boundary, which this call becomes."""
-        now = time.monotonic()
-        before, step, samples = self.logged
-        self.logged = (now, self.progress.step, self.progress.samples)
-        seconds = max(now - before, 1e-9)
-        return {
-            "steps_per_second": (self.progress.step - step) / seconds,
-            "samples_per_second": (self.progress.samples - samples) / seconds,
-        }
+    def close(self) -> None:
+        """Let go of files; the run is over."""
+        if self.metrics_file is not None:
+            self.metrics_file.close()
+            self.metrics_file = None
 
     def tick(self) -> None:
         """Bring `progress.seconds` up to now, and look whether the time is up."""
@@ -132,4 +139,4 @@ class Run:
     def start_clock(self) -> None:
         """The fit begins or goes on: time from here counts."""
         self.clock = time.monotonic()
-        self.logged = (self.clock, self.progress.step, self.progress.samples)
+        self.stopwatch.start(self.progress.step, self.progress.samples)

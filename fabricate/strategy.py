@@ -239,6 +239,11 @@ class Strategy(Listener):
     def after_load(self) -> None:
         """Called when parts of parameters and of optimizer state were filled: initial values, or a checkpoint. All ranks."""
 
+    def communication_seconds(self, model: torch.nn.Module) -> float | None:
+        """Seconds per update in which this rank did nothing but communicate, as last measured; None where it is not known.
+        `model` comes from `prepare`. Called at log boundaries; must not wait for the device."""
+        return None
+
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""
         return {}

@@ -217,6 +217,13 @@ class Trainer:
         return dict(self._live().latest)
 
     @property
+    def rates(self) -> dict[str, float]:
+        """Of this rank, between the last two log boundaries, evaluations and saves left out: seconds_per_step,
+        steps_per_second, samples_per_second, data_share (of the time, spent waiting for data) and, where the strategy
+        knows it, communication_share. Empty before the first boundary."""
+        return dict(self._live().rates)
+
+    @property
     def total_steps(self) -> int:
         """The number of updates this fit comes to in all. Raises `ConfigurationError` when the data has no length."""
         total = self._live().total_steps
@@ -491,6 +498,7 @@ class Trainer:
         finally:
             object.__setattr__(run.module, "_trainer", None)
             run.module._logged.clear()
+            run.close()
             self._run = None
 
     def _register(self, found: Resolved, module: TrainModule, *, bar: bool) -> Manager:

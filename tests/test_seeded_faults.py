@@ -250,7 +250,13 @@ class ClipsNothing(DDP):
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (ForgetsToAverage, ["equal replicas: whole batches, 2 ranks", "after update 1 ranks 0 and 1 hold other values of blocks.0.bias[0:32]"]),
+        (
+            ForgetsToAverage,
+            [
+                "equal replicas: whole batches, 2 ranks",
+                "after update 1 ranks 0 and 1 hold other values of blocks.0.bias[0:32]",
+            ],
+        ),
         (AveragesTwice, ["agreement with one process: whole batches, 2 ranks", "is 0.5 times as large"]),
         (IgnoresAccumulation, ["agreement with one process: accumulation, 2 ranks"]),
         (ClipsNothing, ["agreement with one process: clipping, 2 ranks"]),

@@ -56,6 +56,14 @@ class DDP(Strategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         return cast("Callable[[], AbstractContextManager[object]]", model.no_sync)()
 
+    def communication_seconds(self, model: torch.nn.Module) -> float | None:
+        # DDP itself times the first ten backwards and every hundredth, in nanoseconds; no public door leads there.
+        measured = model._get_ddp_logging_data()  # type: ignore[operator]
+        if "avg_backward_comm_time" not in measured:
+            return None
+        hidden = measured["avg_backward_compute_comm_overlap_time"]
+        return float(max(measured["avg_backward_comm_time"] - hidden, 0)) / 1e9
+
     def describe(self) -> dict[str, str]:
         looked = (
             "looked for after each forward"

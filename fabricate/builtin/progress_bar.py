@@ -25,7 +25,7 @@ def _duration(seconds: float) -> str:
 
 
 class ProgressBar(Callback):
-    """Step, loss, steps and samples per second, time left; validation results as lines."""
+    """Step, loss, steps and samples per second, share of time spent waiting for data, time left; validation results as lines."""
 
     def __init__(self) -> None:
         self._live: Any = None
@@ -71,6 +71,9 @@ class ProgressBar(Callback):
             parts += [f"{rate:.3g} steps/s", f"{(progress.samples - samples) / max(now - began, 1e-9):.4g} samples/s"]
             if progress.tokens and progress.tokens != progress.samples:
                 parts.append(f"{(progress.tokens - self._tokens) / max(now - began, 1e-9):.4g} tokens/s")
+            waiting = self._trainer.rates.get("data_share")
+            if waiting is not None:
+                parts.append(f"{waiting:.0%} waiting for data")
             if self._total:
                 parts.append(f"{_duration((self._total - progress.step) / rate)} left")
         return "  ".join(parts)

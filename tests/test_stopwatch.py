@@ -1,0 +1,95 @@
+"""Where the time goes: shares and rates of a lap."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+import torch
+
+from fabricate import Trainer, TrainModule
+from fabricate.stopwatch import Stopwatch
+
+
+class Slow(torch.utils.data.Dataset):
+    """Rows that take 10 ms each."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.ones(1)
+
+
+class Works(TrainModule):
+    """A step that takes 10 ms; keeps the rates of each log boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.rates: list[dict[str, float]] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        time.sleep(0.2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_log(self) -> None:
+        self.rates.append(self.trainer.rates)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_share_of_waiting_for_data_is_measured_and_written(accumulation: int, tmp_path: Path) -> None:
+    module = Works()
+    trainer = Trainer(
+        max_epochs=1,
+        gradient_accumulation_steps=accumulation,
+        log_every=2,
+        validate_every=2,
+        progress=False,
+        run_dir=tmp_path,
+    )
+    trainer.fit(module, Slow(), [torch.ones(1, 1)], batch_size=1)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["clock"] for line in lines if line["stage"] == "train"] == [
+        {"time": ANY, "seconds": ANY, **rates} for rates in module.rates
+    ]
+    for rates in module.rates:
+        assert 0.3 < rates["data_share"] < 0.7
+        assert rates["seconds_per_step"] < 0.02 * accumulation + 0.05  # no validation in it
+        assert rates["steps_per_second"] * rates["seconds_per_step"] == pytest.approx(1)
+        assert rates["samples_per_second"] == pytest.approx(accumulation * rates["steps_per_second"])
+        assert "communication_share" not in rates
+
+
+def test_what_runs_apart_is_in_no_rate() -> None:
+    stopwatch = Stopwatch()
+    time.sleep(0.02)
+    with stopwatch.apart():
+        time.sleep(0.2)
+    assert stopwatch.lap(1, 8)["seconds_per_step"] < 0.1
+
+
+def test_a_lap_counts_from_the_one_before() -> None:
+    stopwatch = Stopwatch()
+    stopwatch.start(100, 800)
+    stopwatch.waited += 0.01
+    stopwatch.lap(103, 824)
+    time.sleep(0.01)
+    assert stopwatch.lap(104, 832)["data_share"] == 0
+    assert stopwatch.lap(104, 832) == {}
+
+
+def test_communication_is_a_share_of_the_step() -> None:
+    stopwatch = Stopwatch()
+    time.sleep(0.05)
+    assert 0.5 < stopwatch.lap(2, 16, communicated=0.02)["communication_share"] <= 0.8
