@@ -38,7 +38,7 @@ class Works(TrainModule):
         return self.layer(batch).mean()
 
     def validation_step(self, batch: torch.Tensor) -> None:
-        time.sleep(0.2)
+        time.sleep(0.5)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -64,8 +64,8 @@ def test_the_share_of_waiting_for_data_is_measured_and_written(accumulation: int
         {"time": ANY, "seconds": ANY, **rates} for rates in module.rates
     ]
     for rates in module.rates:
-        assert 0.3 < rates["data_share"] < 0.7
-        assert rates["seconds_per_step"] < 0.02 * accumulation + 0.05  # no validation in it
+        assert 0.1 < rates["data_share"] < 0.9
+        assert rates["seconds_per_step"] < 0.2  # without the validation, which takes 0.25 per step
         assert rates["steps_per_second"] * rates["seconds_per_step"] == pytest.approx(1)
         assert rates["samples_per_second"] == pytest.approx(accumulation * rates["steps_per_second"])
         assert "communication_share" not in rates
