@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate.codec import decode, encode
-from fabricate.data import rows_of
+from fabricate.data import rows_of, token_labels
 from fabricate.errors import ConfigurationError
 from fabricate.metrics import Metrics, snapshot_torchmetrics
+from fabricate.module import STEPS
 from fabricate.optimization import PlateauScheduler
 from fabricate.randomness import rng_state, set_rng_state
+from fabricate.weighing import CrossEntropies
 
 if TYPE_CHECKING:
     from fabricate.data import Source
+    from fabricate.module import TrainModule
     from fabricate.run import Run
 
 
@@ -65,37 +68,29 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
             calls.on_eval_start(trainer, module, stage)
         for name, source in sources.items():
             metrics = Metrics(engine, engine.device)
+            watch: CrossEntropies | None = CrossEntropies()
             for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
                 batch = engine.to_device(item.batch)
                 run.batch_idx = batch_idx
                 restore = snapshot_torchmetrics(module) if item.rows == 0 else None
-                output = (
-                    forward(stage, batch, batch_idx)
-                    if calls.eval_step is None
-                    else calls.eval_step(trainer, module, batch, stage)
-                )
+                with watch or contextlib.nullcontext():
+                    output = (
+                        forward(stage, batch, batch_idx)
+                        if calls.eval_step is None
+                        else calls.eval_step(trainer, module, batch, stage)
+                    )
                 if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
                     restore()
                     module._logged.clear()
                     continue
-                weight: Any = item.rows
-                if output is not None:
-                    if not isinstance(output, Mapping):
-                        step = "validation_step" if stage == "validate" else f"{stage}_step"
-                        raise ConfigurationError(
-                            f"{type(module).__name__}.{step} returned {type(output).__name__}; return a mapping of metrics, or nothing"
-                        )
-                    weight = output.get("weight", weight)
-                    logged = {name.removeprefix(prefix) for name, *_ in module._logged}
-                    for key, value in output.items():
-                        if key in logged:
-                            raise ConfigurationError(
-                                f"{type(module).__name__} returns {key!r} from its {stage} step and logs it too; do one of them"
-                            )
-                        if key != "weight":
-                            module.log(key, value)
+                weight = _log_output(module, output, stage, prefix)
+                if weight is None and watch is not None:
+                    weight = watch.weigh(module._logged)
+                    if weight is None:
+                        _note_rows(run, stage, item.batch)
+                        watch = None
                 if weight is None:
-                    weight = rows_of(item.batch)
+                    weight = rows_of(item.batch) if item.rows is None else item.rows
                 metrics.take(module._logged, weight)
             inner = f"{prefix}{name}_" if name else prefix
             result |= {inner + n.removeprefix(prefix): v for n, v in metrics.finish().items()}
@@ -104,6 +99,30 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, stage, result)
     return result
+
+
+def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> Any:
+    """Log what a step returned next to what it logged itself. Returns the weight that it gave, or None."""
+    if output is None:
+        return None
+    step = f"{type(module).__name__}.{STEPS[stage]}"
+    if not isinstance(output, Mapping):
+        raise ConfigurationError(f"{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
+    logged = {name.removeprefix(prefix) for name, *_ in module._logged}
+    for key, value in output.items():
+        if key in logged:
+            raise ConfigurationError(f"{step} returns {key!r} and logs it too; do one of them")
+        if key != "weight":
+            module.log(key, value)
+    return output.get("weight")
+
+
+def _note_rows(run: Run, stage: str, batch: Any) -> None:
+    if (shape := token_labels(batch)) is not None:
+        run.note(
+            f"labels have the shape {shape} and {STEPS[stage]} returns no plain cross-entropy, so its metrics weigh the rows of their "
+            "batches. Where rows have unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
+        )
 
 
 def predict(run: Run, source: Source) -> list[Any] | None:

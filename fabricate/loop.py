@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate.data import rows_of
+from fabricate.data import rows_of, token_labels
 from fabricate.errors import ConfigurationError, FabricateError, RankError, did_you_mean
 from fabricate.evaluation import validate
 from fabricate.metrics import MOST_PENDING
 from fabricate.progress import Due
 from fabricate.saving import save_requested
+from fabricate.weighing import counted, last_operation
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -44,7 +45,8 @@ def fit(run: Run) -> str:
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
     scales_loss = engine.scales_loss
     look_at_norm = settings.nonfinite == "skip" and not (scales_loss or strategy.skips_nonfinite)
-    checked, skipped_in_a_row = False, 0
+    weighing: dict[str, str] = {}  # by optimizer, where the weights of its losses come from, see `_weigh`
+    skipped_in_a_row = 0
     unsized = source.num_samples is None and world_size > 1
 
     if settings.validate_first and run.validation and progress.step == 0 and not run.restored:
@@ -65,7 +67,9 @@ def fit(run: Run) -> str:
                 _same_window(run, window)
             num_micro_steps, rows = window.num_micro_steps, window.rows
             last = num_micro_steps - 1
-            name, own_weights, losses, weights = only, False, [], []
+            name, losses, weights = only, [], []
+            known = weighing.get(name) if name is not None else None
+            alone = last == 0 and world_size == 1
             mark = len(run.metrics.pending)
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
                 stopwatch.waited += now() - asked
@@ -76,27 +80,28 @@ def fit(run: Run) -> str:
                     loss, weight, chosen = output, None, None
                     if type(output) is not torch.Tensor:
                         loss, weight, chosen = _unpack(output)
-                    if not checked:
+                    if not weighing:
                         _check_loss(run, loss)
-                    if weight is None:
-                        weight = rows_of(batch) if own_rows is None else own_rows
-                    else:
-                        own_weights = True
-                        if own_rows == 0:
-                            weight = 0  # a stand-in takes part, its weight is nothing
                     if chosen is not None or name is None:
                         name = _choose(run, name, chosen, micro_step)
+                        known = known or weighing.get(name)
+                    how, weight, labels = _weigh(loss, weight, batch, own_rows, known)
+                    if known is None:
+                        known = how
+                    elif how != known:
+                        raise _other_weight(known, how, loss)
                     # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
                     # leave to normalise is done once, below.
-                    whole = type(weight) is int and weight * world_size == rows
+                    whole = (alone and known == "counted") or (type(weight) is int and weight * world_size == rows)
                     scaled = loss if whole else loss * (weight * (world_size / rows))
                     strategy.backward(scaled if scaler is None else scaler.scale(scaled))
+                made_by = last_operation(loss) if name not in weighing else ""
                 loss = loss.detach()
                 run.metrics.pending.append(("loss", loss, weight, "mean"))
                 if module._logged:
-                    if not checked:
+                    if not weighing:
                         _check_logged(run)
-                    run.metrics.take(module._logged, weight)
+                    run.metrics.take(module._logged, labels)
                 losses.append(loss)
                 weights.append(weight)
                 if calls.on_accumulate is not None:
@@ -105,15 +110,19 @@ def fit(run: Run) -> str:
                     )
                 progress.micro_step += 1
                 asked = now()
-            if not checked:
-                _check_window(run, own_weights, name)
-                checked = True
             assert name is not None
+            assert known is not None
+            if name not in weighing:
+                _check_window(run, known, name, made_by)
+                weighing[name] = known
+            own_weights = known != "rows"
             optimizer, parameters = run.optimizers[name], run.parameters[name]
             if scaler is not None:
                 scaler.unscale_(optimizer)
             total: Any = rows
-            if own_weights:
+            if alone and known == "counted":
+                total = weights[0]  # the loss is the mean over the whole window as it is
+            elif own_weights:
                 total = engine.all_reduce(_sum(weights, engine.device))
                 strategy.scale_gradients(parameters, torch.where(total > 0, rows / total, 0.0))
             norm = engine.grad_norm(parameters) if wants_norm else None
@@ -242,6 +251,19 @@ def _unpack(output: Any) -> tuple[Any, Any, str | None]:
     return output, None, None
 
 
+def _weigh(loss: torch.Tensor, given: Any, batch: Any, rows: int | None, known: str | None) -> tuple[str, Any, Any]:
+    """Where the weight of a micro-batch's loss comes from ("given" by training_step, "counted" labels of a cross-entropy,
+    "rows"), the weight, and that of metrics logged beside it. `known`: where it came from before. No wait."""
+    if given is not None:
+        how, weight, labels = "given", given, given
+    elif known != "rows" and (found := counted(loss)) is not None:
+        how, weight, labels = "counted", found.weight, found.labels
+    else:
+        weight = rows_of(batch) if rows is None else rows
+        return "rows", weight, weight
+    return (how, 0, 0) if rows == 0 else (how, weight, labels)  # a stand-in takes part, its weight is nothing
+
+
 def _check_loss(run: Run, loss: Any) -> None:
     where = f"{type(run.module).__name__}.training_step returned"
     if loss is None:
@@ -268,20 +290,40 @@ def _check_logged(run: Run) -> None:
         )
 
 
-def _check_window(run: Run, own_weights: bool, name: str | None) -> None:
-    """Once, after the first window: every rank weighs its loss the same way and updates the same optimizer."""
+def _check_window(run: Run, how: str, name: str, made_by: str) -> None:
+    """Once per optimizer, after its first window: every rank weighs its loss the same way and updates the same optimizer."""
     if run.engine.world_size > 1:
-        answers = run.engine.gather_json([own_weights, name])
+        answers = run.engine.gather_json([how, name])
         if any(a != answers[0] for a in answers):
             raise ConfigurationError(
-                f"training_step differs between ranks (returns a weight, optimizer): {answers}; return the same keys on every rank"
+                f"training_step differs between ranks (where the loss's weight comes from, optimizer): {answers}; return the same keys "
+                "on every rank"
             )
     trainable = [(n, p) for n, p in run.module.named_parameters() if p.requires_grad]
     unused = [n for n, p in trainable if p.grad is None]
-    if (
-        0 < len(unused) < len(trainable) and len(run.optimizers) == 1
-    ):  # all of them: the engine keeps gradients elsewhere
+    # If none has a gradient, the strategy's engine keeps them elsewhere.
+    if 0 < len(unused) < len(trainable) and len(run.optimizers) == 1:
         run.event("unused_parameters", names=unused[:20])
+    run.event("loss_weight", optimizer=name, source=how)
+    shape = token_labels(run.batch)
+    if how == "rows" and shape is not None:
+        run.note(
+            f"labels have the shape {shape} and the loss is no plain cross-entropy (it comes from {made_by}), so it weighs "
+            "the rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was "
+            "taken over} from training_step"
+        )
+
+
+def _other_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationError:
+    said = {
+        "given": "with a weight",
+        "counted": "as a plain cross-entropy, which weighs the labels that it counts",
+        "rows": f"without a weight and as no plain cross-entropy (it comes from {last_operation(loss)})",
+    }
+    return ConfigurationError(
+        f"training_step returned its loss {said[how]}, and before {said[known]}; one unit has to hold throughout: return "
+        "{'loss': loss, 'weight': what its mean was taken over} every time"
+    )
 
 
 def _choose(run: Run, name: str | None, chosen: str | None, micro_step: int) -> str:

@@ -307,6 +307,9 @@ def make_plan(
             Setting("micro_batch_size", source.batch_size, "per rank" if counted else "as the batches come"),
             Setting("gradient_accumulation_steps", *data.accumulation),
             Setting("global_batch_size", source.global_batch, product if counted else "as the batches come"),
+            Setting(
+                "loss_weight", "as training_step says, else the labels its cross-entropy counts, else rows", "per batch"
+            ),
             Setting("updates_per_epoch", source.updates_per_epoch, "data"),
             Setting("total_steps", data.total_steps(settings), "max_steps and max_epochs"),
             Setting("resumes", source.resumes, "data"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,7 @@ class Run:
     """Weights that are still device tensors, added up until the next log boundary."""
     notes: list[str] = field(default_factory=list)
     restored: bool = False
+    _noted: set[str] = field(default_factory=set)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append to events.jsonl (rank 0, with a run directory): saved, rejected, skipped, retried, resumed, ..."""
@@ -96,6 +98,13 @@ class Run:
             line = {"event": kind, "step": self.progress.step, **fields, "time": time.time()}
             with (self.run_dir / "events.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+    def note(self, text: str) -> None:
+        """Say something that only running shows: on stderr and in events.jsonl, once, by rank 0."""
+        if text not in self._noted and self.engine.rank == 0:
+            self._noted.add(text)
+            print(f"note: {text}", file=sys.stderr, flush=True)
+            self.event("note", text=text)
 
     def write_metrics(self, stage: str, metrics: dict[str, float], epoch: int) -> None:
         """Append to metrics.jsonl and tell the trackers (rank 0). What depends on time goes under "clock", apart, because a

@@ -17,7 +17,7 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
-    | {"console", "group", "plugin_template", "stopwatch"},
+    | {"console", "group", "plugin_template", "stopwatch", "weighing"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "optimization"},
     {"module", "registry", "planning", "construct", "engine", "state", "run"}
     | {"comparing", "preemption", "retention"},

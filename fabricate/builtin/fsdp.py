@@ -93,6 +93,8 @@ class FSDP(Strategy):
             chosen = [
                 (n, m) for n, m in module.named_modules() if (type(m).__name__ in named if named else id(m) in listed)
             ]
+            every = list(module.named_parameters(remove_duplicate=False))
+            chosen = [pair for pair in chosen if not _shares(pair[0], every)]
             outer = [n for n, _ in chosen]
             yield from (pair for pair in chosen if not any(pair[0].startswith(f"{n}.") for n in outer))
             return
@@ -151,3 +153,9 @@ class FSDP(Strategy):
             else "the whole module as one unit",
             "offload": self.offload or "none",
         }
+
+
+def _shares(name: str, every: list[tuple[str, torch.nn.Parameter]]) -> bool:
+    """Whether the submodule `name` has a parameter that lies elsewhere too (tied weights): then it cannot be a unit."""
+    inside = {id(p) for n, p in every if n.startswith(f"{name}.")}
+    return any(id(p) in inside for n, p in every if not n.startswith(f"{name}."))

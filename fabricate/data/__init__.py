@@ -11,8 +11,8 @@ rows, iterables of batches) is read whole by every rank, under a random state of
 only, so that all ranks see the same order and a resumed run replays it.
 """
 
-from fabricate.data.batches import EvalBatch, Window, describe, rows_of
+from fabricate.data.batches import EvalBatch, Window, describe, rows_of, token_labels
 from fabricate.data.opening import open_source
 from fabricate.data.source import Loading, Source
 
-__all__ = ["EvalBatch", "Loading", "Source", "Window", "describe", "open_source", "rows_of"]
+__all__ = ["EvalBatch", "Loading", "Source", "Window", "describe", "open_source", "rows_of", "token_labels"]

@@ -56,6 +56,14 @@ def rows_of(batch: Any) -> int:
     return rows
 
 
+def token_labels(batch: Any) -> tuple[int, ...] | None:
+    """The shape of a batch's "labels" if there are several to a row, as whole numbers: tokens, pixels. None otherwise."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim < 2 or labels.shape[1] < 2:
+        return None
+    return tuple(labels.shape)
+
+
 def visible_rows(batch: Any) -> int | None:
     rows = _leading_dimension(batch)
     return _num_listed(batch) if rows is None else rows

@@ -1,0 +1,221 @@
+"""The batch size means what it says: models of transformers, clipping, schedulers and precision against loops by hand."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fabricate import Callback, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+ROWS, TOKENS, GLOBAL_BATCH, STEPS = 13, 6, 8, 4
+Batch = dict[str, torch.Tensor]
+Weights = dict[str, np.ndarray[Any, Any]]
+Case = tuple[str, str, int]
+"""What is trained, the strategy, the number of ranks."""
+
+
+class Heard(Callback):
+    """The losses and norms that hooks were given."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        self.losses.append(float(loss))
+        self.norms.append(float(grad_norm))
+
+
+def whole(module: torch.nn.Module) -> Weights:
+    """Every parameter as it is in one process. All ranks, because shards are gathered."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        tensor = parameter.detach()
+        found[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().numpy()
+    return found
+
+
+# ------------------------------------------------------------------------------------------- models of transformers
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 32}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def gpt2() -> Any:
+    """Shifts: the first label of a row counts for nothing."""
+    config = transformers.GPT2Config(
+        n_positions=TOKENS, n_embd=16, n_layer=2, n_head=2, vocab_size=32, bos_token_id=0, eos_token_id=0
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def t5() -> Any:
+    """Does not shift, though its name says ForConditionalGeneration as those of models that do."""
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=16,
+            d_ff=16,
+            d_kv=8,
+            num_layers=1,
+            num_heads=2,
+            vocab_size=32,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
+    )
+
+
+def masked() -> Any:
+    """Does not shift."""
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **QUIET))
+
+
+def classifier() -> Any:
+    """One label per row."""
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, **QUIET, num_labels=3))
+
+
+MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "t5": t5, "masked": masked, "classifier": classifier}
+
+
+def rows(model: str) -> list[Batch]:
+    """Rows with 0 to 6 labels; where causal models shift, the first of them is lost. Rows 4 to 7 have none: on two ranks two
+    whole micro-batches, on one rank four."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(1, 32, (ROWS, TOKENS), generator=generator)
+    if model == "classifier":
+        labels = torch.randint(0, 3, (ROWS,), generator=generator)
+        labels[[1, 5, 6]] = -100
+    else:
+        lengths = torch.randint(0, TOKENS + 1, (ROWS,), generator=generator)
+        lengths[4:8] = 0
+        labels = torch.where(torch.arange(TOKENS) < lengths[:, None], tokens, -100)
+    return [{"input_ids": each, "labels": label} for each, label in zip(tokens, labels, strict=True)]
+
+
+class Wrapped(TrainModule):
+    """Nothing but the model's own loss."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.model = MODELS[model]()
+
+    def training_step(self, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def validation_step(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"loss": self.model(**batch).loss}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Not Adam: where a gradient is nothing but rounding (a key's bias under softmax) it makes steps of that.
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+def windows(data: list[Batch]) -> Iterator[Batch]:
+    while True:
+        for start in range(0, len(data), GLOBAL_BATCH):
+            yield torch.utils.data.default_collate(data[start : start + GLOBAL_BATCH])
+
+
+def model_by_hand(name: str) -> tuple[list[float], Weights, float]:
+    """Whole global batches in one process: the model's own mean is over the labels of all of them."""
+    module = Wrapped(name)
+    optimizer, losses = module.configure_optimizers(), []
+    for _, batch in zip(range(STEPS), windows(rows(name)), strict=False):
+        loss = module.training_step(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        final = module.eval().training_step(torch.utils.data.default_collate(rows(name)))
+    return losses, whole(module), float(final)
+
+
+def model_by_fabricate(name: str, strategy: str, world_size: int) -> tuple[list[float], Weights, float]:
+    module, heard = Wrapped(name), Heard()
+    trainer = Trainer(
+        strategy=strategy,
+        precision="fp32",
+        max_steps=STEPS,
+        global_batch_size=GLOBAL_BATCH if world_size < 3 else 9,
+        max_grad_norm=0.5,
+        progress=False,
+        plugins=[heard],
+    )
+    metrics = trainer.fit(module, rows(name), rows(name), batch_size=4 // world_size, shuffle=False).metrics
+    return heard.losses, whole(module), metrics["val_loss"]
+
+
+MODEL_CASES = [
+    (name, strategy, world_size) for name in MODELS for strategy, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2))
+]
+
+
+# --------------------------------------------------------------------------------------------------- what ranks run
+
+
+def job(world_size: int) -> dict[Case, Any]:
+    """Everything that the ranks of one pool are asked for; an exception is one of the answers."""
+    found: dict[Case, Any] = {}
+    for case in MODEL_CASES:
+        if case[2] == world_size:
+            try:
+                found[case] = model_by_fabricate(*case)
+            except Exception as exception:
+                found[case] = "".join(traceback.format_exception(exception))
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[int, list[dict[Case, Any]]]:
+    """By world size, what each rank answered."""
+    return {1: [job(1)], 2: run_ranks(job, 2, 2)}
+
+
+def answer(answers: dict[int, list[dict[Case, Any]]], case: Case) -> list[Any]:
+    """One entry per rank; what a rank raised fails the test."""
+    found = [rank[case] for rank in answers[case[2]]]
+    for each in found:
+        if isinstance(each, str):
+            pytest.fail(each, pytrace=False)
+    return found
+
+
+def distance(found: Weights, wanted: Weights) -> float:
+    assert found.keys() == wanted.keys()
+    return float(np.sqrt(sum(np.square(found[name] - wanted[name], dtype=np.float64).sum() for name in wanted)))
+
+
+@pytest.mark.parametrize("case", MODEL_CASES, ids=str)
+def test_a_transformers_model_trains_as_on_whole_batches_without_a_word_about_weights(
+    answers: dict[int, list[dict[Case, Any]]], case: Case
+) -> None:
+    wanted_losses, wanted, wanted_final = model_by_hand(case[0])
+    for losses, weights, final in answer(answers, case):
+        np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+        assert distance(weights, wanted) < 1e-5 * distance(wanted, whole(Wrapped(case[0]))), "of the way they went"
+        assert final == pytest.approx(wanted_final, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rows_of_those_models_differ_in_what_they_weigh(name: str) -> None:
+    batches = [torch.utils.data.default_collate(rows(name)[start : start + 2]) for start in range(0, ROWS, 2)]
+    counts = [int((batch["labels"][..., name == "gpt2" :] != -100).sum()) for batch in batches]
+    assert len(set(counts)) > 1
+    if name != "classifier":
+        assert 0 in counts
