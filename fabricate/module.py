@@ -74,8 +74,9 @@ class TrainModule(torch.nn.Module, Listener):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`training_step(self, batch)` or `(self, batch, batch_idx)`: the forward of one micro-batch, inside the prepared
-        model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (what the mean was taken over; default:
-        the rows of the batch) and, with several optimizers, "optimizer": the name of the one this update is for."""
+        model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (what the mean was taken over; default: the
+        labels that a plain cross-entropy counts, else the rows of the batch) and, with several optimizers, "optimizer": the
+        name of the one this update is for."""
         raise ConfigurationError(
             f"{type(self).__name__} has no training_step; define training_step(self, batch) and return the loss"
         )
