@@ -230,10 +230,10 @@ def test_new_distributions_are_installed_found_and_run_on_two_ranks(tmp_path: Pa
     assert parts["new-callback"] == "fabricate-new-callback 0.1.0"
     logged = (run_dir / "trackers" / "fabricate-new-tracker.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in logged if '"lr"' in line] == [1, 2]
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]  # the tracker ran above
-    root = tmp_path / "fabricate-new-callback"
-    done = subprocess.run(tests, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    tests = [sys.executable, "-m", "pytest", "-q", "-W", "error", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    done = subprocess.run([*tests, *roots], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+    assert f"{len(KINDS)} passed" in done.stdout
 
 
 def test_a_registered_tracker_that_is_none_is_refused(install: Install, tmp_path: Path) -> None:
