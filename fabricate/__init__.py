@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fabricate.builtin.single import Single
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
     from fabricate.hooks import Callback, hookimpl
+    from fabricate.interop.importing import import_checkpoint
     from fabricate.module import TrainModule
     from fabricate.plan import Plan
     from fabricate.precision import Precision
@@ -43,6 +44,7 @@ _HOME = {
     "TrainModule": "module",
     "Trainer": "trainer",
     "hookimpl": "hooks",
+    "import_checkpoint": "interop.importing",
     "seed_everything": "randomness",
 }
 
@@ -66,6 +68,7 @@ __all__ = [
     "TrainModule",
     "Trainer",
     "hookimpl",
+    "import_checkpoint",
     "seed_everything",
 ]
 

@@ -228,6 +228,72 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
 
 
 @ckpt.command()
+@click.argument("checkpoint", metavar="CKPT", type=_DIRECTORY)
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "kind",
+    metavar="NAME",
+    default="safetensors",
+    help="safetensors (default), transformers, torch, accelerate or deepspeed.",
+)
+def export(checkpoint: Path, out: Path, kind: str) -> None:
+    """Write the weights of CKPT as the new file or folder OUT, in a format that other tools read. Every byte is verified.
+
+    \b
+    safetensors   one file, named as in state_dict()
+    transformers  a folder for from_pretrained: config.json and weights
+    torch         one file of torch.save: a state dict
+    accelerate    a folder for Accelerator.load_state, with optimizers and schedulers
+    deepspeed     a folder for DeepSpeed's engine, universal layout, with the optimizer
+
+    The last three are pickle by nature: whoever opens them has to trust them.
+
+    \b
+    Examples:
+      fabricate ckpt export runs/first model.safetensors
+      fabricate ckpt export runs/first/checkpoints/step-00000500 model --format transformers
+    """
+    from fabricate.interop.exporting import export as write
+
+    remarks = write(checkpoint, out, kind)
+    click.echo(f"wrote {out}")
+    for remark in remarks:
+        click.echo(f"note: {remark}", err=True)
+
+
+@ckpt.command("import")
+@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--rename", metavar="OLD=NEW", multiple=True, help="Names that begin with OLD begin with NEW; repeatable."
+)
+@click.option("--key", metavar="NAME", help="Where in the file the state dict is, if it is not the file or state_dict.")
+@click.option("--step", type=click.IntRange(0), metavar="N", help="The step of OUT; default: what SOURCE says, else 0.")
+def import_(source: Path, out: Path, rename: tuple[str, ...], key: str | None, step: int | None) -> None:
+    """Make the checkpoint OUT of the weights in SOURCE. `TrainModule.load_from_checkpoint(OUT)` reads it.
+
+    SOURCE is a folder of Accelerator.save_state or save_pretrained, a .safetensors file, a Lightning .ckpt, or a state dict
+    in a file of torch.save. Nothing in it is executed; a file that would need that is refused. Optimizers are left out.
+
+    \b
+    Examples:
+      fabricate ckpt import lightning.ckpt imported
+      fabricate ckpt import state.pt imported --rename module.= --rename =model.
+    """
+    from fabricate.interop.importing import import_checkpoint
+
+    rules = {}
+    for rule in rename:
+        old, equals, new = rule.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--rename {rule!r}: write OLD=NEW, for instance module.= to drop a beginning")
+        rules[old] = new
+    path = import_checkpoint(source, out, rename=rules, key=key, step=step)
+    click.echo(f"wrote {path}")
+
+
+@ckpt.command()
 @click.argument("run_dir", metavar="RUN_DIR", type=_DIRECTORY)
 @click.option(
     "--keep",

@@ -223,6 +223,8 @@ def _sections(reader: Reader, file: str) -> dict[tuple[str, str], Any]:
     tree: Any = _plain(reader.json(file)) if _has(reader, file) else {}
     found: dict[tuple[str, str], Any] = {}
     for top, value in tree.items():
+        if top == "imported":  # where it came from, not what it is
+            continue
         if top in ("optimizers", "schedulers", "plugins"):
             found |= {(f"{top[:-1]} {name}", f"{top}.{name}"): below for name, below in value.items()}
         else:

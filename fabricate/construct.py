@@ -6,6 +6,7 @@ part that the strategy keeps on this rank outlives it. Must not know: which stra
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,16 +31,36 @@ class Blank:
 
 def pretrained_models(module: torch.nn.Module) -> list[Any]:
     """The outermost transformers models inside `module` (transformers is not imported for this)."""
+    return list(_pretrained(module).values())
+
+
+def _pretrained(module: torch.nn.Module) -> dict[str, Any]:
     transformers = sys.modules.get("transformers")
     if transformers is None:
-        return []
-    found: list[tuple[str, Any]] = []
+        return {}
+    found: dict[str, Any] = {}
     for name, child in module.named_modules():
-        if isinstance(child, transformers.PreTrainedModel) and not any(
-            name.startswith(f"{outer}.") for outer, _ in found
-        ):
-            found.append((name, child))
-    return [child for _, child in found]
+        if isinstance(child, transformers.PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = child
+    return found
+
+
+def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
+    """Of the one transformers model inside `module`: what its names begin with, its configuration and that of generation,
+    as its own `save_pretrained` writes them. None where there is none, or several."""
+    found = _pretrained(module)
+    if len(found) != 1:
+        return None
+    ((name, model),) = found.items()
+    config = json.loads(model.config.to_json_string(use_diff=True))
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # sharding renames the class
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    generation = getattr(model, "generation_config", None)
+    return {
+        "prefix": f"{name}." if name else "",
+        "config": config,
+        "generation_config": json.loads(generation.to_json_string(use_diff=True)) if generation is not None else None,
+    }
 
 
 def build_model(module: TrainModule, seed: int) -> str:

@@ -151,6 +151,11 @@ def restore(run: Run, path: Path) -> None:
     engine = run.engine
     with Reader(path) as reader:
         tree: Any = reader.json("state.json")
+        if "optimizers" not in tree:
+            raise CheckpointError(
+                f"{path} was imported and holds weights only, so nothing can resume from it; begin with them: "
+                f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r})"
+            )
         world_size = int(reader.manifest.topology["world_size"])  # type: ignore[arg-type]
         _compare(run, path, tree, run.settings.accept_changes)
         compare_model(reader, run.module, engine.strategy)

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from fabricate import checkpoint as format
 from fabricate.checkpoint import FileRecord, Manifest
+from fabricate.construct import pretrained_record
 from fabricate.errors import CheckpointError
 from fabricate.metrics import torchmetrics_state
 from fabricate.module import recorded
 from fabricate.randomness import rng_state
 from fabricate.retention import kept
-from fabricate.state import Saver, optimizer_groups
+from fabricate.state import Saver, optimizer_groups, transient_names
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -146,6 +147,8 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
             "class": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
             "arguments": held,
             "unrecorded": lost,
+            "transient": sorted(transient_names(run.module)),
+            "pretrained": saver.encode(pretrained_record(run.module), "module.pretrained", saver.whole),
         },
         "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optimizers.items()},
         "schedulers": {

@@ -86,6 +86,14 @@ def named_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
     return parameters, buffers, {n: first[id(t)] for n, t in every if first[id(t)] != n}
 
 
+def transient_names(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers that `state_dict()` leaves out; a checkpoint holds them all the same."""
+    found: set[str] = set()
+    for prefix, child in module.named_modules():
+        found |= {f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set}
+    return found
+
+
 class Saver:
     """Collects this rank's chunks for one checkpoint."""
 
@@ -187,24 +195,32 @@ def optimizer_groups(
 
 
 def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> dict[str, str]:
-    """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit."""
-    parameters, buffers, _ = named_tensors(module)
+    """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit.
+
+    A tensor with several names may be saved under any of them. A buffer outside the state dict may be missing, as in what
+    was imported; it keeps the value that the module gave it.
+    """
+    parameters, buffers, others = named_tensors(module)
     live = {f"model/{n}": strategy.local_part(t).shape for n, t in (*parameters.items(), *buffers.items())}
     saved = {n: r for n, r in reader.manifest.tensors.items() if n.startswith("model/")}
     where = f"checkpoint {reader.path}"
-    aliases = dict(reader.manifest.aliases)
-    source = {name: name if name in saved else aliases.get(name, name) for name in live}
-    missing = [n for n in live if source[n] not in saved]
+    candidates = {name: [name, reader.manifest.aliases.get(name, name)] for name in live}
+    for other, name in others.items():
+        candidates[f"model/{name}"].append(f"model/{other}")
+    source = {name: next((n for n in names if n in saved), "") for name, names in candidates.items()}
+    transient = {f"model/{n}" for n in transient_names(module)}
+    missing = [n for n in live if not source[n] and n not in transient]
     surplus = [n for n in saved if n not in set(source.values())]
     if missing or surplus:
         raise CheckpointError(
             f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
             "module with the same arguments"
         )
-    for name, shape in live.items():
-        if tuple(saved[source[name]].shape) != shape:
+    source = {name: name_there for name, name_there in source.items() if name_there}
+    for name, name_there in source.items():
+        if tuple(saved[name_there].shape) != live[name]:
             raise CheckpointError(
-                f"{where}: {name} has shape {tuple(saved[source[name]].shape)}, the module's has {shape}"
+                f"{where}: {name} has shape {tuple(saved[name_there].shape)}, the module's has {live[name]}"
             )
     return source
 
@@ -215,7 +231,8 @@ def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | Non
     source = compare_model(reader, module, strategy)
     parameters, buffers, _ = named_tensors(module)
     for name, tensor in (*parameters.items(), *buffers.items()):
-        _fill(reader, source[f"model/{name}"], strategy.local_part(tensor))
+        if name_there := source.get(f"model/{name}"):
+            _fill(reader, name_there, strategy.local_part(tensor))
     strategy.after_load()
 
 

@@ -22,7 +22,7 @@ FLOORS = [
     {"module", "registry", "planning", "construct", "engine", "state", "run"}
     | {"comparing", "preemption", "retention"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
-    | {"cli_checkpoints", "runner"},
+    | {"cli_checkpoints", "interop", "runner"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]

@@ -30,6 +30,7 @@ PUBLIC = [
     "TrainModule",
     "Trainer",
     "hookimpl",
+    "import_checkpoint",
     "seed_everything",
 ]
 HEAVY = ["accelerate", "datasets", "numpy", "pluggy", "torch", "transformers"]
