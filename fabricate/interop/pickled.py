@@ -164,7 +164,8 @@ def write_deepspeed(contents: Contents, folder: Path) -> list[str]:
     (folder / "latest_universal").write_text(tag, encoding="utf-8")
     return [
         'it is in DeepSpeed\'s universal layout: load it with {"checkpoint": {"load_universal": true}}',
-        "DeepSpeed restores trained parameters and the optimizer from it, no buffers and no frozen parameters",
+        "DeepSpeed restores trained parameters and the optimizer from it, no buffers and no frozen parameters; at stage 3 it gives "
+        "every group the options of the first",
     ]
 
 
