@@ -44,7 +44,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first column is text, the others are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -65,7 +66,7 @@ def _overhead(case: dict[str, Any]) -> str:
             ]
         )
     head = ["loop", "us per micro-batch", "over bare, median [quartiles]", "best case", "ratio", "final weights"]
-    return _table(head, rows) + f"\n{case['rounds']} rounds of {case['micro_batches']} micro-batches.\n"
+    return table(head, rows) + f"\n{case['rounds']} rounds of {case['micro_batches']} micro-batches.\n"
 
 
 def _startup(found: dict[str, Any]) -> dict[str, str]:
@@ -87,11 +88,11 @@ def _startup(found: dict[str, Any]) -> dict[str, str]:
     shares = list(next(iter(found["resume"].values())))
     resume = [[name, *(f"{f[share]:.3f}" for share in shares)] for name, f in found["resume"].items()]
     return {
-        "imports": _table(["statement", "CPU seconds", "modules", "peak MiB"], imports),
-        "first step": _table(
+        "imports": table(["statement", "CPU seconds", "modules", "peak MiB"], imports),
+        "first step": table(
             ["loop", "CPU seconds to the end of step 1", "over bare", "peak MiB", "frames above the step"], first
         ),
-        "resume": _table(["method", *(f"at {share}" for share in shares)], resume),
+        "resume": table(["method", *(f"at {share}" for share in shares)], resume),
     }
 
 

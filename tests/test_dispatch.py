@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,6 +220,67 @@ def test_the_loss_is_computed_only_when_a_listener_takes_it() -> None:
 
     _fit(AddsLater(), max_steps=3)
     assert [(type(loss), norm.ndim) for loss, norm in taken] == [(torch.Tensor, 0)] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- what it costs, in calls
+
+
+class HearsMost(Callback):
+    """Hears what there is in every update, and a log boundary."""
+
+    def on_accumulate(self, loss: torch.Tensor) -> None: ...
+    def on_before_step(self) -> None: ...
+    def on_step(self, trainer: Trainer, step: int) -> None: ...
+    def on_log(self, metrics: dict[str, float]) -> None: ...
+
+
+def _calls_per_update(*plugins: object) -> dict[str, int]:
+    """Python calls by function in one update of three micro-batches with a log boundary, as far as dispatch or pluggy or
+    a listener are called: from the end of the second update to that of the third."""
+    counted: dict[str, int] = {}
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        place = frame.f_code.co_filename
+        if event == "call" and (place.startswith("<fabricate hook") or place == __file__ or "pluggy" in place):
+            counted[frame.f_code.co_qualname] = counted.get(frame.f_code.co_qualname, 0) + 1
+
+    class Counts(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            if self.trainer.step == 2 and sys.getprofile() is None:
+                sys.setprofile(profile)
+            elif self.trainer.step == 3:
+                sys.setprofile(None)
+            return super().training_step(batch)
+
+    module = Counts()
+    trainer = Trainer(plugins=plugins, max_steps=4, gradient_accumulation_steps=3, log_every=1, progress=False)
+    try:
+        trainer.fit(module, torch.ones(24, 2).split(2))
+    finally:
+        sys.setprofile(None)
+    return {name: count for name, count in counted.items() if "training_step" not in name}
+
+
+def test_hooks_that_nobody_hears_cost_no_call() -> None:
+    assert _calls_per_update() == {}
+
+
+@pytest.mark.parametrize("listeners", [1, 3])
+def test_a_heard_hook_costs_one_call_and_one_per_listener(listeners: int) -> None:
+    heard = {"on_accumulate": 3, "on_before_step": 1, "on_step": 1, "on_log": 1}
+    theirs = {f"HearsMost.{hook}": count * listeners for hook, count in heard.items()}
+    assert _calls_per_update(*(HearsMost() for _ in range(listeners))) == heard | theirs
+
+
+def test_the_benchmark_compares_with_pluggy_in_one_run(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.dispatch", "--rounds", "3", "--steps", "50", "--json", str(found)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0 or done.stderr.startswith("missed"), done.stderr  # a clock on a busy machine is no gate
+    rows = json.loads(found.read_text())
+    assert [row["listeners"] for row in rows] == [0, 1, 3, 10]
+    assert all(row["pluggy"] > row["fabricate"] for row in rows)
+    assert len([line for line in done.stdout.splitlines() if line.startswith("|")]) == 2 + len(rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ who raised what
