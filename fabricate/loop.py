@@ -149,7 +149,7 @@ def fit(run: Run) -> str:
                 progress.skipped += 1
                 skipped_in_a_row += 1
                 del run.metrics.pending[mark:]  # what was not applied does not count in any mean
-            route = strategy.route() if strategy.lockstep else 0
+            route = strategy.route() if world_size > 1 else 0
             strategy.clear_gradients(everything)
             progress.position = window.end
             progress.samples += rows

@@ -33,6 +33,11 @@ class Settled:
     max_grad_norm: float | None
     nonfinite: str
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the precision needs a loss scale."""
+        return self.precision.loss_scaler(self.device) is not None
+
 
 class Strategy(Listener):
     """Base of every strategy. Override what differs; the defaults are those of one process."""
@@ -132,7 +137,7 @@ class Strategy(Listener):
         """Called when an evaluation's forwards are done, before anything reads parameters. All ranks."""
 
     def route(self) -> int:
-        """Under `lockstep`: a number below 2**62 for the layers and gradients of the window just run, the same on every rank
+        """A number below 2**62 for the layers and gradients of the window just run, the same on every rank
         unless they went different ways; compared at each update boundary. Called before gradients are cleared; no wait."""
         return 0
 

@@ -1,0 +1,239 @@
+"""A DeepSpeed configuration: what the user's file asks of the Trainer, what in it is refused, and every "auto" filled.
+
+A value that the file sets stays as it is; one that fabricate knows and that differs is an error that names both. Must not
+know: the engine, how anything is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricate import ConfigurationError
+from fabricate_deepspeed import keys
+
+if TYPE_CHECKING:
+    from fabricate.strategy import Settled
+
+AUTO = "auto"
+_OFFLOAD = ("offload_optimizer", "offload_param")
+_TRAINERS = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
+    "gradient_clipping": ("max_grad_norm", float),
+    "train_batch_size": ("global_batch_size", int),
+    "train_micro_batch_size_per_gpu": ("batch_size", int),
+}
+
+
+class Configuration:
+    """One configuration for one stage. `source`: the path of a JSON file, a mapping like its content, or None."""
+
+    def __init__(self, stage: int, source: str | Mapping[str, Any] | None) -> None:
+        self.stage = stage
+        self.where = "config" if isinstance(source, Mapping) else str(source or "fabricate's own configuration")
+        self.filled: dict[str, Any] = {}
+        """Every value that the user left open, by its path, for the plan."""
+        self._given_by_user = _read(source)
+        keys.check(self._given_by_user, self.where)
+        self._given = copy.deepcopy(self._given_by_user)
+        if "bfloat16" in self._given:
+            self._given["bf16"] = self._given.pop("bfloat16")
+        for section in ("zero_optimization", "fp16", "bf16"):
+            if not isinstance(self._given.setdefault(section, {}), dict):
+                raise ConfigurationError(
+                    f"{self.where}: {section}={self._given[section]!r} is no section; see DeepSpeed"
+                )
+        self.content: dict[str, Any] = {}
+        """What DeepSpeed gets, once `fill` was called."""
+
+    def asks(self) -> Iterator[tuple[str, tuple[Any, str]]]:
+        """What the file sets of what belongs to the Trainer: name, value, and where it stands."""
+        half = [name for name in ("fp16", "bf16") if self._given[name].get("enabled") is True]
+        if len(half) == 2:
+            raise ConfigurationError(f"{self.where}: fp16.enabled and bf16.enabled are both true; remove one")
+        for name in half:
+            yield "precision", (name, f"{name}.enabled in {self.where}")
+        for key, (name, kind) in _TRAINERS.items():
+            value = self._given.get(key, AUTO)
+            if value in (AUTO, None) or (key == "gradient_clipping" and value == 0):
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0 or kind(value) != value:
+                raise ConfigurationError(f"{self.where}: {key}={value!r} is no positive number; correct it, or 'auto'")
+            yield name, (kind(value), f"{key} in {self.where}")
+
+    def fill(self, settled: Settled, offload: Mapping[str, str | None]) -> None:
+        """Make `content` of what was given and what is settled. Raises `ConfigurationError` for two values that differ."""
+        self.content, self.filled = copy.deepcopy(self._given), {}
+        zero = self._section("zero_optimization")
+        self._set(zero, "stage", self.stage, f"strategy='zero{self.stage}'")
+        for section, device in offload.items():
+            if device is not None:
+                inner = zero.setdefault(section, {})
+                self._set(inner, "device", device, f"the option {section}={device}")
+        for name in ("fp16", "bf16"):
+            if self.content[name] or settled.precision.mixed_precision == name:
+                enabled = settled.precision.mixed_precision == name
+                self._set(self._section(name), "enabled", enabled, f"precision={settled.precision.name!r}")
+        if settled.precision.mixed_precision == "fp16":
+            self._fill_loss_scale(settled)
+        self._fill_batch(settled)
+        self._set(
+            self.content, "gradient_clipping", settled.max_grad_norm or 0.0, f"max_grad_norm={settled.max_grad_norm}"
+        )
+        # fabricate checks the optimizer itself and uses the one it got, also where the state lies on the CPU.
+        self.content |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+    def fill_sizes(self, num_elements: int, hidden_size: int | None) -> None:
+        """Fill the sizes that depend on the model: as transformers does where it names a hidden size, else DeepSpeed's own
+        defaults; never a bucket larger than the model, whose memory would be taken for nothing."""
+        zero = self.content["zero_optimization"]
+        square = hidden_size**2 if hidden_size else None
+        sizes = {"reduce_bucket_size": square or 500_000_000, "allgather_bucket_size": 500_000_000}
+        if self.stage == 3:
+            sizes["stage3_prefetch_bucket_size"] = int(0.9 * square) if square else 50_000_000
+            sizes["stage3_param_persistence_threshold"] = 10 * hidden_size if hidden_size else 100_000
+        for key, size in sizes.items():
+            if zero.get(key, AUTO) == AUTO:
+                even = num_elements + num_elements % 2  # stages 1 and 2 take whole pairs only
+                zero[key] = size if "threshold" in key else min(size, max(even, 2))
+                self.filled[f"zero_optimization.{key}"] = zero[key]
+        compared = ("optimizer.", "scheduler.")  # with the module's, in `check_optimizer`
+        left = [p for p, value in _leaves(self.content) if value == AUTO and not p.startswith(compared)]
+        if left:
+            raise ConfigurationError(
+                f"{self.where}: 'auto' has no meaning for {', '.join(left)}; give a value, or leave it out"
+            )
+
+    def describe(self, settled: Settled) -> dict[str, str]:
+        """Lines for the plan: what of the file was filled, what has no effect, how the loss is scaled."""
+        lines = {}
+        filled = ", ".join(f"{path}={value}" for path, value in self.filled.items())
+        if self._given_by_user:
+            lines["configuration"] = f"{self.where}; filled in: {filled or 'nothing'}"
+        if idle := keys.without_effect(self._given_by_user):
+            lines["without effect"] = "; ".join(f"{key}: {why}" for key, why in idle.items())
+        if settled.scales_loss:
+            half = self.content["fp16"]
+            fixed = half.get("loss_scale", 0)
+            window, power = half["loss_scale_window"], half["initial_scale_power"]
+            lines["loss scaling"] = (
+                f"fixed at {fixed:g}"
+                if fixed
+                else f"dynamic from {2**power:g}, grows after {window} updates without overflow"
+            ) + "; by DeepSpeed"
+        offload = {name: self.content["zero_optimization"].get(name, {}).get("device") for name in _OFFLOAD}
+        if any(offload.values()):
+            lines["offload"] = ", ".join(f"{name} {device}" for name, device in offload.items() if device)
+        lines["looks at the gradient"] = "one wait for the device per update; one that is not finite is not applied"
+        return lines
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Compare the sections `optimizer` and `scheduler` with the module's own, which train; they leave `content`."""
+        section = self.content.pop("optimizer", None)
+        if section:
+            self._compare_optimizer(optimizer, section)
+        scheduler = self.content.pop("scheduler", None)
+        if scheduler and any(value != AUTO for value in scheduler.get("params", {}).values()):
+            raise ConfigurationError(
+                f"{self.where}: scheduler {scheduler.get('type')!r} sets values, and schedulers are the module's: return "
+                "(optimizer, scheduler) from configure_optimizers and remove the section"
+            )
+        if scheduler:
+            self.filled["scheduler"] = "the module's"
+
+    def _compare_optimizer(self, optimizer: Any, section: Mapping[str, Any]) -> None:
+        own = type(optimizer).__name__
+        kind = section.get("type", AUTO)
+        if kind != AUTO and own.lower() not in keys.same_optimizer(kind, section.get("params", {})):
+            raise ConfigurationError(
+                f"{self.where}: optimizer.type is {kind!r} and configure_optimizers returns {own}; remove the section, or return that"
+            )
+        group = optimizer.param_groups[0]
+        for key, value in section.get("params", {}).items():
+            if value == AUTO:
+                self.filled[f"optimizer.params.{key}"] = group.get(key)
+            elif key in group and _plain(group[key]) != _plain(value):
+                raise ConfigurationError(
+                    f"{self.where}: optimizer.params.{key} is {value} and {own} of configure_optimizers has {group[key]}; remove one, "
+                    "or make them equal"
+                )
+            elif key not in group and key not in keys.OPTIMIZER_SWITCHES:
+                raise ConfigurationError(f"{self.where}: optimizer.params.{key} is unknown to {own}; remove it")
+
+    def _fill_batch(self, settled: Settled) -> None:
+        micro, number = settled.micro_batch_size, settled.gradient_accumulation_steps
+        self._set(self.content, "gradient_accumulation_steps", number, f"gradient_accumulation_steps={number}")
+        if micro is None:  # batches as they come, or an evaluation: DeepSpeed only wants numbers that agree
+            given = self._given.get("train_micro_batch_size_per_gpu", AUTO)
+            micro = given if isinstance(given, int) else 1
+            self.content["train_micro_batch_size_per_gpu"] = micro
+            self.content["train_batch_size"] = micro * number * settled.world_size
+            return
+        self._set(self.content, "train_micro_batch_size_per_gpu", micro, f"batches of {micro} rows per rank")
+        product = f"{micro} rows x {number} micro-batches x {settled.world_size} ranks"
+        self._set(self.content, "train_batch_size", micro * number * settled.world_size, product)
+
+    def _fill_loss_scale(self, settled: Settled) -> None:
+        scaler = settled.precision.loss_scaler(settled.device)
+        usual = type(settled.precision)().loss_scaler(settled.device)
+        assert scaler is not None
+        assert usual is not None
+        power = math.log2(scaler.get_scale())
+        if not power.is_integer():
+            raise ConfigurationError(
+                f"precision='fp16': init_scale={scaler.get_scale():g}: under DeepSpeed it is a power of two"
+            )
+        wanted = {"initial_scale_power": int(power), "loss_scale_window": scaler.get_growth_interval()}
+        defaults = {
+            "initial_scale_power": int(math.log2(usual.get_scale())),
+            "loss_scale_window": usual.get_growth_interval(),
+        }
+        section = self.content["fp16"]
+        for key, value in wanted.items():
+            if value != defaults[key] or section.get(key, AUTO) == AUTO:
+                self._set(section, key, value, "the options of precision='fp16'")
+
+    def _section(self, name: str) -> dict[str, Any]:
+        section: dict[str, Any] = self.content.setdefault(name, {})
+        return section
+
+    def _set(self, section: dict[str, Any], key: str, value: Any, known_from: str) -> None:
+        """Fill `key`, or compare what is there with `value`."""
+        path = next((f"{name}.{key}" for name, inner in self.content.items() if inner is section), key)
+        if section.get(key, AUTO) in (AUTO, None):
+            section[key] = value
+            self.filled[path] = value
+        elif section[key] != value:
+            raise ConfigurationError(
+                f"{self.where}: {path} is {section[key]!r} and {known_from} means {value!r}; remove one, or make them equal"
+            )
+
+
+def _read(source: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    if source is None or isinstance(source, Mapping):
+        return copy.deepcopy(dict(source or {}))
+    try:
+        content = json.loads(Path(source).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigurationError(f"config={source!r} cannot be read: {exc.strerror}; give the path of a file") from exc
+    except ValueError as exc:
+        raise ConfigurationError(f"config={source!r} is no JSON: {exc}") from exc
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"config={source!r} holds no settings; give a DeepSpeed configuration")
+    return content
+
+
+def _leaves(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value

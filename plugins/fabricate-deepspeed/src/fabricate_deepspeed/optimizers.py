@@ -1,0 +1,40 @@
+"""Which optimizers ZeRO's flat slices leave right: those that treat every element by itself."""
+
+from __future__ import annotations
+
+import torch
+
+from fabricate import ConfigurationError
+
+_ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "FusedAdam",
+    "FusedLion",
+)
+
+
+def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
+    """Raise `ConfigurationError` for an optimizer that would do something else on flat slices of the parameters."""
+    kind = type(optimizer)
+    known = kind.__name__ in _ELEMENTWISE and kind.__module__.partition(".")[0] in ("torch", "deepspeed")
+    if not known and not allow_untested:
+        raise ConfigurationError(
+            f"strategy={strategy!r} trains flat slices of the parameters, and {kind.__name__} is not known to treat every element by "
+            f"itself; use one of torch's, strategy='fsdp', or say that it does: '{strategy}:allow_untested_optimizer=true'"
+        )
+    if optimizer.state:
+        raise ConfigurationError(
+            f"strategy={strategy!r}: {kind.__name__} has state before its first step, which cannot be laid out in slices; use another, "
+            "or strategy='fsdp'"
+        )

@@ -1,0 +1,90 @@
+"""Where this rank's part of each parameter lies in DeepSpeed's flat tensors, and what an optimizer keeps for it.
+
+DeepSpeed lays the parameters of a group one after another into flat tensors, of which the optimizer knows one slice per
+rank. Must not know: strategies, how anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fabricate import CheckpointError
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`count` elements of a parameter, from `start` on, lie in `flat` from `offset` on."""
+
+    flat: torch.Tensor
+    offset: int
+    count: int
+    start: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor that is laid out like `self.flat`."""
+        return flat.detach().narrow(0, self.offset, self.count)
+
+    def is_like(self, value: object) -> bool:
+        """Whether `value` is laid out like `self.flat`."""
+        return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
+
+
+def slices(engine: Any) -> Iterator[tuple[torch.nn.Parameter, Slice]]:
+    """Every parameter that `engine` trains, with its slice; an empty one where this rank holds nothing of it."""
+    zero = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            for parameter in group:
+                found = parameter._hp_mapping
+                if found is None:
+                    yield parameter, Slice(flat, 0, 0, 0)
+                else:
+                    inside, whole = found.hp_fragment_address, found.lp_fragment_address
+                    yield parameter, Slice(flat, inside.start, inside.numel, whole.start)
+        return
+    for group in zero.fp16_groups:
+        for parameter in group:
+            number, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+            start, count = own_range(parameter)
+            yield parameter, Slice(zero.fp32_partitioned_groups_flat[number], offset, count, start)
+
+
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether stage 3 has this parameter in parts."""
+    return hasattr(tensor, "ds_id")
+
+
+def own_range(parameter: Any) -> tuple[int, int]:
+    """Of a parameter in parts: where this rank's begins and how many elements it has; the last part is padded."""
+    size = parameter.ds_tensor.ds_numel
+    start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
+    return start, min(size, parameter.ds_numel - start)
+
+
+def restore_optimizer_state(
+    optimizer: torch.optim.Optimizer, own: Slice, state: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Put `state` into `optimizer`: values, or dtypes of what is laid out like the parameter. Returns the memory for these."""
+    kept = optimizer.state[own.flat]
+    rooms = {}
+    for key, value in state.items():
+        if isinstance(value, torch.dtype):
+            if key not in kept:
+                kept[key] = torch.zeros_like(own.flat, dtype=value, requires_grad=False)
+            rooms[key] = own.of(kept[key])
+        elif key in kept and not _equal(kept[key], value):
+            raise CheckpointError(
+                f"the checkpoint's optimizer keeps {key}={value} for one parameter and {kept[key]} for another of the same group; "
+                "ZeRO keeps one for all: give them groups of their own, or use strategy='ddp' or 'fsdp'"
+            )
+        else:
+            kept[key] = value
+    return rooms
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

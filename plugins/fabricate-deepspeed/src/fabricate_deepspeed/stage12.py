@@ -1,0 +1,89 @@
+"""ZeRO-1 and ZeRO-2: every rank computes with whole parameters; master weights, optimizer state (and gradients) in shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from fabricate_deepspeed.strategy import ZeRO
+
+
+@dataclasses.dataclass(eq=False)
+class _WholeParameters(ZeRO):
+    """What both stages do alike."""
+
+    def _place(self) -> None:
+        for parameter in self._root.parameters():
+            parameter.data = parameter.data.to(self._device)
+            dist.broadcast(parameter.detach(), src=0)
+
+    def _for_evaluation(self) -> torch.nn.Module:
+        return self._root
+
+    def _convert(self, dtype: torch.dtype) -> None:
+        """DeepSpeed does."""
+
+    def _give_back(self, clean: bool) -> bool:
+        if self._slices:
+            for parameter, attributes in self._attributes.items():
+                # After a failure others may be gone, and the rounded weights are all there is without them.
+                whole = self.gather(parameter) if clean else parameter.detach()
+                parameter.data = whole.float() if id(parameter) in self._slices else whole
+                for name in set(vars(parameter)) - attributes:
+                    delattr(parameter, name)
+        return True
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = self._slices.get(id(tensor))
+        if own is not None and own.flat.dtype == tensor.dtype:
+            return tensor.detach()  # no master weights beside it
+        return super().gather(tensor)
+
+    def after_load(self) -> None:
+        if self._engine is not None:
+            self._engine.optimizer.update_lp_params()
+
+    def _scaled_norm(self) -> torch.Tensor:
+        norm: torch.Tensor = self._engine.optimizer.scaled_global_norm()
+        return norm
+
+    def _discard(self) -> None:
+        zero = self._engine.optimizer
+        zero.micro_step_id = -1
+        zero.zero_grad()
+        for group in zero.averaged_gradients:
+            zero.averaged_gradients[group] = None
+        for group in zero.all_grad_tensors:
+            zero.all_grad_tensors[group] = None
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+
+    def _forget_unused(self) -> None:
+        if self._engine.optimizer.cpu_offload:
+            for flat in self._engine.optimizer.single_partition_of_fp32_groups:
+                flat.grad.zero_()
+
+
+@dataclasses.dataclass(eq=False)
+class ZeRO1(_WholeParameters):
+    """DeepSpeed ZeRO stage 1: optimizer state and master weights in shards over the ranks."""
+
+    name: ClassVar[str] = "zero1"
+    stage: ClassVar[int] = 1
+
+    def _describe_shards(self) -> dict[str, str]:
+        return {"parameters and gradients": "whole on every rank", "optimizer state": "in shards"}
+
+
+@dataclasses.dataclass(eq=False)
+class ZeRO2(_WholeParameters):
+    """DeepSpeed ZeRO stage 2: optimizer state, master weights and gradients in shards over the ranks."""
+
+    name: ClassVar[str] = "zero2"
+    stage: ClassVar[int] = 2
+
+    def _describe_shards(self) -> dict[str, str]:
+        return {"parameters": "whole on every rank", "gradients and optimizer state": "in shards"}

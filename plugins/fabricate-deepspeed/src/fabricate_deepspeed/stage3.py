@@ -1,0 +1,123 @@
+"""ZeRO-3: parameters too are in shards, gathered layer by layer while they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fabricate import Strategy
+from fabricate_deepspeed import shards
+from fabricate_deepspeed.strategy import ZeRO
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclasses.dataclass(eq=False)
+class ZeRO3(ZeRO):
+    """DeepSpeed ZeRO stage 3: optimizer state, gradients and parameters in shards over the ranks.
+
+    offload_param: "cpu" keeps the shards of parameters in host memory.
+    """
+
+    offload_param: str | None = None
+    name: ClassVar[str] = "zero3"
+    stage: ClassVar[int] = 3
+    lockstep: ClassVar[bool] = True
+
+    def _offload(self) -> dict[str, str | None]:
+        return {**super()._offload(), "offload_param": self.offload_param}
+
+    def _describe_shards(self) -> dict[str, str]:
+        return {"parameters, gradients and optimizer state": "in shards"}
+
+    def _partition(self, module: torch.nn.Module) -> None:
+        """Parameters of `module` that are whole: rank 0's values, in parts from now on. All ranks."""
+        zero = {**self._configuration.content["zero_optimization"]}
+        with self._process():
+            self._deepspeed.zero.Init(
+                module=module, config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+            )
+
+    def _place(self) -> None:
+        self._partition(self._root)
+
+    def _for_evaluation(self) -> torch.nn.Module:
+        content = {**self._configuration.content, "fp16": {}, "bf16": {}}
+        content.pop("optimizer", None)
+        content.pop("scheduler", None)
+        self._engine = self._initialize(content)
+        evaluated: torch.nn.Module = self._engine
+        return evaluated
+
+    def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
+        return self.prepare(accelerator, root, root.module)
+
+    def _convert(self, dtype: torch.dtype) -> None:
+        for parameter in self._root.parameters():
+            _set_dtype(parameter, dtype)
+
+    def _give_back(self, clean: bool) -> bool:
+        if self._engine is not None:
+            self._partition_persistent()
+        for parameter in self._root.parameters():
+            own = self._slices.get(id(parameter))
+            if own is not None:
+                parameter.ds_tensor.data = own.flat.detach().narrow(0, own.offset, parameter.ds_tensor.ds_numel)
+            _set_dtype(parameter, torch.float32)
+        return False
+
+    def _partition_persistent(self) -> list[Any]:
+        """Small parameters that DeepSpeed keeps gathered between updates: let them go."""
+        persistent: list[Any] = self._engine.optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)
+        return persistent
+
+    def local_part(self, tensor: torch.Tensor) -> Strategy.Part:
+        if not shards.is_partitioned(tensor):
+            return super().local_part(tensor)
+        own, shape = self._slices.get(id(tensor)), tuple(tensor.ds_shape)
+        if own is not None:
+            return self.Part(own.of(own.flat), own.start, shape, False)
+        start, count = shards.own_range(tensor)
+        return self.Part(tensor.ds_tensor.detach().flatten().narrow(0, 0, count), start, shape, False)
+
+    def after_load(self) -> None:
+        if self._engine is None:
+            return
+        zero = self._engine.optimizer
+        for number in range(len(zero.fp16_groups) if self._slices else 0):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        if persistent := self._partition_persistent():
+            persistent[0].all_gather(persistent)
+
+    def _scaled_norm(self) -> torch.Tensor:
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        norm: torch.Tensor = combine_grad_norm_groups(self._engine.optimizer._get_norm_groups())
+        return norm
+
+    def _discard(self) -> None:
+        zero = self._engine.optimizer
+        zero._pre_step()
+        zero.zero_grad()
+        zero.averaged_gradients = {}
+        if zero.offload_optimizer:
+            zero.reset_cpu_buffers()
+
+    def _forget_unused(self) -> None:
+        zero = self._engine.optimizer
+        zero.grad_partitions_flat_buffer.zero_()
+        if zero.offload_optimizer:
+            for flat in zero.fp32_partitioned_groups_flat:
+                flat.grad.zero_()
+
+
+def _set_dtype(parameter: Any, dtype: torch.dtype) -> None:
+    """A parameter in parts, not gathered, in another floating-point dtype."""
+    if parameter.is_floating_point():
+        parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+        parameter.data = parameter.data.to(dtype)

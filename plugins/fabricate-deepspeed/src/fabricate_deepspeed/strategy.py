@@ -1,0 +1,293 @@
+"""What the three stages of ZeRO have in common: DeepSpeed's engine, driven by the loop.
+
+The loop says what an update is: DeepSpeed is told before each micro-batch whether the window ends with it, gets losses that
+are weighted already, and updates when the loop calls `step`. Clipping and loss scaling are DeepSpeed's, once per update.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from fabricate import ConfigurationError, FabricateError, Strategy
+from fabricate_deepspeed import library, shards
+from fabricate_deepspeed.configuration import Configuration
+from fabricate_deepspeed.loss_scale import LossScale
+from fabricate_deepspeed.optimizers import check_elementwise
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from fabricate.strategy import Settled
+
+
+@dataclasses.dataclass(eq=False)
+class ZeRO(Strategy, abc.ABC):
+    """Base of the three stages.
+
+    config: a DeepSpeed JSON file (or its content): what it sets counts, every "auto" is filled. offload_optimizer: "cpu"
+    keeps optimizer state and master weights in host memory. allow_untested_optimizer: take an optimizer that is not known to
+    treat every element by itself.
+    """
+
+    config: str | Mapping[str, Any] | None = None
+    offload_optimizer: str | None = None
+    allow_untested_optimizer: bool = False
+    stage: ClassVar[int]
+    min_world_size: ClassVar[int] = 2
+    exposes_gradients: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = True
+    several_optimizers: ClassVar[bool] = False
+    scales_loss: ClassVar[bool] = True
+    skips_nonfinite: ClassVar[bool] = True
+    clips: ClassVar[str] = "DeepSpeed"
+    distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
+
+    def __post_init__(self) -> None:
+        for option, device in self._offload().items():
+            if device not in (None, "cpu"):
+                raise ConfigurationError(f"{self.name}: {option}={device!r}: give 'cpu' or leave it out")
+        self._engine: Any = None
+        self._slices: dict[int, shards.Slice] = {}
+        self._groups: list[list[torch.nn.Parameter]] = []
+        self._ran: list[int] = []
+        self._left_over = False
+
+    def _offload(self) -> dict[str, str | None]:
+        return {"offload_optimizer": self.offload_optimizer}
+
+    # -- before anything is built ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _configuration(self) -> Configuration:
+        return Configuration(self.stage, self.config)
+
+    def check(self, world_size: int, device: torch.device) -> Iterable[str]:
+        yield from super().check(world_size, device)
+        if library.missing():
+            yield f"strategy={self.name!r} needs DeepSpeed: pip install 'fabricate-trainer[deepspeed]'"
+
+    def asks(self) -> Mapping[str, tuple[Any, str]]:
+        return dict(self._configuration.asks())
+
+    def settle(self, settled: Settled) -> None:
+        if settled.precision.mixed_precision not in ("no", "fp16", "bf16"):
+            raise ConfigurationError(
+                f"strategy={self.name!r} does not compute in precision={settled.precision.name!r}; use 'fp32', 'fp16' or 'bf16'"
+            )
+        self._settled = settled
+        self._configuration.fill(settled, self._offload())
+
+    def describe(self) -> dict[str, str]:
+        return self._describe_shards() | self._configuration.describe(self._settled)
+
+    # -- building -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        self._device, self._local_rank = accelerator.device, str(accelerator.local_process_index)
+        self._deepspeed, self._root = library.load(self._device), root
+        with self._process():
+            self._deepspeed.init_distributed(dist.get_backend())
+        count = sum(math.prod(self.local_part(parameter).shape) for parameter in root.parameters())
+        self._configuration.fill_sizes(count, getattr(getattr(root, "config", None), "hidden_size", None))
+        # DeepSpeed wraps; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
+        accelerator.prepare_model(root, device_placement=False, evaluation_mode=True)
+        for buffer in root.buffers():
+            buffer.data = buffer.data.to(self._device)
+            dist.broadcast(buffer, src=0)
+        self._place()
+        return root if "train" in root.steps else self._for_evaluation()
+
+    def prepare_optimizers(
+        self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> torch.nn.Module:
+        (optimizer,) = optimizers.values()
+        check_elementwise(self.name, optimizer, self.allow_untested_optimizer)
+        self._configuration.check_optimizer(optimizer)
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._attributes = {parameter: set(vars(parameter)) for parameter in self._root.parameters()}
+        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._settled.precision.mixed_precision)
+        masters = {parameter: self.local_part(parameter) for parameter in self._attributes if half is not None}
+        if half is not None:
+            self._convert(half)
+        engine = self._initialize(self._configuration.content, optimizer=optimizer)
+        self._engine = engine
+        if engine.optimizer.optimizer is not optimizer:
+            raise ConfigurationError(
+                f"strategy={self.name!r}: DeepSpeed replaced {type(optimizer).__name__}; choose another optimizer"
+            )
+        for number, (parameter, own) in enumerate(shards.slices(engine)):
+            self._slices[id(parameter)] = own
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._ran_backward, number))
+            if half is not None:  # DeepSpeed made its master weights from rounded ones
+                whole = masters[parameter]
+                own.of(own.flat).copy_(whole.values.flatten().narrow(0, own.start - whole.start, own.count))
+        self._verify(half or torch.float32)
+        self._loss_scale = LossScale(engine.optimizer)
+        engine.set_gradient_accumulation_boundary(True)
+        return engine  # type: ignore[no-any-return]
+
+    def _initialize(self, content: Mapping[str, Any], **arguments: Any) -> Any:
+        with self._process():
+            engine, *_ = self._deepspeed.initialize(model=self._root, config=dict(content), **arguments)
+        return engine
+
+    def _process(self) -> AbstractContextManager[None]:
+        return library.environment(LOCAL_RANK=self._local_rank)
+
+    def _verify(self, dtype: torch.dtype) -> None:
+        found = {p.dtype for p in self._root.parameters() if p.requires_grad and p.is_floating_point()}
+        if found != {dtype}:
+            raise FabricateError(
+                f"strategy={self.name!r} was to train parameters in {dtype} (precision={self._settled.precision.name!r}) and DeepSpeed "
+                f"trains {', '.join(map(str, sorted(found, key=str)))}; build the module's parameters in float32"
+            )
+
+    def release(self, module: torch.nn.Module, clean: bool) -> bool:
+        engine, self._engine = self._engine, None
+        whole = self._give_back(clean)
+        self._slices, self._groups = {}, []
+        if engine is not None:
+            engine.destroy()
+        return whole
+
+    @abc.abstractmethod
+    def _place(self) -> None:
+        """Put the root's parameters where they stay until an optimizer comes. All ranks."""
+
+    @abc.abstractmethod
+    def _for_evaluation(self) -> torch.nn.Module:
+        """What runs when there is nothing to train."""
+
+    @abc.abstractmethod
+    def _convert(self, dtype: torch.dtype) -> None:
+        """Parameters to the dtype in which they are gathered and multiplied."""
+
+    @abc.abstractmethod
+    def _give_back(self, clean: bool) -> bool:
+        """Parameters in float32 again, without DeepSpeed's attributes; whether they are whole on every rank."""
+
+    @abc.abstractmethod
+    def _describe_shards(self) -> dict[str, str]:
+        """Lines for the plan: what lies where."""
+
+    # -- one update -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _window_goes_on(self) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._engine.set_gradient_accumulation_boundary(True)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        return self._window_goes_on()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._left_over = True
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
+        self._loss_scale.scale_gradients(factor)
+
+    def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        norm = self._scaled_norm().to(self._device) / self._loss_scale.in_force
+        return norm.float()
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+        """DeepSpeed clips in its update, to the same norm: `settle` told it."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        self._engine.step()
+        self._loss_scale.renew()
+        self._left_over = False
+        applied: bool = self._engine.was_step_applied()
+        if not applied and self._settled.nonfinite == "stop" and not self._settled.scales_loss:
+            raise FabricateError(
+                "the gradient of this update is not finite, and DeepSpeed does not apply it; the last checkpoint is from before. Lower "
+                "the learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+            )
+        return applied
+
+    def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self._left_over:  # nobody called `step`: DeepSpeed would add the next window to this one
+            self._discard()
+            self._loss_scale.renew()
+            self._left_over = False
+        self._forget_unused()
+
+    @abc.abstractmethod
+    def _scaled_norm(self) -> torch.Tensor:
+        """Norm of the global gradient, still multiplied by the loss scale; infinite where it is none."""
+
+    @abc.abstractmethod
+    def _discard(self) -> None:
+        """Forget the gradients of a window that is not going to be applied."""
+
+    @abc.abstractmethod
+    def _forget_unused(self) -> None:
+        """After an update: what of its gradients would count again for parameters that the next window does not use."""
+
+    def _ran_backward(self, number: int, parameter: torch.nn.Parameter) -> None:
+        self._ran.append(number)
+
+    def route(self) -> int:
+        # Gradients of unlike parameters would be added up as if they were one: wrong, without an error.
+        ran, self._ran = self._ran, []
+        return hash(tuple(ran)) & (2**62 - 1)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        return self._loss_scale.state() if self._engine is not None else None
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        self._loss_scale.load(state)
+
+    def local_part(self, tensor: torch.Tensor) -> Strategy.Part:
+        own = self._slices.get(id(tensor))
+        if own is None:
+            return super().local_part(tensor)
+        return self.Part(own.of(own.flat), own.start, tuple(tensor.shape), False)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = self.local_part(tensor)
+        if part.replicated:
+            return part.values
+        whole = torch.zeros(math.prod(part.shape), dtype=part.values.dtype, device=self._device)
+        whole.narrow(0, part.start, part.values.numel()).copy_(part.values)
+        dist.all_reduce(whole)  # every element lies on one rank, zero on the others
+        return whole.reshape(part.shape)
+
+    def optimizer_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
+        return self._groups or super().optimizer_groups(optimizer)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        own = self._slices.get(id(parameter))
+        if own is None:  # frozen
+            return {}
+        shape = self.local_part(parameter).shape
+        return {
+            key: self.Part(own.of(value), own.start, shape, False) if own.is_like(value) else value
+            for key, value in optimizer.state.get(own.flat, {}).items()
+        }
+
+    def restore_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> dict[str, Strategy.Part]:
+        own = self._slices.get(id(parameter))
+        if own is None:
+            return {}
+        shape = self.local_part(parameter).shape
+        rooms = shards.restore_optimizer_state(optimizer, own, state)
+        return {key: self.Part(values, own.start, shape, False) for key, values in rooms.items()}
