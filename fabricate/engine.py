@@ -7,6 +7,7 @@ and leaving everything as it was. Must not know: hooks, data, checkpoints, the l
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import inspect
 import os
@@ -17,11 +18,11 @@ import torch
 import torch.distributed.tensor
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import send_to_device
+from accelerate.utils import InitProcessGroupKwargs, send_to_device
 
 from fabricate.construct import blanks, fill, materialise, pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
-from fabricate.group import Group
+from fabricate.group import Group, interface_towards
 from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
 from fabricate.precision import Precision
@@ -81,8 +82,10 @@ class Engine(Group):
         *,
         log_with: Sequence[Any] = (),
         logging_dir: str | None = None,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
     ) -> None:
         self.launch = launch
+        self._timeout = timeout
         self.strategy = strategy
         self.precision = precision
         self._cpu = device.type == "cpu"
@@ -109,6 +112,7 @@ class Engine(Group):
     def __enter__(self) -> Engine:
         self.check()
         arguments = self.strategy.accelerator_arguments()
+        handlers = [*arguments.pop("kwargs_handlers", ()), InitProcessGroupKwargs(timeout=self._timeout)]
         with self._environment():
             try:
                 self.accelerator = Accelerator(
@@ -116,6 +120,7 @@ class Engine(Group):
                     mixed_precision=self.precision.mixed_precision,
                     log_with=self._log_with or None,
                     project_dir=self._logging_dir,
+                    kwargs_handlers=handlers,
                     **arguments,
                 )
             except (ValueError, ImportError, RuntimeError) as exc:
@@ -124,8 +129,8 @@ class Engine(Group):
                     f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
                 ) from exc
         try:
-            self.join()
             self._verify()
+            self.join(self._timeout)
             self.device = self.accelerator.device
             self.context = self.precision.forward_context(self.device)
             self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
@@ -171,6 +176,10 @@ class Engine(Group):
             os.environ.setdefault(
                 "OMP_NUM_THREADS", str(torch.get_num_threads())
             )  # else Accelerate changes torch's threads
+            master = os.environ.get("MASTER_ADDR")
+            if master and self.world_size > self.launch.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+                interface = interface_towards(master)
+                os.environ.update({"GLOO_SOCKET_IFNAME": interface} if interface else {})
         elif self._cpu:
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
                 os.environ.pop(name, None)  # torchrun with one process: no process group is needed
@@ -195,10 +204,6 @@ class Engine(Group):
                 f"strategy={self.strategy.name!r} was asked for and Accelerate built {kind}; expected "
                 f"{' or '.join(self.strategy.distributed_types)}: start the ranks that the strategy needs"
             )
-        if self.world_size > 1:
-            ranks = self.gather_json(self.rank)
-            if ranks != list(range(self.world_size)):
-                raise RankError(f"the process group holds the ranks {ranks}, expected 0 to {self.world_size - 1}")
 
     def _verify_precision(self) -> None:
         """The dtype that autocast really has inside the forward context."""

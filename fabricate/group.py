@@ -11,18 +11,49 @@ import contextlib
 import datetime
 import itertools
 import json
+import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+
+from fabricate.errors import RankError
 
 _control_groups: dict[int, Any] = {}
 _exit_handlers: list[object] = []
 _failures: list[str] = []
 _opened = itertools.count()
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo",
+    "NCCL",
+    "Socket",
+    "Timed out",
+    "timed out",
+    "timeout",
+)
+_TOLD_SECONDS, _ANSWER_SECONDS = 5.0, 15.0
+_NEWLINE = "\n"
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface through which this host reaches `host`; None when that is itself, or not known. gloo would take
+    the interface of this host's name, which on many hosts is the loopback."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+            probe.connect((host, 9))
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    if address.startswith("127."):
+        return None
+    return next((n for n, found in psutil.net_if_addrs().items() if any(a.address == address for a in found)), None)
 
 
 def leave_at_exit() -> None:
@@ -49,11 +80,22 @@ class Group:
     rank: int
     world_size: int
 
-    def join(self) -> None:
-        """Begin a piece of work that ranks do together; failures told from here on are its own."""
+    def join(self, timeout: datetime.timedelta) -> None:
+        """Begin a piece of work that ranks do together; failures told from here on are its own. `timeout`: how long a rank
+        waits for the others."""
         self._failure = f"fabricate/failure/{next(_opened)}"
+        self._timeout = timeout
+        self.hosts = [socket.gethostname()]
         _failures.clear()
+        if self.world_size == 1 or not dist.is_initialized():
+            return
         leave_at_exit()
+        for group in {dist.group.WORLD, self._control_group()}:  # one that an earlier fit opened had another
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        told = self.gather_json([self.rank, self.hosts[0]])
+        if [rank for rank, _ in told] != list(range(self.world_size)):
+            raise RankError(f"the process group holds the ranks {told}, expected 0 to {self.world_size - 1}")
+        self.hosts = [host for _, host in told]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; `tensor` is on the device. All ranks."""
@@ -68,7 +110,7 @@ class Group:
             return default
         if id(default) not in _control_groups:
             _control_groups.clear()
-            _control_groups[id(default)] = dist.new_group(backend="gloo")
+            _control_groups[id(default)] = dist.new_group(backend="gloo", timeout=self._timeout)
         return _control_groups[id(default)]
 
     def agree(self, flags: list[int]) -> list[int]:
@@ -137,30 +179,56 @@ class Group:
         return parts
 
     def report_failure(self, exc: BaseException) -> str:
-        """Leave this rank's failure where the others find it. Returns another rank's message when that one came first and
-        `exc` is only its echo (a broken connection), waiting up to 5 s for it; empty otherwise. One rank, never raises."""
+        """Leave this rank's failure where the others find it. When `exc` is only an echo of what happened elsewhere (a broken
+        connection, a collective that nobody answered), returns what did, waiting some seconds for it; else empty. One rank,
+        never raises."""
         if self.world_size == 1 or not dist.is_initialized():
             return ""
         _failures.append(type(exc).__name__)
-        echo = isinstance(exc, RuntimeError) and any(
-            word in str(exc)
-            for word in ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "Socket")
+        said: list[str] = []
+        echo = isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
+        # A store on a host that is gone answers nothing and ends no call: hence a thread, which is left behind then.
+        asking = threading.Thread(target=self._ask if echo else self._tell, args=(exc, said), daemon=True)
+        asking.start()
+        asking.join(_ANSWER_SECONDS + 5)
+        if said or not echo:
+            return "".join(said)
+        return (
+            f"rank {self.rank} on {self.hosts[self.rank]} lost rank 0 on {self.hosts[0]}, where ranks meet: that process or host is gone "
+            f"(look at its output). Here: {str(exc).partition(_NEWLINE)[0]}"
         )
-        try:
+
+    def _tell(self, exc: BaseException, said: list[str]) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone with its owner: nobody is left to be told
             store = dist.distributed_c10d._get_default_store()
-            if echo:
-                store.wait([self._failure], datetime.timedelta(seconds=5))
-                found: dict[str, Any] = json.loads(store.get(self._failure))
-                return (
-                    f"rank {found['rank']} failed first, this rank {self.rank} stopped with it (the traceback is in the "
-                    f"output of rank {found['rank']}):\n{found['error']}"
-                )
             if not store.check([self._failure]):
                 text = "".join(traceback.format_exception_only(exc))
                 store.set(self._failure, json.dumps({"rank": self.rank, "error": text[-8000:]}))
-        except (RuntimeError, OSError, ValueError):
-            return ""  # the store is gone with its owner: the original exception is all there is to tell
-        return ""
+
+    def _ask(self, exc: BaseException, said: list[str]) -> None:
+        """Who failed first, or who does not answer any more; nothing is said when the store is gone."""
+        with contextlib.suppress(RuntimeError):
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{self._failure}/{self.rank}", "here")
+            silent = set(range(self.world_size)) - {self.rank}
+            begin = time.monotonic()
+            while time.monotonic() < begin + (_ANSWER_SECONDS if silent else _TOLD_SECONDS):
+                if store.check([self._failure]):
+                    found: dict[str, Any] = json.loads(store.get(self._failure))
+                    said.append(
+                        f"rank {found['rank']} failed first, this rank {self.rank} stopped with it (the traceback is in the "
+                        f"output of rank {found['rank']}):\n{found['error']}"
+                    )
+                    return
+                silent = {rank for rank in silent if not store.check([f"{self._failure}/{rank}"])}
+                time.sleep(0.1)
+            names = " and ".join(f"rank {rank} on {self.hosts[rank]}" for rank in sorted(silent))
+            said.append(
+                f"{names} did not answer rank {self.rank} on {self.hosts[self.rank]}: dead, unreachable or stuck (look at its output; a "
+                f"rank that only needs longer gets it with Trainer(timeout=...)). Here: {str(exc).partition(_NEWLINE)[0]}"
+                if silent
+                else ""
+            )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

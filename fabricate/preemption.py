@@ -39,8 +39,7 @@ class Watch:
     def __init__(self, requests: Requests, began: float, max_time: Every | None, run_dir: Path | None) -> None:
         self._requests = requests
         self._stop_file = run_dir / "stop" if run_dir is not None else None
-        minutes = math.inf if max_time is None else max_time.amount * (60 if max_time.unit == "hours" else 1)
-        self._deadline = began + 60 * minutes
+        self._deadline = began + (math.inf if max_time is None else max_time.seconds)
         self.look_at = self._deadline if self._stop_file is None else began
         """The monotonic time from which on `look` has something to do: one comparison per update until then."""
 

@@ -64,6 +64,11 @@ class Every:
         """How many of `unit` lie between two moments."""
         return float(getattr(self, self.unit))
 
+    @property
+    def seconds(self) -> float:
+        """The length of a time given in minutes or hours."""
+        return 60 * self.amount * (60 if self.unit == "hours" else 1)
+
     @classmethod
     def parse(cls, argument: str, value: str | int | Every) -> Every:
         """Read `value` as given to `argument`: an `Every`, a number of steps, or text such as "1 epoch" or "1e9 tokens"."""

@@ -55,6 +55,7 @@ class Settings:
     max_steps: int | None
     max_epochs: int | None
     max_time: Every | None
+    timeout: Every
     gradient_accumulation_steps: int | None
     global_batch_size: int | None
     max_grad_norm: float | None
@@ -108,10 +109,11 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
             )
     for name in ("save_every", "validate_every", "log_every"):
         given[name] = Every.parse(name, given[name]) if given[name] is not None or name == "log_every" else None
-    if given["max_time"] is not None:
-        given["max_time"] = Every.parse("max_time", given["max_time"])
-        if given["max_time"].unit not in ("minutes", "hours"):
-            raise ConfigurationError(f"max_time={str(given['max_time'])!r}: give a time, for instance '11 hours'")
+    for name, example in (("max_time", "11 hours"), ("timeout", "30 minutes")):
+        if given[name] is not None or name == "timeout":
+            given[name] = Every.parse(name, given[name])
+            if given[name].unit not in ("minutes", "hours"):
+                raise ConfigurationError(f"{name}={str(given[name])!r}: give a time, for instance {example!r}")
     given["keep"] = parse_keep(given["keep"])
     given["run_dir"] = Path(os.fspath(given["run_dir"])) if given["run_dir"] is not None else None
     given["trackers"] = (given["trackers"],) if isinstance(given["trackers"], str) else tuple(given["trackers"])

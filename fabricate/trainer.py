@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import importlib.metadata
 import inspect
 import json
@@ -84,6 +85,7 @@ class Trainer:
     strategy, precision: a registered name, a name with options ("fsdp:wrap=GPT2Block"), an object, or "auto".
     max_steps, max_epochs: updates and passes over the data, whichever comes first; one is needed for `fit`.
     max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as if told by a signal.
+    timeout: minutes or hours that a rank waits for the others before the run ends with an error that names who did not answer.
     gradient_accumulation_steps, global_batch_size: micro-batches per update, or rows per update on all ranks together.
     max_grad_norm: clip the global gradient to this 2-norm. nonfinite: "stop" at a loss that is not finite (noticed at a log
     boundary), or "skip" updates whose gradient is not (one wait for the device per update).
@@ -108,6 +110,7 @@ class Trainer:
         max_steps: int | None = None,
         max_epochs: int | None = None,
         max_time: str | Every | None = None,
+        timeout: str | Every = "30 minutes",
         gradient_accumulation_steps: int | None = None,
         global_batch_size: int | None = None,
         max_grad_norm: float | None = None,
@@ -138,6 +141,7 @@ class Trainer:
             max_steps=max_steps,
             max_epochs=max_epochs,
             max_time=max_time,
+            timeout=timeout,
             gradient_accumulation_steps=gradient_accumulation_steps,
             global_batch_size=global_batch_size,
             max_grad_norm=max_grad_norm,
@@ -418,6 +422,7 @@ class Trainer:
                     found.device,
                     log_with=trackers,
                     logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
+                    timeout=datetime.timedelta(seconds=settings.timeout.seconds),
                 )
             )
             # A seed that nobody set is each process's own: rank 0's counts.
