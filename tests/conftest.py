@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,17 @@ from fabricate.testing.ranks import close_pools, worker_process_ids
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _SETTLE_SECONDS = 2.0  # for what is already ending: a joined pool's threads, a data loader's workers
+
+_HOSTS = (
+    os.geteuid() == 0
+    and subprocess.run(["sh", "-c", "ip -Version && unshare --net true"], capture_output=True).returncode == 0
+)
+collect_ignore = [] if _HOSTS else ["test_hosts.py"]
+
+
+def pytest_report_header() -> list[str]:
+    """Says what this machine cannot run, so that it is no secret."""
+    return [] if _HOSTS else ["not run here: test_hosts.py, which makes network namespaces (root and iproute2)"]
 
 
 @pytest.fixture(scope="session", autouse=True)
