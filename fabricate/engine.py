@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.tensor
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, send_to_device
@@ -26,7 +25,7 @@ from fabricate.group import Group, interface_towards
 from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
 from fabricate.precision import Precision
-from fabricate.strategy import Strategy
+from fabricate.strategy import Strategy, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -225,9 +224,7 @@ class Engine(Group):
         steps = {stage: step_function(module, stage) for stage in stages}
         module.train()
         self._module = module
-        if "_sharded" in module.__dict__ or any(
-            isinstance(p, torch.distributed.tensor.DTensor) for p in module.parameters()
-        ):
+        if "_sharded" in module.__dict__ or any(is_sharded(p) for p in module.parameters()):
             return self._reuse(module, steps)
         if not self.strategy.shards_parameters:
             materialise(module, seed)

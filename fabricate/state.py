@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.tensor
 
 from fabricate.checkpoint import Chunk, Reader, find
 from fabricate.codec import decode, encode
 from fabricate.errors import CheckpointError, ConfigurationError
-from fabricate.strategy import Strategy
+from fabricate.strategy import Strategy, is_sharded
 
 _CODES = {
     torch.float64: "F64",
@@ -161,7 +160,7 @@ class Saver:
                 return None  # small arrays stay in the JSON
             if not isinstance(found, torch.Tensor):
                 return None
-            if isinstance(found, torch.distributed.tensor.DTensor):
+            if is_sharded(found):
                 self.shared(where, found)
             else:
                 put(where, found.detach())

@@ -7,16 +7,18 @@ state. Options are the fields of a `@dataclass(eq=False)`, so that "name:option=
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 from fabricate.hooks import Listener
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+    from torch.distributed.tensor import DTensor
 
     from fabricate.precision import Precision
 
@@ -148,21 +150,17 @@ class Strategy(Listener):
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
         """Multiply every gradient by `factor` (0-dim, on the device, the same on every rank), in place; no wait."""
         import torch
-        import torch.distributed.tensor as dt
 
-        grads = [
-            p.grad.to_local() if isinstance(p.grad, dt.DTensor) else p.grad for p in parameters if p.grad is not None
-        ]
+        grads = [p.grad.to_local() if is_sharded(p.grad) else p.grad for p in parameters if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """2-norm of the global gradient over `parameters`: 0-dim device tensor, the same on every rank. All ranks."""
         import torch
-        import torch.distributed.tensor as dt
 
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        return norm.full_tensor() if isinstance(norm, dt.DTensor) else norm
+        return norm.full_tensor() if is_sharded(norm) else norm
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
         """Scale gradients in place so that their global norm is at most `max_norm`; `norm` comes from `grad_norm`."""
@@ -190,13 +188,12 @@ class Strategy(Listener):
     def local_part(self, tensor: torch.Tensor) -> Part:
         """What this rank holds of a parameter or buffer, or of something shaped like one, for initial values and checkpoints.
         Default: a DTensor sharded in dimension 0 gives its shard, anything else is held whole by every rank."""
-        import torch.distributed.tensor as dt
-
-        if not isinstance(tensor, dt.DTensor):
+        if not is_sharded(tensor):
             return self.Part(tensor.detach(), 0, tuple(tensor.shape), True)
+        from torch.distributed.tensor import Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        if any(isinstance(p, dt.Shard) and p.dim != 0 for p in tensor.placements):
+        if any(isinstance(p, Shard) and p.dim != 0 for p in tensor.placements):
             raise ValueError(f"placements {tensor.placements} are no flat range; only dimension 0 may be sharded")
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local: torch.Tensor = tensor.to_local().detach()
@@ -205,9 +202,7 @@ class Strategy(Listener):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter or buffer, in the dtype in which it is trained. All ranks."""
-        import torch.distributed.tensor as dt
-
-        whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, dt.DTensor) else tensor
+        whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
         return whole.detach()
 
     def optimizer_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
@@ -217,11 +212,10 @@ class Strategy(Listener):
     def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """What `optimizer` keeps for `parameter`, by key: a `Part` of what is shaped like the parameter, else the value."""
         import torch
-        import torch.distributed.tensor as dt
 
         return {
             key: self.local_part(value)
-            if isinstance(value, dt.DTensor) or (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+            if is_sharded(value) or (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
             else value
             for key, value in optimizer.state.get(parameter, {}).items()
         }
@@ -252,3 +246,9 @@ class Strategy(Listener):
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""
         return {}
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor. Nothing can be one before its module is there, and importing that takes half a second."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)

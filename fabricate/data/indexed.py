@@ -107,12 +107,13 @@ class Indexed(Source):
         full = self._plan(size)
         batches = self._load(epoch, order, lambda: self._places(first, stop))
         with closing(Workers(batches)):
+            position = start
             for begin in range(first, stop, size):
                 end = min(begin + size, stop)
                 shares = full if end - begin == size else self._plan(end - begin)
-                position, sizes = order.position(end), order.sizes(begin, shares)
+                before, position, sizes = position, order.position(end), order.sizes(begin, shares)
                 micro_batches = zip(islice(batches, len(sizes)), sizes, strict=True)
-                window = Window(len(sizes), position - order.position(begin), position, end == stop, micro_batches)
+                window = Window(len(sizes), position - before, position, end == stop, micro_batches)
                 yield window
                 for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
                     pass

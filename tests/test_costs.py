@@ -1,0 +1,222 @@
+"""What a step costs, without a clock: Python calls, memory kept, waits for the device, module walks, imports, frames.
+
+Counts per micro-batch are the difference between two fits of different length, so that start and end drop out.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+import fabricate
+from fabricate import Callback, Trainer, TrainModule
+
+PACKAGE = str(Path(fabricate.__file__).parent)
+LONG, SHORT = 120, 80
+NEVER = 10**9  # steps
+
+
+class Small(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+class Logs(Small):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = super().training_step(batch)
+        self.log("one", loss)
+        return loss
+
+
+class Steps(Callback):
+    def on_step(self, step: int, loss: torch.Tensor) -> None: ...
+
+
+class MicroBatches(Callback):
+    def on_accumulate(self, batch: Any, is_last: bool) -> None: ...
+
+
+def fit(micro_batches: int, module: TrainModule | None = None, **options: Any) -> None:
+    rows = torch.randn(4 * micro_batches, 3)
+    trainer = Trainer(**{"max_epochs": 1, "progress": False, "log_every": NEVER, "precision": "fp32", **options})
+    trainer.fit(module or Small(), TensorDataset(rows, rows[:, :1]), batch_size=4, shuffle=True)
+
+
+def calls(micro_batches: int, **options: Any) -> collections.Counter[str]:
+    """Every Python call of a fit, by function; those in fabricate are marked with a leading "fabricate"."""
+    codes: collections.Counter[CodeType] = collections.Counter()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            codes[frame.f_code] += 1
+
+    gc.collect()
+    sys.setprofile(count)
+    try:
+        fit(micro_batches, **options)
+    finally:
+        sys.setprofile(None)
+    found: collections.Counter[str] = collections.Counter()
+    for code, number in codes.items():
+        ours = code.co_filename.startswith((PACKAGE, "<fabricate"))
+        found[f"{'fabricate ' if ours else ''}{code.co_qualname}"] += number
+    return found
+
+
+def per_micro_batch(**options: Any) -> dict[str, float]:
+    """Python calls per micro-batch, by function; what happens once per fit or epoch drops out."""
+    calls(SHORT, **options)
+    long, short = calls(LONG, **options), calls(SHORT, **options)
+    each = {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
+    return {name: number for name, number in each.items() if number}
+
+
+def ours(each: dict[str, float]) -> float:
+    return sum(number for name, number in each.items() if name.startswith("fabricate "))
+
+
+@pytest.mark.parametrize(
+    ("most", "options"),
+    [
+        (15, {}),
+        (18, {"plugins": [Steps(), MicroBatches()]}),
+        (11, {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}),
+        (17, {"module": Logs()}),
+    ],
+    ids=["quiet", "two listeners", "accumulation and clipping", "one logged value"],
+)
+def test_a_micro_batch_takes_few_calls_of_our_own_and_walks_nothing(most: int, options: dict[str, Any]) -> None:
+    each = per_micro_batch(**options)
+    assert ours(each) <= most, {n: c for n, c in each.items() if n.startswith("fabricate ")}
+    walks = "named_modules modules named_parameters parameters named_members train eval state_dict children find_spec signature"
+    assert not {name for name in each if name.rpartition(".")[2] in walks.split()}
+
+
+def test_a_log_boundary_takes_few_calls_however_many_steps_it_covers() -> None:
+    often, rarely = (ours(per_micro_batch(log_every=n)) for n in (10, 20))
+    quiet = ours(per_micro_batch())
+    assert 0 < (often - quiet) * 10 <= 40
+    assert 0 < (rarely - quiet) * 20 <= 40
+
+
+class Watched(Small):
+    """Runs `begin` in the step 20 and `end` in the step 59, both right after an update."""
+
+    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        super().__init__()
+        object.__setattr__(self, "moments", {20: begin, 59: end})
+
+    def on_step(self, step: int) -> None:
+        if step in self.moments:
+            self.moments[step]()
+
+
+class Reads(TorchDispatchMode):
+    """Notes every operator that brings a value of a tensor to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.operators = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}])
+def test_no_value_is_read_from_the_device_between_log_boundaries(options: dict[str, Any]) -> None:
+    reads = Reads()
+    watched = Watched(reads.__enter__, lambda: reads.__exit__(None, None, None))
+    fit(160, watched, log_every=60, plugins=[Steps(), MicroBatches()], **options)
+    assert reads.operators > 100
+    assert reads.seen == []
+
+
+def test_no_memory_is_kept_from_step_to_step() -> None:
+    blocks: list[int] = []
+
+    class Counts(Logs):
+        def on_log(self, step: int) -> None:
+            gc.collect()
+            blocks.append(sys.getallocatedblocks())
+
+    fit(120, Counts(), log_every=10)
+    assert len(blocks) == 12
+    assert blocks[-1] - blocks[5] < 50  # six boundaries and 60 steps later
+
+
+def test_a_long_way_to_the_next_log_boundary_keeps_little() -> None:
+    pending: list[int] = []
+
+    class Counts(Logs):
+        def on_step(self) -> None:
+            pending.append(len(self.trainer._live().metrics.pending))
+
+    fit(1500, Counts())
+    assert max(pending) < 1100
+
+
+IMPORTS = """
+import json, sys
+{statement}
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def imported(statement: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS.format(statement=statement)], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_fabricate_imports_next_to_nothing() -> None:
+    assert imported("import fabricate") - imported("import importlib, typing") == {"__future__", "fabricate"}
+
+
+def test_importing_the_trainer_imports_what_accelerate_does_and_ourselves() -> None:
+    found = imported("from fabricate import Trainer, TrainModule") - imported("import accelerate")
+    top = {name.partition(".")[0] for name in found}
+    assert top <= {"fabricate", "pluggy", "xxhash", "numpy", *sys.stdlib_module_names}
+    assert len(found) < 100
+
+
+def test_no_command_imports_torch_to_say_what_it_does() -> None:
+    statement = """
+import click, contextlib, io
+from fabricate.cli import main
+def every(command, path):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        main([*path, "--help"], standalone_mode=False)
+    assert "Usage" in text.getvalue()
+    context = click.Context(command)
+    for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+        every(command.get_command(context, name), [*path, name])
+every(main, [])
+"""
+    found = imported(statement)
+    assert not {"torch", "accelerate", "transformers", "datasets", "numpy"} & found
