@@ -518,6 +518,22 @@ def command(
     return [python, "-m", "fabricate.runner", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
 
 
+def listed_plugins(text: str) -> list[str]:
+    """The plugins in a value of FABRICATE_PLUGINS: ";" is between plugins, "," between the options of one.
+
+    listed_plugins("ema:decay=0.9,start=10; no:wandb") == ["ema:decay=0.9,start=10", "no:wandb"]
+    """
+    found = [plugin.strip() for plugin in text.split(";") if plugin.strip()]
+    for plugin in found:
+        name, comma, _ = plugin.partition(",")
+        if comma and ":" not in name.removeprefix("no:"):
+            raise ConfigurationError(
+                f"plugins: {plugin!r} is no name; put ; between plugins (FABRICATE_PLUGINS='ema:decay=0.9,start=10;wandb'), or "
+                "repeat --plugin"
+            )
+    return found
+
+
 def environment(
     base: Mapping[str, str],
     *,
@@ -535,10 +551,8 @@ def environment(
         environment(os.environ, strategy="zero3")["FABRICATE_STRATEGY"] == "zero3"
     """
     for plugin in plugins:
-        if "," in plugin:
-            raise ConfigurationError(
-                f"--plugin {plugin!r}: a comma separates plugins; repeat --plugin for each of them"
-            )
+        if ";" in plugin or len(listed_plugins(plugin)) != 1:
+            raise ConfigurationError(f"--plugin {plugin!r}: give one plugin and repeat --plugin for each of them")
     wanted = {"FABRICATE_STRATEGY": strategy, "FABRICATE_PRECISION": precision, **(variables or {})}
     result = dict(base)
     for name, value in wanted.items():
@@ -549,9 +563,9 @@ def environment(
                 f"{name}: the environment says {base[name]!r}, this command {value!r}; unset one of them"
             )
         result[name] = value
-    listed = [name for name in base.get("FABRICATE_PLUGINS", "").split(",") if name]
     if plugins:
-        result["FABRICATE_PLUGINS"] = ",".join(dict.fromkeys([*listed, *plugins]))
+        listed = listed_plugins(base.get("FABRICATE_PLUGINS", ""))
+        result["FABRICATE_PLUGINS"] = ";".join(dict.fromkeys([*listed, *plugins]))
     if plan_only:
         result["FABRICATE_PLAN_ONLY"] = "1"
     result["FABRICATE_LAUNCHED"] = "1"

@@ -22,6 +22,7 @@ from typing import Any
 from fabricate.dispatch import Manager, Origin
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
 from fabricate.hooks import PROJECT, REGISTRATIONS, Listener
+from fabricate.launch import listed_plugins
 from fabricate.precision import Precision
 from fabricate.strategy import Strategy
 
@@ -116,7 +117,7 @@ class Registry:
         """Named or passed plugins in the order given; registered by `activate`."""
         for name in BUILTIN:
             self._collect(importlib.import_module(name), "fabricate", Origin(DISTRIBUTION, _version()), "built-in")
-        given = list(plugins) + [p for p in os.environ.get("FABRICATE_PLUGINS", "").split(",") if p]
+        given = list(plugins) + listed_plugins(os.environ.get("FABRICATE_PLUGINS", ""))
         self._blocked = {p[3:] for p in given if isinstance(p, str) and p.startswith("no:")}
         for plugin in given:
             if isinstance(plugin, str) and plugin.startswith("no:"):
@@ -388,7 +389,10 @@ def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
     for item in filter(None, (part.strip() for part in tail.split(","))):
         key, equals, value = item.partition("=")
         if not equals:
-            raise ConfigurationError(f"{argument}={text!r}: option {item!r} has no value; write {name}:{key}=VALUE")
+            other = " (in FABRICATE_PLUGINS another plugin comes after a ;)" if argument == "plugins" else ""
+            raise ConfigurationError(
+                f"{argument}={text!r}: option {item!r} has no value; write {name}:{key}=VALUE{other}"
+            )
         options[key.strip().replace("-", "_")] = value.strip()
     if not name.strip():
         raise ConfigurationError(f"{argument}={text!r}: the name is empty")

@@ -98,10 +98,10 @@ def test_two_processes_run_through_torchrun_with_options_on_both_sides(script: s
         "--plugin",
         "a",
         "--plugin",
-        "b",
+        "b:x=1,y=2",
     )
     done = _run("run", *options, "--", "--nproc", "9", "--", "last", CODE="3")
-    told = {"FABRICATE_STRATEGY": "ddp", "FABRICATE_PRECISION": "bf16", "FABRICATE_PLUGINS": "a,b"}
+    told = {"FABRICATE_STRATEGY": "ddp", "FABRICATE_PRECISION": "bf16", "FABRICATE_PLUGINS": "a;b:x=1,y=2"}
     arguments = ["--log", "1", "--nproc", "9", "--", "last"]
     ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} | told for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == [f"{rank} {arguments}" for rank in ranks]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fabricate.errors import ConfigurationError, FabricateError, RankError
-from fabricate.launch import Launch, Request, command, detect, environment, read_config, requests
+from fabricate.launch import Launch, Request, command, detect, environment, listed_plugins, read_config, requests
 
 RANKED = {
     "RANK": "3",
@@ -234,7 +234,7 @@ def test_what_accelerate_exports_by_default_is_not_a_request() -> None:
         ({"ACCELERATE_USE_FSDP": "1"}, "strategy", "fsdp"),
         ({"FABRICATE_STRATEGY": "zero3:offload_optimizer=cpu"}, "strategy", "zero3:offload_optimizer=cpu"),
         ({"FABRICATE_PRECISION": "fp8"}, "precision", "fp8"),
-        ({"FABRICATE_PLUGINS": "ema,wandb"}, "plugins", "ema,wandb"),
+        ({"FABRICATE_PLUGINS": "ema;wandb"}, "plugins", "ema;wandb"),
         ({"FABRICATE_PLAN_ONLY": "1"}, "plan_only", "true"),
     ],
 )
@@ -428,6 +428,11 @@ def test_a_launch_that_cannot_be_is_refused(settings: dict[str, Any], message: s
         command("s.py", [], **settings)
 
 
+def test_plugins_are_listed_with_semicolons_and_their_options_with_commas() -> None:
+    assert listed_plugins(" ema:decay=0.9,start=10;no:wandb ;") == ["ema:decay=0.9,start=10", "no:wandb"]
+    assert listed_plugins("") == []
+
+
 def test_settings_travel_as_variables() -> None:
     base = {"FABRICATE_PLUGINS": "ema", "OMP_NUM_THREADS": "3"}
     made = environment(base, nproc=2, strategy="ddp", precision="bf16", plugins=["wandb", "ema"], plan_only=True)
@@ -435,7 +440,7 @@ def test_settings_travel_as_variables() -> None:
     assert made == {
         "FABRICATE_LAUNCHED": "1",
         "FABRICATE_PLAN_ONLY": "1",
-        "FABRICATE_PLUGINS": "ema,wandb",
+        "FABRICATE_PLUGINS": "ema;wandb",
         "FABRICATE_PRECISION": "bf16",
         "FABRICATE_STRATEGY": "ddp",
         "OMP_NUM_THREADS": "3",
@@ -454,7 +459,9 @@ def test_several_ranks_share_the_cores_and_one_is_left_alone() -> None:
     ("base", "settings", "message"),
     [
         ({"FABRICATE_STRATEGY": "ddp"}, {"strategy": "fsdp"}, "'ddp', this command 'fsdp'"),
-        ({}, {"plugins": ["ema:decay=0.9,every=2"]}, "a comma separates plugins"),
+        ({}, {"plugins": ["ema;wandb"]}, "repeat --plugin for each of them"),
+        ({}, {"plugins": ["ema,wandb"]}, "'ema,wandb' is no name; put ; between plugins"),
+        ({"FABRICATE_PLUGINS": "ema,wandb"}, {"plugins": ["x"]}, "'ema,wandb' is no name; put ; between plugins"),
     ],
 )
 def test_an_environment_that_contradicts_the_command_is_refused(

@@ -169,7 +169,7 @@ def test_a_broken_command_is_listed_and_breaks_only_itself(install: Install, fac
 
 def test_a_broken_active_plugin_does_not_break_the_list(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("wrong", "raise ValueError('no such luck')")
-    monkeypatch.setenv("FABRICATE_PLUGINS", "wrong,absent")
+    monkeypatch.setenv("FABRICATE_PLUGINS", "wrong;absent")
     states = {row["name"]: row["state"] for row in json.loads(_invoke("plugins", "--json").output)}
     assert (states["wrong"], states["absent"]) == ("broken", "broken")
     assert _invoke("--help").exit_code == 0
