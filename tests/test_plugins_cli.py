@@ -212,7 +212,8 @@ def test_new_distributions_are_installed_found_and_run_on_two_ranks(tmp_path: Pa
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*pip, "--no-build-isolation", "--target", str(site), *roots], check=True, cwd=tmp_path)
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def fabricate(*arguments: str) -> str:
         command = [sys.executable, "-m", "fabricate", *arguments]
