@@ -16,6 +16,7 @@ import torch
 
 from fabricate.errors import ConfigurationError
 from fabricate.module import TrainModule, overrides
+from fabricate.pretrained import Stored, deferred
 from fabricate.randomness import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.strategy import Strategy
 
@@ -27,6 +28,8 @@ class Blank:
     name: str
     submodule: torch.nn.Module
     keys: tuple[str, ...]
+    stored: dict[str, Stored]
+    """Which of them are in a file."""
 
 
 def pretrained_models(module: torch.nn.Module) -> list[Any]:
@@ -71,24 +74,42 @@ def build_model(module: TrainModule, seed: int) -> str:
     if not overrides(module, "configure_model") or getattr(module, "_built", False):
         return ""
     object.__setattr__(module, "_built", True)
+    known = "transformers" in sys.modules
     try:
-        with torch.device("meta"):
-            module.configure_model()
+        return _describe(module)
     except (RuntimeError, NotImplementedError) as exc:
-        # from_pretrained, or code that reads values: it needs real tensors. Seeded, so the same on every rank.
-        seed_everything(derive_seed(seed, "configure_model"))
+        reason: Exception = exc
+    if not known and "transformers" in sys.modules:  # imported just now, so its from_pretrained was not deferred
+        try:
+            return _describe(module)
+        except (RuntimeError, NotImplementedError) as exc:
+            reason = exc
+    # Code that reads or sets values: it needs real tensors. Seeded, so the same on every rank.
+    seed_everything(derive_seed(seed, "configure_model"))
+    module.configure_model()
+    return f"built whole on the CPU of every rank, because it needs real tensors ({str(reason).splitlines()[0]})"
+
+
+def _describe(module: TrainModule) -> str:
+    """`configure_model` on the meta device; returns the line for the plan."""
+    with torch.device("meta"), deferred() as loads:
         module.configure_model()
-        return f"built on the CPU, because it needs real tensors ({str(exc).splitlines()[0]})"
-    return "built on the meta device, each layer initialised from seed and name"
+    loads.check(module)
+    object.__setattr__(module, "_stored", loads.stored)
+    read = sum(id(tensor) in loads.stored for tensor in (*module.parameters(), *module.buffers()))
+    from_files = f"{read} tensors read from files, each rank its part; other layers" if read else "each layer"
+    return f"built on the meta device, {from_files} initialised from seed and name"
 
 
 def blanks(module: torch.nn.Module) -> list[Blank]:
     """What of `module` is still on the meta device, in the order of `named_modules`."""
     found = []
+    stored: dict[int, Stored] = getattr(module, "_stored", {})
     for name, child in module.named_modules():
-        keys = tuple(key for _, key, tensor in _own_tensors(child) if tensor.is_meta)
-        if keys:
-            found.append(Blank(name, child, keys))
+        empty = {key: id(tensor) for _, key, tensor in _own_tensors(child) if tensor.is_meta}
+        if empty:
+            in_files = {key: stored[address] for key, address in empty.items() if address in stored}
+            found.append(Blank(name, child, tuple(empty), in_files))
     return found
 
 
@@ -106,7 +127,7 @@ def materialise(module: TrainModule, seed: int) -> None:
 def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Strategy) -> None:
     """Write the initial values of `waiting` into the memory that its tensors have by now, only this rank's part.
 
-    The values depend on `seed` and names only. A submodule sets its own tensors in its own turn, a shared one in the turn of
+    The values depend on files, `seed` and names only. A submodule sets its own tensors in its own turn, a shared one in the turn of
     the first that holds it. All ranks, no collectives. Raises `ConfigurationError` for what gets no value.
     """
     owners = {id(child): model for model in pretrained_models(module) for child in model.modules()}
@@ -118,11 +139,19 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
             continue
         done.update(id(tensor) for _, tensor in own)
         torch.manual_seed(derive_seed(seed, "init", blank.name))
-        values = _initialised(module, blank, owners.get(id(blank.submodule)))
+        values: dict[str, torch.Tensor] = {}
+        if any(key not in blank.stored for key, _ in own):
+            values = _initialised(module, blank, owners.get(id(blank.submodule)))
         with torch.no_grad():
             for key, tensor in own:
                 part, start, _, _ = strategy.local_part(tensor)
-                part.copy_(values[key].reshape(-1)[start : start + part.numel()].reshape(part.shape))
+                end = start + part.numel()
+                flat = (
+                    blank.stored[key].read(start, end - start)
+                    if key in blank.stored
+                    else values[key].reshape(-1)[start:end]
+                )
+                part.copy_(flat.reshape(part.shape))
     set_rng_state(before)
 
 
@@ -157,7 +186,7 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any) -> dict[str, tor
     finally:
         for table, key, tensor in held:
             table[key] = tensor
-    for key in blank.keys:
+    for key in (key for key in blank.keys if key not in blank.stored):
         value = values[key]
         # An integer has no NaN: it was set if it was written to, or is another tensor now.
         same = value is fresh[key] and value._version == untouched[key]

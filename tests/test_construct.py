@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,26 @@ class Transformer(Base):
         self.model = AutoModelForCausalLM.from_config(config)
 
 
+class Finetuned(Base):
+    """A model from files; `change` is what the user does to it afterwards."""
+
+    def __init__(self, folder: Path, kind: str, change: str = "") -> None:
+        super().__init__()
+        self.folder, self.kind, self.change = folder, kind, change
+
+    def configure_model(self) -> None:
+        import transformers
+
+        model = getattr(transformers, f"AutoModel{self.kind}").from_pretrained(self.folder)
+        if self.change == "write":
+            model.lm_head.weight.data.zero_()
+        elif self.change == "grow":
+            model.resize_token_embeddings(40, mean_resizing=False)
+        elif self.change == "insert":
+            model.transformer.h[0].mlp.adapter = torch.nn.Linear(2, 2)
+        self.model = model.transformer.h[0] if self.change == "part" else model
+
+
 class Unset(Base):
     """`init_weights` that forgets a tensor, or sets one that belongs to a layer whose own turn sets nothing."""
 
@@ -116,33 +137,46 @@ class Unset(Base):
             submodule.reset_parameters()  # type: ignore[operator]
 
 
-MODULES: dict[str, Callable[[], TrainModule]] = {
-    "layers": Layers,
-    "rules": Rules,
-    "gpt2": lambda: Transformer("gpt2"),
-    "llama": lambda: Transformer("llama"),
+MODULES: dict[str, Callable[[Path], TrainModule]] = {
+    "layers": lambda folder: Layers(),
+    "rules": lambda folder: Rules(),
+    "gpt2": lambda folder: Transformer("gpt2"),
+    "llama": lambda folder: Transformer("llama"),
+    "from files": lambda folder: Finetuned(folder, "ForCausalLM"),
+    "from files, a new head": lambda folder: Finetuned(folder, "ForSequenceClassification"),
+    "from files, a part": lambda folder: Finetuned(folder, "ForCausalLM", "part"),
+    "from files, written to": lambda folder: Finetuned(folder, "ForCausalLM", "write"),
+    "from files, grown": lambda folder: Finetuned(folder, "ForCausalLM", "grow"),
+    "from files, inserted": lambda folder: Finetuned(folder, "ForCausalLM", "insert"),
 }
 STRATEGIES = {1: ["single"], 2: ["ddp", "fsdp", "fsdp:wrap=none"], 3: ["fsdp"]}
+OWN = ["layers", "rules"]  # without transformers, whose import takes longest
+CASES = {
+    1: [(name, "single") for name in MODULES],
+    2: [(name, "fsdp") for name in MODULES] + [(name, strategy) for name in OWN for strategy in STRATEGIES[2][::2]],
+    3: [(name, "fsdp") for name in OWN],
+}
 
 
 def data() -> TensorDataset:
     return TensorDataset(torch.zeros(6, 1))
 
 
-def initial_weights(strategy: str, build: Callable[[], TrainModule]) -> Weights:
-    """Every parameter and buffer as it is before the first step, whole. All ranks."""
+def initial_weights(strategy: str, build: Callable[[Path], TrainModule], folder: Path) -> tuple[Weights, list[str]]:
+    """Every parameter and buffer as it is before the first step, whole, and the plan's notes on building. All ranks."""
     torch.manual_seed(3)  # for what is built outside of configure_model
-    module, found = build(), {}
+    module, found, notes = build(folder), {}, []
 
     class Look(Base):
-        def on_fit_start(self, module: TrainModule) -> None:
+        def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+            notes.extend(note for note in trainer._live().notes if note.startswith("built"))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor = tensor.detach()
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 found[name] = whole.clone()
 
     Trainer(strategy=strategy, max_steps=0, seed=5, progress=False, plugins=[Look()]).fit(module, data(), batch_size=1)
-    return found
+    return found, notes
 
 
 def refused(strategy: str, module: TrainModule) -> str:
@@ -157,11 +191,10 @@ class Tied(Base):
         self.second.weight = self.first.weight
 
 
-def job(world_size: int) -> dict[Any, Any]:
+def job(world_size: int, folder: Path) -> dict[Any, Any]:
     jobs: dict[Any, Callable[[], Any]] = {
-        (name, strategy): (lambda name=name, strategy=strategy: initial_weights(strategy, MODULES[name]))
-        for name in MODULES
-        for strategy in STRATEGIES[world_size]
+        (name, strategy): (lambda name=name, strategy=strategy: initial_weights(strategy, MODULES[name], folder))
+        for name, strategy in CASES[world_size]
     }
     for strategy in STRATEGIES[world_size][-1:]:
         for how in ("buffer", "child"):
@@ -178,9 +211,24 @@ def job(world_size: int) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[int, list[dict[Any, Any]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT-2 in several safetensors files, in bfloat16."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("gpt2")
+    config = GPT2Config(
+        vocab_size=33, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="2KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[int, list[dict[Any, Any]]]:
     """By world size, what each rank found."""
-    return {1: [job(1)], 2: run_ranks(job, 2, 2), 3: run_ranks(job, 3, 3)}
+    return {1: [job(1, folder)], 2: run_ranks(job, 2, 2, folder), 3: run_ranks(job, 3, 3, folder)}
 
 
 def answer(answers: dict[int, list[dict[Any, Any]]], world_size: int, key: Any) -> list[Any]:
@@ -191,22 +239,47 @@ def answer(answers: dict[int, list[dict[Any, Any]]], world_size: int, key: Any) 
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize(("world_size", "strategy"), [(n, s) for n in (2, 3) for s in STRATEGIES[n]])
+@pytest.mark.parametrize(("world_size", "name", "strategy"), [(n, *case) for n in (2, 3) for case in CASES[n]])
 def test_initial_weights_are_those_of_one_process_bit_by_bit(
     answers: dict[int, list[dict[Any, Any]]], name: str, strategy: str, world_size: int
 ) -> None:
-    (alone,) = answer(answers, 1, (name, "single"))
+    ((alone, told),) = answer(answers, 1, (name, "single"))
     assert len(alone) >= 4
-    for found in answer(answers, world_size, (name, strategy)):
+    for found, notes in answer(answers, world_size, (name, strategy)):
         assert found.keys() == alone.keys()
         assert [n for n, value in alone.items() if not torch.equal(found[n], value)] == []
+        assert notes == told
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("change", ["", "part", "write", "grow", "insert"])
+def test_weights_from_files_are_those_that_transformers_loads(
+    answers: dict[int, list[dict[Any, Any]]], folder: Path, change: str
+) -> None:
+    names = {"": "", "part": ", a part", "write": ", written to", "grow": ", grown", "insert": ", inserted"}
+    wanted = Finetuned(folder, "ForCausalLM", change)
+    wanted.configure_model()
+    ((found, (note,)),) = answer(answers, 1, ("from files" + names[change], "single"))
+    new = {name for name in found if "adapter" in name or (change == "grow" and "wte" in name)}
+    assert {name for name, value in found.items() if value.dtype == torch.bfloat16} >= found.keys() - new
+    for name, value in wanted.named_parameters():
+        assert name in new or torch.equal(found[name], value), name
+    if change in ("", "part"):
+        assert f"{len(found)} tensors read from files, each rank its part" in note
+    else:
+        assert note.startswith("built whole on the CPU of every rank, because it needs real tensors ("), note
+
+
+def test_what_the_files_lack_is_initialised_by_the_rule_of_the_model(answers: dict[int, list[dict[Any, Any]]]) -> None:
+    ((found, (note,)),) = answer(answers, 1, ("from files, a new head", "single"))
+    assert f"{len(found) - 1} tensors read from files" in note
+    assert 0.01 < found["model.score.weight"].float().std() < 0.03
 
 
 def test_a_shared_tensor_is_set_in_the_turn_of_the_first_that_holds_it(
     answers: dict[int, list[dict[Any, Any]]],
 ) -> None:
-    (alone,) = answer(answers, 1, ("rules", "single"))
+    ((alone, _),) = answer(answers, 1, ("rules", "single"))
     assert alone["linear.weight"].abs().min() > 0
     assert alone["position.order"].tolist() == [0, 1, 2, 3, 4]
     assert alone["position.scale"].mean() > 1

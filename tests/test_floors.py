@@ -19,7 +19,7 @@ FLOORS = [
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
     | {"console", "group", "plugin_template", "stopwatch", "weighing"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "optimization"},
-    {"module", "registry", "planning", "construct", "engine", "state", "run"}
+    {"module", "registry", "planning", "construct", "pretrained", "engine", "state", "run"}
     | {"comparing", "preemption", "retention"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
     | {"cli_checkpoints", "interop", "runner"},
