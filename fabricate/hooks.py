@@ -300,7 +300,7 @@ FOREIGN = {
     "optimizer_zero_grad": "nothing: gradients are cleared after each update",
     "lr_scheduler_step": "nothing: return (optimizer, scheduler) from configure_optimizers",
     "configure_callbacks": "Trainer(plugins=[...])",
-    "configure_gradient_clipping": "Trainer(max_grad_norm=...) or on_before_step",
+    "configure_gradient_clipping": "Trainer(max_grad_norm=...), Trainer(max_grad_value=...) or on_before_step",
     "configure_sharded_model": "configure_model",
     "train_dataloader": "trainer.fit(module, train, val)",
     "val_dataloader": "trainer.fit(module, train, val)",

@@ -128,6 +128,8 @@ def fit(run: Run) -> str:
             norm = engine.grad_norm(parameters) if wants_norm else None
             if run.max_grad_norm is not None:
                 strategy.clip(parameters, run.max_grad_norm, norm)  # type: ignore[arg-type]
+            elif settings.max_grad_value is not None:
+                strategy.clip_by_value(parameters, settings.max_grad_value)
             if calls.on_before_step is not None:
                 calls.on_before_step(trainer, module, optimizer, norm)
             # Under nonfinite="skip" this is the one wait per update; a loss scaler and some engines look themselves.
@@ -196,6 +198,8 @@ def fit(run: Run) -> str:
             if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
                 late_stop, _, _, late_save = _agree(run, ())
                 stop, saving = stop or late_stop, saving or late_save
+            if saving or stop or finished:
+                _check_weights(run)
             run.at_boundary = True
             if saving:
                 with stopwatch.apart():
@@ -422,6 +426,24 @@ def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None, epoch: 
     run.write_metrics("train", metrics, epoch)
     if run.calls.on_log is not None:
         run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)
+
+
+def _check_weights(run: Run) -> None:
+    """Before a checkpoint or the end: a gradient may have been infinite under a finite loss. All ranks; waits for the device."""
+    parts = {n: run.engine.strategy.local_part(p).values for n, p in run.module.named_parameters() if p.requires_grad}
+    held = [name for name, part in parts.items() if part.numel()]
+    largest = (
+        torch.stack([n.to(run.engine.device) for n in torch._foreach_norm([parts[n] for n in held], math.inf)])
+        if held
+        else torch.zeros(1)
+    )
+    if any(run.engine.agree([int(not largest.isfinite().all())])):
+        wrong = [name for name, size in zip(held, largest.tolist(), strict=False) if not math.isfinite(size)]
+        named = sorted({name for names in run.engine.gather_json(wrong[:5]) for name in names})
+        raise FabricateError(
+            f"weights are not finite after step {run.progress.step} ({', '.join(named[:5])}): no checkpoint is made of them, the last one "
+            "is from before. Lower the learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+        )
 
 
 def _stop_if_nonfinite(run: Run, metrics: dict[str, float]) -> None:

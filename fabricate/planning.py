@@ -96,6 +96,18 @@ def resolve(settings: Settings) -> Resolved:
         choices[kind] = Choice(made, source, offer.origin if offer is not None else distribution_of(made))
         if kind == "strategy":
             asked = _with_file(asked, made)
+    strategy, max_grad_norm = choices["strategy"].made, _told("max_grad_norm", settings.max_grad_norm, asked, float)
+    if settings.max_grad_value is not None:
+        if max_grad_norm is not None:
+            raise ConfigurationError(
+                f"max_grad_value={settings.max_grad_value} is set in the Trainer and max_grad_norm={max_grad_norm[0]} by "
+                f"{max_grad_norm[1]}; remove one"
+            )
+        if not strategy.exposes_gradients:
+            raise ConfigurationError(
+                f"max_grad_value={settings.max_grad_value}: strategy={strategy.name!r} keeps gradients to itself and cannot clip them "
+                "by value; use max_grad_norm="
+            )
     if settings.seed is not None:
         seed = (settings.seed, "argument")
     else:
@@ -106,7 +118,7 @@ def resolve(settings: Settings) -> Resolved:
         device=device,
         choices=choices,
         accumulation=_told("gradient_accumulation_steps", settings.gradient_accumulation_steps, asked, int),
-        max_grad_norm=_told("max_grad_norm", settings.max_grad_norm, asked, float),
+        max_grad_norm=max_grad_norm,
         batch_size=_told("batch_size", None, asked, int),
         global_batch_size=_told("global_batch_size", settings.global_batch_size, asked, int),
         seed=seed,
@@ -328,11 +340,7 @@ def make_plan(
         ),
         Setting("parameters_trainable", count(True), "module"),
         Setting("parameters_frozen", count(False), "module"),
-        Setting(
-            "clipping",
-            found.max_grad_norm[0] if found.max_grad_norm else None,
-            f"by {strategy.clips}, once per update; {found.max_grad_norm[1]}" if found.max_grad_norm else "default",
-        ),
+        _clipping(settings, found),
         Setting(
             "nonfinite",
             settings.nonfinite,
@@ -355,3 +363,12 @@ def make_plan(
     sources = [s for s in (source, *data.validation.values()) if s is not None]
     every = [*notes, *(note for s in sources for note in s.notes)]
     return Plan(tuple(lines), tuple(plugins), tuple(dict.fromkeys(every)))
+
+
+def _clipping(settings: Settings, found: Resolved) -> Setting:
+    by = f"by {found.strategy.clips}, once per update"
+    if found.max_grad_norm is not None:
+        return Setting("clipping", f"to the norm {found.max_grad_norm[0]:g}", f"{by}; {found.max_grad_norm[1]}")
+    if settings.max_grad_value is not None:
+        return Setting("clipping", f"to the value {settings.max_grad_value:g}", f"{by}; argument")
+    return Setting("clipping", None, "default")

@@ -24,6 +24,7 @@ _ELSEWHERE = {
     "report_to": "trackers=[...]",
     "accumulate_grad_batches": "gradient_accumulation_steps=",
     "gradient_clip_val": "max_grad_norm=",
+    "gradient_clip_algorithm": "max_grad_norm= or max_grad_value=",
     "devices": "the launcher (fabricate run --nproc N)",
     "accelerator": "the launcher, or ACCELERATE_USE_CPU=true",
     "num_nodes": "the launcher (fabricate run --nnodes N)",
@@ -59,6 +60,7 @@ class Settings:
     gradient_accumulation_steps: int | None
     global_batch_size: int | None
     max_grad_norm: float | None
+    max_grad_value: float | None
     nonfinite: str
     seed: int | None
     deterministic: bool
@@ -91,9 +93,14 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
         value = given[name]
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}, or None")
-    clip = given["max_grad_norm"]
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-        raise ConfigurationError(f"max_grad_norm={clip!r}: give a positive number, or None not to clip")
+    for name in ("max_grad_norm", "max_grad_value"):
+        clip = given[name]
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
+            raise ConfigurationError(f"{name}={clip!r}: give a positive number, or None not to clip")
+    if given["max_grad_norm"] is not None and given["max_grad_value"] is not None:
+        raise ConfigurationError(
+            f"max_grad_norm={given['max_grad_norm']!r} and max_grad_value={given['max_grad_value']!r} are both set; choose one of them"
+        )
     if given["nonfinite"] not in ("stop", "skip"):
         hint = did_you_mean(str(given["nonfinite"]), ("stop", "skip"))
         raise ConfigurationError(f"nonfinite={given['nonfinite']!r}{hint}; give 'stop' or 'skip'")

@@ -151,8 +151,7 @@ class Strategy(Listener):
         """Multiply every gradient by `factor` (0-dim, on the device, the same on every rank), in place; no wait."""
         import torch
 
-        grads = [p.grad.to_local() if is_sharded(p.grad) else p.grad for p in parameters if p.grad is not None]
-        if grads:
+        if grads := _local_gradients(parameters):
             torch._foreach_mul_(grads, factor)
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
@@ -167,6 +166,14 @@ class Strategy(Listener):
         import torch
 
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+    def clip_by_value(self, parameters: Sequence[torch.nn.Parameter], max_value: float) -> None:
+        """Clamp every element of the gradients to -max_value ... max_value, in place. Not called unless `exposes_gradients`."""
+        import torch
+
+        if grads := _local_gradients(parameters):
+            torch._foreach_clamp_min_(grads, -max_value)
+            torch._foreach_clamp_max_(grads, max_value)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Apply the update; False if it was left out (`scales_loss`, `skips_nonfinite`). All ranks."""
@@ -252,3 +259,8 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Whether `value` is a DTensor. Nothing can be one before its module is there, and importing that takes half a second."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def _local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """The memory of this rank's gradients: of a shard, the shard."""
+    return [p.grad.to_local() if is_sharded(p.grad) else p.grad for p in parameters if p.grad is not None]

@@ -87,7 +87,8 @@ class Trainer:
     max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as if told by a signal.
     timeout: minutes or hours that a rank waits for the others before the run ends with an error that names who did not answer.
     gradient_accumulation_steps, global_batch_size: micro-batches per update, or rows per update on all ranks together.
-    max_grad_norm: clip the global gradient to this 2-norm. nonfinite: "stop" at a loss that is not finite (noticed at a log
+    max_grad_norm: clip the global gradient to this 2-norm. max_grad_value: or every element of it to this size. Once per update;
+    the norm that hooks and logs get is the one before clipping. nonfinite: "stop" at a loss that is not finite (noticed at a log
     boundary), or "skip" updates whose gradient is not (one wait for the device per update).
     seed: initial weights, data order and dropout (per rank); unset: order from torch's initial seed, generators untouched.
     deterministic: torch's deterministic algorithms while the fit runs.
@@ -114,6 +115,7 @@ class Trainer:
         gradient_accumulation_steps: int | None = None,
         global_batch_size: int | None = None,
         max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
         nonfinite: str = "stop",
         seed: int | None = None,
         deterministic: bool = False,
@@ -145,6 +147,7 @@ class Trainer:
             gradient_accumulation_steps=gradient_accumulation_steps,
             global_batch_size=global_batch_size,
             max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
             nonfinite=nonfinite,
             seed=seed,
             deterministic=deterministic,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from fabricate import Callback, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, Single, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 ROWS, TOKENS, GLOBAL_BATCH, STEPS = 13, 6, 8, 4
@@ -166,18 +166,97 @@ MODEL_CASES = [
 ]
 
 
+# --------------------------------------------------------------------------------------------- clipping, not a number
+
+
+class Steep(TrainModule):
+    """Gradients of very different sizes, in several units for shards. `broken`: the update in which one row is infinite."""
+
+    def __init__(self, broken: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)])
+        self.head = torch.nn.Linear(2, 1)
+        self.broken = broken
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return torch.nn.functional.mse_loss(10 * self.head(x), y)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if self.trainer.step + self.trainer.progress.skipped == self.broken:
+            y = torch.where(y == STEEP_Y[1], float("inf"), y)  # the second row of a window, which one rank has
+        return self.loss(x, y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+STEEP_X = torch.randn(8, 3, generator=torch.Generator().manual_seed(8))
+STEEP_Y = STEEP_X.exp().sum(1, keepdim=True)
+MAX_GRAD_VALUE = 0.5
+
+
+def clipped_by_hand() -> tuple[list[float], Weights, float]:
+    """By value; the norms are those before. The last answer is the share of elements that were clipped."""
+    module, norms, clipped = Steep(), [], []
+    optimizer = module.configure_optimizers()
+    for _ in range(STEPS):
+        module.loss(STEEP_X, STEEP_Y).backward()
+        every = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        norms.append(float(every.norm()))
+        clipped.append((every.abs() > MAX_GRAD_VALUE).float().mean())
+        torch.nn.utils.clip_grad_value_(module.parameters(), MAX_GRAD_VALUE)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, whole(module), float(torch.stack(clipped).mean())
+
+
+def steep_by_fabricate(kind: str, strategy: str, world_size: int) -> tuple[list[float], Weights, list[tuple[int, str]]]:
+    skips: list[tuple[int, str]] = []
+
+    class Skips(Callback):
+        def on_step_skipped(self, step: int, reason: str) -> None:
+            skips.append((step, reason))
+
+    module, heard = Steep(broken=2 if kind == "not a number" else -1), Heard()
+    clip = {"max_grad_value": MAX_GRAD_VALUE} if kind == "by value" else {"nonfinite": "skip"}
+    trainer = Trainer(
+        strategy=strategy,
+        precision="fp32",
+        max_steps=STEPS,
+        global_batch_size=8,
+        progress=False,
+        plugins=[heard, Skips()],
+        **clip,  # type: ignore[arg-type]
+    )
+    data = torch.utils.data.TensorDataset(STEEP_X, STEEP_Y)
+    trainer.fit(module, data, batch_size=4 // world_size, shuffle=False)
+    return heard.norms, whole(module), skips
+
+
+STEEP_CASES = [
+    (kind, strategy, world_size)
+    for kind in ("by value", "not a number")
+    for strategy, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2))
+]
+
+
 # --------------------------------------------------------------------------------------------------- what ranks run
 
 
 def job(world_size: int) -> dict[Case, Any]:
     """Everything that the ranks of one pool are asked for; an exception is one of the answers."""
     found: dict[Case, Any] = {}
-    for case in MODEL_CASES:
-        if case[2] == world_size:
-            try:
-                found[case] = model_by_fabricate(*case)
-            except Exception as exception:
-                found[case] = "".join(traceback.format_exception(exception))
+    for cases, run in ((MODEL_CASES, model_by_fabricate), (STEEP_CASES, steep_by_fabricate)):
+        for case in cases:
+            if case[2] == world_size:
+                try:
+                    found[case] = run(*case)
+                except Exception as exception:
+                    found[case] = "".join(traceback.format_exception(exception))
     return found
 
 
@@ -219,3 +298,49 @@ def test_the_rows_of_those_models_differ_in_what_they_weigh(name: str) -> None:
     assert len(set(counts)) > 1
     if name != "classifier":
         assert 0 in counts
+
+
+@pytest.mark.parametrize("case", [case for case in STEEP_CASES if case[0] == "by value"], ids=str)
+def test_clipping_by_value_clips_every_element_of_the_global_gradient_once(
+    answers: dict[int, list[dict[Case, Any]]], case: Case
+) -> None:
+    wanted_norms, wanted, share = clipped_by_hand()
+    assert 0.1 < share < 0.9, "some elements are clipped and some are not"
+    for norms, weights, skips in answer(answers, case):
+        np.testing.assert_allclose(norms, wanted_norms, rtol=1e-5)
+        assert distance(weights, wanted) < 1e-5 * distance(wanted, whole(Steep()))
+        assert not skips
+
+
+def test_a_strategy_that_keeps_gradients_to_itself_refuses_clipping_by_value() -> None:
+    class Closed(Single):
+        name = "closed"
+        exposes_gradients = False
+
+    with pytest.raises(
+        ConfigurationError, match=r"max_grad_value=1: strategy='closed' keeps gradients .* use max_grad_norm="
+    ):
+        Trainer(strategy=Closed(), max_steps=1, max_grad_value=1).plan(Steep())
+
+
+def test_clipping_by_value_and_a_launcher_that_clips_by_norm_are_two_requests() -> None:
+    class Told(Single):
+        def asks(self) -> dict[str, tuple[float, str]]:
+            return {"max_grad_norm": (1.0, "its file")}
+
+    with pytest.raises(
+        ConfigurationError, match=r"max_grad_value=2 is set in the Trainer and max_grad_norm=1.0 by its file"
+    ):
+        Trainer(strategy=Told(), max_steps=1, max_grad_value=2).plan(Steep())
+
+
+@pytest.mark.parametrize("case", [case for case in STEEP_CASES if case[0] == "not a number"], ids=str)
+def test_an_update_that_one_rank_spoils_is_skipped_on_all(
+    answers: dict[int, list[dict[Case, Any]]], case: Case
+) -> None:
+    (_, wanted, _), *_ = answer(answers, ("not a number", "single", 1))
+    for norms, weights, skips in answer(answers, case):
+        assert skips == [(2, "non-finite gradients")]
+        assert len(norms) == STEPS
+        assert np.isfinite(norms).all()
+        assert distance(weights, wanted) < 1e-5 * distance(wanted, whole(Steep()))

@@ -562,6 +562,28 @@ def test_a_loss_that_is_not_finite_is_noticed_at_the_end_too(tmp_path: Path) -> 
     assert not (tmp_path / "model").exists()
 
 
+class Root(TrainModule):
+    """The gradient of a square root at nothing is infinite, the loss is not: from the third update on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (self.weight * (0.0 if self.trainer.step == 2 else 1.0)).sqrt().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("options", [{"save_every": 3, "max_steps": 9}, {"max_steps": 3}])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(FabricateError, match=r"weights are not finite after step 3 \(weight\): no checkpoint"):
+        _fit(Root(), log_every=100, run_dir=tmp_path, **{"save_every": 2, **options})
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert saved == ([] if options["max_steps"] == 9 else ["step-00000002"])
+
+
 def test_updates_that_are_not_finite_are_skipped_on_request() -> None:
     hears, module = Hears(), _exploding(1)
     result = _fit(module, hears, max_steps=3, nonfinite="skip")

@@ -138,6 +138,11 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"max_grad_norm": 0}, "max_grad_norm=0: give a positive number, or None not to clip"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1': give a positive number"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan: give a positive number"),
+        ({"max_grad_value": -1}, "max_grad_value=-1: give a positive number, or None not to clip"),
+        (
+            {"max_grad_norm": 1.0, "max_grad_value": 0.5},
+            "max_grad_norm=1.0 and max_grad_value=0.5 are both set; choose one of them",
+        ),
         ({"nonfinite": "skipp"}, "nonfinite='skipp'; did you mean 'skip'?; give 'stop' or 'skip'"),
         ({"nonfinite": None}, "nonfinite=None; give 'stop' or 'skip'"),
         ({"seed": -1}, "seed=-1: give a whole number from 0 to 4294967295, or None"),
