@@ -2,7 +2,7 @@
 
 Owns every system call that reads or changes a checkpoint directory, one method each, so that a subclass can count them,
 fail one, tear a write or stop the process there. It knows nothing about what the bytes mean; failures leave it as
-`OSError`, which `explained` turns into a `CheckpointError` with a remedy.
+`OSError`, which `explained` turns into a `StorageError` with a remedy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from pathlib import Path
 
 from fabricate.errors import CheckpointError
 
-__all__ = ["LOCAL", "Files", "Source", "Writer", "explained"]
+__all__ = ["LOCAL", "Files", "Source", "StorageError", "Writer", "explained"]
+
+
+class StorageError(CheckpointError):
+    """The file system refused: a full disk, a missing permission, a failing device. Another time it may not."""
 
 
 class Files:
@@ -140,6 +144,14 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def fsync_path(self, path: Path) -> None:
+        """Make a file durable that others write."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def free_bytes(self, path: Path) -> int:
         """Return how many bytes this user may still write on the file system of `path`."""
         return shutil.disk_usage(path).free
@@ -198,7 +210,7 @@ class Source:
 
 @contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn the file system's refusal into a `CheckpointError` with a remedy."""
+    """Turn the file system's refusal into a `StorageError` with a remedy."""
     try:
         yield
     except OSError as exc:
@@ -207,7 +219,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
             remedy = "free space there, keep fewer checkpoints, or point run_dir at another disk"
         elif exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             remedy = "give this user write permission, or point run_dir elsewhere"
-        raise CheckpointError(f"cannot {doing} {path}: {exc.strerror or exc}; {remedy}") from exc
+        raise StorageError(f"cannot {doing} {path}: {exc.strerror or exc}; {remedy}") from exc
 
 
 def _not_regular(path: Path) -> OSError:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fabricate.errors import RankError
 
 _control_groups: dict[int, Any] = {}
+_side_groups: dict[int, Any] = {}
 _exit_handlers: list[object] = []
 _failures: list[str] = []
 _opened = itertools.count()
@@ -135,11 +136,15 @@ class Group:
         padded[: data.numel()] = data
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(parts, padded, group=group)
-        return [json.loads(bytes(p[: int(s)].tolist())) for p, s in zip(parts, sizes, strict=True)]
+        return [json.loads(p[: int(s)].numpy().tobytes()) for p, s in zip(parts, sizes, strict=True)]
 
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank. All ranks."""
         return self.gather_json(value if self.rank == 0 else None)[0]
+
+    def beside(self) -> Group:
+        """The same ranks once more, for a thread of each: its messages do not meet those of the main thread. All ranks."""
+        return _Beside(self.rank, self.world_size)
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
         """Give every rank rank 0's buffers (running statistics differ between ranks); the returned function puts this
@@ -233,3 +238,17 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.agree([0])
+
+
+class _Beside(Group):
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        if world_size > 1:
+            default = dist.group.WORLD
+            if id(default) not in _side_groups:  # kept as long as the process group, as that of control data
+                _side_groups.clear()
+                _side_groups[id(default)] = dist.new_group(backend="gloo")
+            self._own = _side_groups[id(default)]
+
+    def _control_group(self) -> Any:
+        return self._own

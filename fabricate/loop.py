@@ -18,7 +18,7 @@ from fabricate.errors import ConfigurationError, FabricateError, RankError, did_
 from fabricate.evaluation import validate
 from fabricate.metrics import MOST_PENDING
 from fabricate.progress import Due
-from fabricate.saving import save_requested
+from fabricate.saving import save_requested, settle
 from fabricate.weighing import counted, last_operation
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def fit(run: Run) -> str:
     assert source is not None
     stopwatch, now = run.stopwatch, time.perf_counter
     dues = tuple(Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every))
-    clocked = any(due.by_clock for due in dues)
+    clocked = any(due.by_clock for due in dues) or run.watch is not None
     manager = calls.manager
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
     everything = list(module.parameters())
@@ -201,6 +201,8 @@ def fit(run: Run) -> str:
             if saving or stop or finished:
                 _check_weights(run)
             run.at_boundary = True
+            if run.background is not None:
+                settle(run, wait=False)
             if saving:
                 with stopwatch.apart():
                     save_requested(run)

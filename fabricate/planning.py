@@ -349,6 +349,11 @@ def make_plan(
         Setting("seed", *found.seed),
         Setting("deterministic", settings.deterministic, "argument" if settings.deterministic else "default"),
         Setting("run_dir", str(settings.run_dir) if written else None, "argument" if written else "nothing is written"),
+        *(
+            [Setting("save", settings.save, "copied, and written beside the training")]
+            if settings.save == "async"
+            else []
+        ),
         Setting("save_every", str(settings.save_every) if settings.save_every and written else None, ""),
         Setting(
             "validate_every", str(settings.validate_every) if settings.validate_every and data.validation else None

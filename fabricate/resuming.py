@@ -7,6 +7,7 @@ the loop's order; what a save does (fabricate.saving); the format's bytes (fabri
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from fabricate import checkpoint as format
 from fabricate.checkpoint import Reader
+from fabricate.contents import data_identity
 from fabricate.errors import CheckpointError
+from fabricate.files import explained
+from fabricate.lock import locked
 from fabricate.metrics import load_torchmetrics_state
 from fabricate.randomness import derive_seed, seed_everything, set_rng_state
 from fabricate.retention import best_checkpoints
-from fabricate.saving import checkpoints, data_identity
+from fabricate.saving import checkpoints
 from fabricate.state import (
     compare_model,
     compare_optimizer,
@@ -32,6 +36,24 @@ if TYPE_CHECKING:
     from fabricate.run import Run
 
 
+def occupy(run: Run, warn: Callable[[str], None]) -> None:
+    """Make the run directory, and hold it against other runs until this one ends. All ranks."""
+    if run.run_dir is not None:
+        note = by_main(run, partial(_occupy, run, run.run_dir))
+        if note and run.engine.rank == 0:
+            warn(f"note: {note}")
+
+
+def _occupy(run: Run, directory: Path) -> str:
+    with explained("use", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        note = run.closing.enter_context(locked(directory))
+        events = directory / "events.jsonl"
+        if events.exists() and not (text := events.read_bytes()).endswith(b"\n"):  # a kill left half a line
+            os.truncate(events, text.rfind(b"\n") + 1)
+        return note
+
+
 def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, verified in full, the same on every rank; None to start anew. All ranks.
 
@@ -39,26 +61,26 @@ def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | 
     Each rank reads its share of the blocks, so that a large checkpoint is verified as fast as it is loaded.
     """
     automatic = str(resume) in ("auto", "never")
-    candidates = [Path(path) for path in _by_main(run, lambda: _candidates(run, resume, warn))]
+    candidates = [Path(path) for path in by_main(run, lambda: _candidates(run, resume, warn))]
     for path in candidates:
         faults = run.engine.gather_json(_fault(path, run.engine.rank, run.engine.world_size))
         fault = next((fault for fault in faults if fault), None)
         if fault is None:
             if not automatic and run.run_dir is not None:
-                _by_main(run, partial(_make_room, run.run_dir, path, warn))
+                by_main(run, partial(_make_room, run.run_dir, path, warn))
             return path
         text, newer = fault
         if newer:  # intact, only not for this version: nothing to set aside
             raise format.NewerFormatError(text)
         if not automatic:
             raise CheckpointError(text)
-        _by_main(run, partial(_set_aside, run, path, text, warn))
+        by_main(run, partial(_set_aside, run, path, text, warn))
     if resume == "auto" and run.run_dir is not None:
-        _by_main(run, partial(_begin, run, started=bool(candidates)))
+        by_main(run, partial(_begin, run, started=bool(candidates)))
     return None
 
 
-def _by_main(run: Run, work: Callable[[], Any]) -> Any:
+def by_main(run: Run, work: Callable[[], Any]) -> Any:
     """What `work` returns on rank 0, on every rank; its error too. All ranks."""
     answer: list[Any] = [None, None]
     if run.engine.rank == 0:
@@ -187,6 +209,9 @@ def restore(run: Run, path: Path) -> None:
         pending = [entry for each in collected for entry in each["pending"]]
         run.metrics.load({**collected[0], "pending": pending}, same_rank=same or engine.rank == 0)
         if same:
+            own_buffers: Any = decode_with(reader, own[0]["buffers"])
+            for name, values in own_buffers.items():
+                run.module.get_buffer(name).copy_(values)
             load_torchmetrics_state(run.module, decode_with(reader, own[0]["torchmetrics"]))
             set_rng_state(decode_with(reader, own[0]["rng"]))
         else:

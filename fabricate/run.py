@@ -5,6 +5,7 @@ Must not know: in which order things happen (fabricate.loop) or how a checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ from fabricate.stopwatch import Stopwatch
 if TYPE_CHECKING:
     import torch
 
+    from fabricate.committing import Background
     from fabricate.data import Source
     from fabricate.dispatch import Calls
     from fabricate.engine import Engine
@@ -73,7 +75,15 @@ class Run:
     latest: dict[str, float] = field(default_factory=dict)
     """The last known value of every metric."""
     checkpoint: Path | None = None
+    """The newest that is durable."""
     saved_step: int = -1
+    """The step that was saved last, or is being saved."""
+    background: Background | None = None
+    """What writes beside the training, with save="async"."""
+    last_save: bool = False
+    """Whether the save under way is the fit's last, which is never left to the background."""
+    failed_saves: int = 0
+    """How many the file system refused since the last that worked."""
     trackers: bool = False
     metrics_file: TextIO | None = None
     """metrics.jsonl, open from its first line on (rank 0): opening it costs more than writing."""
@@ -89,6 +99,8 @@ class Run:
     unread_tokens: Any = 0
     """Weights that are still device tensors, added up until the next log boundary."""
     notes: list[str] = field(default_factory=list)
+    closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What ends with the run, however it ends."""
     restored: bool = False
     _noted: set[str] = field(default_factory=set)
 

@@ -65,6 +65,7 @@ class Settings:
     seed: int | None
     deterministic: bool
     run_dir: Path | None
+    save: str
     save_every: Every | None
     keep: dict[str, Any]
     validate_every: Every | None
@@ -104,6 +105,9 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
     if given["nonfinite"] not in ("stop", "skip"):
         hint = did_you_mean(str(given["nonfinite"]), ("stop", "skip"))
         raise ConfigurationError(f"nonfinite={given['nonfinite']!r}{hint}; give 'stop' or 'skip'")
+    if given["save"] not in ("sync", "async"):
+        hint = did_you_mean(str(given["save"]), ("sync", "async"))
+        raise ConfigurationError(f"save={given['save']!r}{hint}; give 'sync' or 'async'")
     seed = given["seed"]
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32):
         raise ConfigurationError(f"seed={seed!r}: give a whole number from 0 to {2**32 - 1}, or None")

@@ -9,14 +9,16 @@ Must not know: the loop, when to save, directories and commits (fabricate.checkp
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from fabricate.checkpoint import Chunk, Reader, find
+from fabricate.checkpoint import Chunk, Reader, TensorRecord, find
 from fabricate.codec import decode, encode
 from fabricate.errors import CheckpointError, ConfigurationError
 from fabricate.strategy import Strategy, is_sharded
@@ -51,11 +53,56 @@ def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...
             f"{name} has the dtype {tensor.dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, _CODES))}"
         )
 
-    def data() -> Any:
-        return _bytes(tensor)
-
     whole = tuple(tensor.shape) if shape is None else shape
-    return Chunk(name, start, tensor.numel(), _CODES[tensor.dtype], whole, data)
+    return Chunk(name, start, tensor.numel(), _CODES[tensor.dtype], whole, _Values(tensor))
+
+
+class _Values:
+    """The bytes of a tensor, on the host when they are asked for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> Any:
+        return _bytes(self.tensor)
+
+
+class Staging:
+    """Host memory for copies of chunks, so that training goes on while the copies are written. Kept from one save to the next:
+    getting memory from the system takes longer than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+
+    def copy(self, chunks: list[Chunk]) -> tuple[list[Chunk], Callable[[], None]]:
+        """The same chunks over copies, and a function that waits until the copies are there. A copy from a GPU is only
+        begun here: what is computed on its stream afterwards comes after it."""
+        kept: dict[tuple[str, int], torch.Tensor] = {}
+        staged, devices = [], set()
+        for each in chunks:
+            assert isinstance(each.data, _Values)
+            values = each.data.tensor.detach().reshape(-1)
+            key = (each.tensor, each.start)
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.dtype is not values.dtype or buffer.numel() != values.numel():
+                buffer = torch.empty(values.numel(), dtype=values.dtype, pin_memory=values.is_cuda)
+            kept[key] = buffer.copy_(values, non_blocking=values.is_cuda)
+            if values.is_cuda:
+                devices.add(values.device)
+            staged.append(dataclasses.replace(each, data=_Values(buffer)))
+        self._buffers = kept
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return staged, wait
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A digest of the values of `tensor`, equal for equal bits. Waits for the device."""
+    return xxhash.xxh3_128_hexdigest(_bytes(tensor))
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
@@ -101,6 +148,8 @@ class Saver:
         self.rank = rank
         self.world_size = world_size
         self.chunks: list[Chunk] = []
+        self.tensors: dict[str, TensorRecord] = {}
+        """What is known to exist, also where other ranks write it."""
 
     def shared(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter, or something shaped like one: each rank contributes its part, so nothing is gathered."""
@@ -108,6 +157,7 @@ class Saver:
 
     def part(self, name: str, part: Strategy.Part) -> None:
         """This rank's part of a logical tensor; of what every rank holds, each contributes a slice."""
+        self._know(name, part.values, part.shape)
         flat, start = part.values.reshape(-1), part.start
         if part.replicated:
             start, end = (flat.numel() * r // self.world_size for r in (self.rank, self.rank + 1))
@@ -117,12 +167,17 @@ class Saver:
 
     def whole(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that is the same on every rank: rank 0 writes it."""
+        self._know(name, tensor, tuple(tensor.shape))
         if self.rank == 0:
             self.chunks.append(chunk(name, tensor))
 
     def own(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor of this rank alone; `name` has the rank in it."""
         self.chunks.append(chunk(name, tensor))
+
+    def _know(self, name: str, values: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if values.dtype in _CODES:  # others are refused where they are written
+            self.tensors[name] = TensorRecord(_CODES[values.dtype], shape)
 
     def model(self, module: torch.nn.Module) -> dict[str, str]:
         """All parameters and buffers; returns the aliases of shared ones."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate import evaluation, exporting, loop, resuming, saving
+from fabricate.committing import Background
 from fabricate.construct import build_model
 from fabricate.data import Loading, describe
 from fabricate.dispatch import Calls, Manager, Origin
@@ -92,6 +93,7 @@ class Trainer:
     boundary), or "skip" updates whose gradient is not (one wait for the device per update).
     seed: initial weights, data order and dropout (per rank); unset: order from torch's initial seed, generators untouched.
     deterministic: torch's deterministic algorithms while the fit runs.
+    save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
     save_every, validate_every, log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens"); None for never.
     keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}.
@@ -120,6 +122,7 @@ class Trainer:
         seed: int | None = None,
         deterministic: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
+        save: str = "sync",
         save_every: str | int | Every | None = "1 epoch",
         keep: int | str | Mapping[str, Any] = 3,
         validate_every: str | int | Every | None = "1 epoch",
@@ -152,6 +155,7 @@ class Trainer:
             seed=seed,
             deterministic=deterministic,
             run_dir=run_dir,
+            save=save,
             save_every=save_every,
             keep=keep,
             validate_every=validate_every,
@@ -268,7 +272,8 @@ class Trainer:
         if target.exists():
             raise CheckpointError(f"save({str(path)!r}): this exists already; give a new path")
         if run.at_boundary:
-            return saving.write(run, target)
+            saving.write_now(run, target)
+            return target
         run.requests.paths.append(str(target))
         return target
 
@@ -324,7 +329,7 @@ class Trainer:
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
             )
         with self._open(found, module, ["train", *(["validate"] if data.validation else [])], data) as run:
-            if run.engine.rank == 0:
+            if run.engine.rank == 0 and (settings.max_time is not None or run.run_dir is not None):
                 run.watch = Watch(run.requests, began, settings.max_time, run.run_dir)
             self._prepare_fit(run, found, data, resume)
             if found.plan_only:
@@ -361,9 +366,10 @@ class Trainer:
         _same_on_every_rank(run)
         if found.plan_only:
             return
-        if run.run_dir is not None and engine.rank == 0:
-            run.run_dir.mkdir(parents=True, exist_ok=True)
-        path = resuming.choose(run, os.fspath(resume), lambda text: print(text, file=sys.stderr, flush=True))
+        resuming.occupy(run, _warn)
+        path = resuming.choose(run, os.fspath(resume), _warn)
+        if run.run_dir is not None and settings.save == "async":
+            run.background = Background(engine.beside())
         if run.run_dir is not None and engine.rank == 0:
             temporary = run.run_dir / ".plan.json"
             temporary.write_text(json.dumps(plan.to_json(), indent=1))
@@ -380,7 +386,7 @@ class Trainer:
         run.start_clock()
 
     def _finish_fit(self, run: Run, reason: str) -> None:
-        saving.save(run)
+        saving.save(run, last=True)
         preempted = reason == "preempted"
         if run.engine.launch.local_rank == 0:
             tell_preempted(os.environ, run.requests.signal if preempted else "")
@@ -451,6 +457,7 @@ class Trainer:
                 run_dir=run_dir,
                 run_id=engine.broadcast_json(secrets.token_hex(8)),
                 trackers=bool(trackers),
+                closing=stack,
             )
             if not found.strategy.exposes_gradients and run.calls.on_before_step is not None:
                 heard = ", ".join(run.calls.manager.order("on_before_step"))
@@ -475,6 +482,7 @@ class Trainer:
                 self._report(run, exc)
                 raise
             finally:
+                saving.drain(run)
                 for child, mode in modes:
                     child.training = mode
                 self._close(run)
@@ -572,6 +580,10 @@ class Trainer:
         """One prediction per sample of `data`, in its order, on rank 0 (None on the others); tensors on the CPU. All ranks."""
         result: list[Any] | None = self._evaluate("predict", module, data, checkpoint, loading)
         return result
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _refuse_after_signal() -> None:

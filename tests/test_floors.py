@@ -17,12 +17,12 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
-    | {"console", "group", "plugin_template", "stopwatch", "weighing"},
+    | {"console", "group", "lock", "plugin_template", "stopwatch", "weighing"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "optimization"},
     {"module", "registry", "planning", "construct", "pretrained", "engine", "state", "run"}
-    | {"comparing", "preemption", "retention"},
+    | {"comparing", "contents", "preemption", "retention"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
-    | {"cli_checkpoints", "interop", "runner"},
+    | {"cli_checkpoints", "committing", "interop", "runner"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]

@@ -214,6 +214,8 @@ def test_a_touched_file_ends_the_fit_and_is_taken_away(tmp_path: Path, straight:
                 time.sleep(1.1)  # it is looked for once a second
 
     told = Told()
+    quiet = {"log_every": 100, "validate_every": None, "save_every": None}
+    assert fit(tmp_path / "quiet", Touches(), **quiet).steps == 3
     assert fit(tmp_path, told, Touches()).steps == 3
     assert told.preempted == ["stop file"]
     assert not (tmp_path / "stop").exists()
