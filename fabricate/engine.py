@@ -40,7 +40,7 @@ _HIDDEN = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_DYNAMO_BACKEND",
 )
-_NOBODYS: tuple[str, int, Any, Any] = ("", 0, None, None)
+_NOBODYS: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
 """Of a sharded module: by which strategy on how many ranks, its root and what that was prepared to. This: nobody's, unusable."""
 
 
@@ -242,17 +242,27 @@ class Engine(Group):
             fill(module, waiting, seed, self.strategy)
             self.strategy.after_load()
         if self.strategy.shards_parameters:
-            object.__setattr__(module, "_sharded", (self.strategy.name, self.world_size, self.root, model))
+            mark = (self.strategy.name, self.world_size, self._converts(), self.root, model)
+            object.__setattr__(module, "_sharded", mark)
         return self._ready(model)
+
+    def _converts(self) -> str:
+        """The name of a precision that changes layers; empty for one that leaves them alone."""
+        return self.precision.name if type(self.precision).convert is not Precision.convert else ""
 
     def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
         """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
-        earlier: tuple[str, int, Any, Any] = getattr(module, "_sharded", _NOBODYS)
-        name, world_size, root, model = earlier
+        earlier: tuple[str, int, str, Any, Any] = getattr(module, "_sharded", _NOBODYS)
+        name, world_size, converted, root, model = earlier
         if (name, world_size) != (self.strategy.name, self.world_size):
             raise ConfigurationError(
                 f"{type(module).__name__} is sharded already{f' (an earlier fit under {name!r})' if name else ''} and strategy="
                 f"{self.strategy.name!r} needs it whole: build a new module, or {type(module).__name__}.load_from_checkpoint(...)"
+            )
+        if converted != self._converts():
+            raise ConfigurationError(
+                f"{type(module).__name__} was prepared for {f'precision={converted!r}' if converted else 'plain layers'} when an "
+                f"earlier fit sharded it, and precision={self.precision.name!r} needs other layers: build a new module"
             )
         self.root = root
         self.root.steps = steps

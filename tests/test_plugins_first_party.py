@@ -173,6 +173,43 @@ def test_float8_is_emulated_when_asked_and_the_plan_says_so(capfd: pytest.Captur
         torch.testing.assert_close(rounded[-1][name], value, rtol=0.1, atol=0.05)
 
 
+def _twice(strategy: str, second: str) -> Any:
+    """One module trained in float8 and then in another precision; its layers in between and the error of the second fit."""
+    module, told = Net(), ""
+    names = list(module.state_dict())
+    for precision in ("fp8:emulate=true", second):
+        trainer = Trainer(strategy=strategy, precision=precision, max_steps=2, seed=3, progress=False)
+        try:
+            trainer.fit(module, ROWS, batch_size=4)
+        except ConfigurationError as exc:
+            told = str(exc)
+    assert list(module.state_dict()) == names
+    return type(module.first).__name__, told
+
+
+def test_a_module_has_its_plain_layers_again_after_a_fit_in_float8() -> None:
+    assert _twice("single", "fp32") == ("Linear", "")
+    assert run_ranks(_twice, 2, "ddp", "fp32") == [("Linear", "")] * 2
+
+
+def test_a_sharded_module_keeps_its_layers_and_refuses_a_precision_that_needs_others() -> None:
+    ((kind, told), _) = run_ranks(_twice, 2, "fsdp", "fp32")
+    assert "Float8Linear" in kind
+    assert "was prepared for precision='fp8'" in told
+    ((_, told), _) = run_ranks(_twice, 2, "fsdp", "fp8:emulate=true")
+    assert told == ""
+
+
+def test_what_was_trained_in_float8_is_in_the_plain_layers() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    before = _weights(module)
+    Trainer(precision="fp8:emulate=true", max_steps=2, seed=3, progress=False).fit(module, ROWS, batch_size=4)
+    assert type(module.first) is torch.nn.Linear
+    assert not any(torch.equal(value, before[name]) for name, value in _weights(module).items())
+    assert module.first.training
+
+
 @pytest.mark.parametrize(
     "core",
     ["ema/src/fabricate_ema.py", "diloco/src/fabricate_diloco/strategy.py", "fp8/src/fabricate_fp8/precision.py"],

@@ -11,11 +11,14 @@ import importlib.util
 import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from fabricate import ConfigurationError, Precision, Strategy
+
+if TYPE_CHECKING:
+    from fabricate import Trainer, TrainModule
 
 _PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 
@@ -39,7 +42,7 @@ class FP8(Precision):
     def __post_init__(self) -> None:
         if self.backend not in _PACKAGES:
             raise ConfigurationError(f"fp8: backend={self.backend!r}: give 'torchao' or 'te'")
-        self._layers: list[str] = []
+        self._layers: dict[str, torch.nn.Module] = {}
 
     def check(self, device: torch.device, strategy: Strategy) -> Iterable[str]:
         package = _PACKAGES[self.backend]
@@ -58,7 +61,7 @@ class FP8(Precision):
     def convert(self, module: torch.nn.Module) -> None:
         linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
         fitting = [name for name, layer in linear.items() if not (layer.in_features % 16 or layer.out_features % 16)]
-        self._layers = [name for name in fitting if not (self.skip and re.search(self.skip, name))]
+        self._layers = {name: linear[name] for name in fitting if not (self.skip and re.search(self.skip, name))}
         if not self._layers:
             raise ConfigurationError(
                 f"precision='fp8': {type(module).__name__} has no linear layer with both sizes in multiples of 16 and a name "
@@ -72,8 +75,17 @@ class FP8(Precision):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
-        chosen = set(self._layers)
-        convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in chosen)
+        convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in self._layers)
+
+    def on_teardown(self, trainer: Trainer, module: TrainModule) -> None:
+        """Put the plain layers back, with what was trained; a sharded module stays prepared, for the next fit."""
+        if trainer.strategy.shards_parameters:
+            return
+        for name, plain in self._layers.items():
+            trained = module.get_submodule(name)
+            plain.weight, plain.bias = trained.weight, trained.bias
+            module.set_submodule(name, plain)
+        self._layers = {}
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
         if self.backend == "te":
