@@ -8,7 +8,7 @@ PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env lint test demo bench bench-peers clean
+.PHONY: env lint test demo bench bench-peers campaign clean
 
 env: $(INSTALLED)
 
@@ -40,6 +40,10 @@ demo: env
 PEER_VENV := .venv-peers
 bench: env
 	$(if $(PEERS),$(PEER_VENV),$(VENV))/bin/python -m benchmarks
+
+# The long forms of what `make test` samples.
+campaign: env
+	$(BIN)/python -m campaigns.parity --out docs/parity.md
 
 # It sees the packages of .venv, so that torch and Accelerate are the same ones.
 bench-peers: env

@@ -604,6 +604,7 @@ def _same_on_every_rank(run: Run) -> None:
         "parameters": names,
         "versions": versions,
         "seed": run.seed,
+        "run_dir": str(run.settings.run_dir),
         "total steps": run.total_steps,
     }
     everyone = run.engine.gather_json(mine)

@@ -1,0 +1,11 @@
+"""Every strategy for real on two ranks against a loop by hand; `python -m campaigns.parity` is the long form."""
+
+from __future__ import annotations
+
+from campaigns.parity import STRATEGIES, TOLERANCE, compare
+
+
+def test_every_strategy_equals_the_loop_written_by_hand() -> None:
+    table = list(compare(STRATEGIES, (1, 2)))
+    assert len(table) == 4 * len(STRATEGIES)
+    assert [row for row in table if max(row[-2:]) > TOLERANCE] == []
