@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from fabricate.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from fabricate.checkpoint import Reader
+    from fabricate.comparing import Difference
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
 _MOST_ROWS = 12  # of one component, in a table
@@ -216,15 +217,20 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
         click.echo(f"no difference between {paths[0]} and {paths[1]}")
     else:
         click.echo(f"{paths[0]}\n{paths[1]}")
-        rows, of = [], Counter(d.component for d in found)
-        for component, number in of.items():
-            some = [d for d in found if d.component == component][:_MOST_ROWS]
-            rows += [(component, d.name, d.text) for d in some]
-            if number > len(some):
-                rows.append((component, f"and {number - len(some)} more", "--json lists all"))
-        print_table(("component", "what", "difference"), rows)
+        print_differences(found)
     if found:
         ctx.exit(1)
+
+
+def print_differences(found: Sequence[Difference]) -> None:
+    """Print a table, with the first few of each component."""
+    rows = []
+    for component, number in Counter(difference.component for difference in found).items():
+        some = [d for d in found if d.component == component][:_MOST_ROWS]
+        rows += [(component, d.name, d.text) for d in some]
+        if number > len(some):
+            rows.append((component, f"and {number - len(some)} more", "--json lists all"))
+    print_table(("component", "what", "difference"), rows)
 
 
 @ckpt.command()

@@ -41,6 +41,7 @@ from fabricate.progress import Progress
 from fabricate.randomness import derive_seed, seed_everything
 from fabricate.records import EXIT_PREEMPTED, Every, FitResult
 from fabricate.registry import progress_bar
+from fabricate.rehearsing import rehearsed
 from fabricate.run import Run
 from fabricate.settings import check_arguments
 from fabricate.state import optimizer_groups
@@ -138,7 +139,7 @@ class Trainer:
         **unknown: Any,
     ) -> None:
         known = [n for n in inspect.signature(Trainer).parameters if n != "unknown"]
-        self.settings = check_arguments(
+        settings = check_arguments(
             known,
             unknown,
             strategy=strategy,
@@ -169,6 +170,7 @@ class Trainer:
             fast_dev_run=fast_dev_run,
             accept_changes=accept_changes,
         )
+        self.settings = rehearsed(settings, os.environ)
         self._run: Run | None = None
 
     # -- what hooks and modules may ask ---------------------------------------------------------------------------------

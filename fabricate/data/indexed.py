@@ -89,7 +89,7 @@ class Indexed(Source):
     ) -> None:
         resumes = "exactly, by position"
         super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=shuffle)
-        self._dataset = dataset
+        self.data = dataset
         self._draw = draw
         self._options = options
 
@@ -149,7 +149,7 @@ class Indexed(Source):
                 yield begin + share.start, begin + share.stop, share.rows
 
     def _load(self, epoch: int, order: RowOrder | BatchOrder, places: Callable[[], Iterator[_Place]]) -> Iterator[Any]:
-        seed, dataset, options = self._setup.seed, self._dataset, self._options
+        seed, dataset, options = self._setup.seed, self.data, self._options
         seeded = options["num_workers"] > 0
         if seeded:
             dataset = _SeededDataset(dataset, seed, epoch)

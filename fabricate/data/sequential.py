@@ -48,7 +48,7 @@ class Sequential(Source):
         pin_memory: bool = False,
     ) -> None:
         super().__init__(setup, kind, batch_size=batch_size, units=units, resumes="by replay", shuffle=None)
-        self._data = data
+        self.data = data
         self._collate = collate
         self._in_worker = in_worker
         self._pin_memory = pin_memory
@@ -80,10 +80,10 @@ class Sequential(Source):
 
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         """A `_Plan`, then as many batches as it says, again and again."""
-        if isinstance(self._data, Iterator):
+        if isinstance(self.data, Iterator):
             if self._spent or epoch > 0:
                 raise self._setup.error(
-                    f"is a one-shot iterator ({type(self._data).__name__}), which its first pass uses up; for more "
+                    f"is a one-shot iterator ({type(self.data).__name__}), which its first pass uses up; for more "
                     "than one give an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__)"
                 )
             self._spent = True
@@ -109,7 +109,7 @@ class _Reader(IterableDataset[Any]):
     """Reads sequential data, here or in one worker process: a `_Plan`, then the batches it announces, and so on."""
 
     def __init__(self, source: Sequential, epoch: int, start: int) -> None:
-        self.dataset = source._data
+        self.dataset = source.data
         self._setup = source._setup
         self._batch_size = source.batch_size
         self._window = source._units_per_window

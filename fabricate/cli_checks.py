@@ -1,0 +1,70 @@
+"""`fabricate verify-resume`: checks that start the user's own script. Owns what is printed and the exit codes: 1 where a check
+fails, 2 for a wrong command or a script that fails by itself. Must not know how the checks work; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fabricate.cli_checkpoints import print_differences
+from fabricate.cli_launch import launching, prepared
+from fabricate.errors import ConfigurationError
+
+
+@click.command("verify-resume", context_settings={"ignore_unknown_options": True})
+@click.option("--at", type=click.IntRange(1), required=True, metavar="N", help="Kill it in the update after step N.")
+@click.option("--into", type=click.Path(path_type=Path), metavar="DIR", help="Keep logs, checkpoints and notes in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@launching
+@click.pass_context
+def verify_resume(ctx: click.Context, /, at: int, into: Path | None, as_json: bool, **options: Any) -> None:
+    """Check that SCRIPT resumes exactly: run it whole, run it again and kill it (SIGKILL) after step N, resume, compare.
+
+    Says which component differs first: weights, an optimizer, random generators, the position in the data, metrics, a
+    plugin's state, an attribute that a plugin keeps and does not save. Exit code 1 if anything does. SCRIPT itself is not
+    changed; its run_dir is put elsewhere. The options of `fabricate run` are recognised.
+
+    \b
+    Examples:
+      fabricate verify-resume train.py --at 50
+      fabricate verify-resume train.py --at 50 --nproc 2 --strategy fsdp -- --epochs 1
+    """
+    from fabricate.resume_check import verify_resume as verify
+
+    command, environment = prepared(**options)
+    if into is not None and into.exists() and (not into.is_dir() or any(into.iterdir())):
+        raise ConfigurationError(f"--into {str(into)!r} is not an empty folder; give a new one")
+    place = tempfile.TemporaryDirectory(prefix="fabricate-resume-") if into is None else contextlib.nullcontext(into)
+    with place as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tell = (lambda text: None) if as_json else click.echo
+        verdict = verify(command, environment, at, Path(folder).absolute(), tell)
+    if as_json:
+        click.echo(json.dumps(verdict.to_json()))
+    elif not verdict.differences:
+        click.echo(
+            f"exact: resumed from step {verdict.resumed_from}, it ends as the run that was never stopped, bit by bit"
+        )
+    else:
+        first = verdict.differences[0]
+        click.echo(f"not exact: {first.component} is the first to differ, {verdict.when}: {first.name}")
+        click.echo(_HINTS[verdict.when])
+        print_differences(verdict.differences)
+    if verdict.differences:
+        ctx.exit(1)
+
+
+_HINTS = {
+    "before the kill": "Two undisturbed starts differ, so the training itself is not deterministic. Give the Trainer a seed; call "
+    "seed_everything before layers are built outside configure_model; let augmentations draw from the global generators of torch, NumPy "
+    "or Python, which are seeded for every batch.",
+    "after the resume": "Of a plugin, a checkpoint holds what on_save puts into `state`, and on_load has to put it back; of a data set it "
+    "holds the position. Random numbers belong to the global generators of torch, NumPy or Python.",
+    "at the end": "All that the checkpoint holds came back. Look for state elsewhere: in global variables, in files, in the data.",
+}

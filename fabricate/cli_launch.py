@@ -1,0 +1,116 @@
+"""The options with which a command starts a script on its ranks, and what they come to.
+
+Owns: the options, and that they agree with a configuration file. Must not know what the command is for; imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fabricate import launch
+from fabricate.errors import ConfigurationError
+
+__all__ = ["launching", "prepared"]
+
+
+def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """The value of an option that may be given on either side of SCRIPT, and means one thing."""
+    if len(set(values)) > 1:
+        given = " and ".join(map(str, values))
+        raise click.UsageError(
+            f"{parameter.opts[0]} is given as {given}; give it once. SCRIPT's own options go after --"
+        )
+    return values[0] if values else None
+
+
+def _single(*names: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(*names, multiple=True, callback=_once, **settings)
+
+
+_OPTIONS = (
+    _single("--nproc", type=int, metavar="N", help="Processes on this node; default: 1, or what the config file says."),
+    _single("--nnodes", type=int, metavar="N", help="Nodes in all; start the same command on each."),
+    _single("--node-rank", type=int, metavar="I", help="Which of the nodes this is, from 0."),
+    _single("--master-addr", metavar="HOST", help="The host of node rank 0."),
+    _single("--master-port", type=int, metavar="PORT", help="A free port there; default: 29500."),
+    _single("--strategy", metavar="NAME", help="ddp, fsdp, zero3, ..., with options: zero3:offload_optimizer=cpu."),
+    _single("--precision", metavar="NAME", help="fp32, bf16, fp16, ..."),
+    click.option(
+        "--plugin", "plugins", multiple=True, metavar="NAME", help="Activate an installed plugin; repeatable."
+    ),
+    _single("--config", metavar="FILE", help="An Accelerate YAML or a DeepSpeed JSON, told apart by content."),
+    click.argument("script"),
+    click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
+)
+
+
+def launching(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that start a script, and SCRIPT with its own arguments."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def prepared(
+    *,
+    script: str,
+    arguments: Sequence[str],
+    config: str | None,
+    plugins: Sequence[str],
+    nproc: int | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    strategy: str | None,
+    precision: str | None,
+    plan_only: bool = False,
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment that the options above ask for."""
+    if not Path(script).is_file():
+        raise ConfigurationError(f"SCRIPT {script!r} is not a file; give a Python script, before its own options")
+    file = launch.read_config(config) if config is not None else launch.ConfigFile("")
+    nnodes = _agreed("--nnodes", nnodes, file.path, "num_machines", file.num_nodes) or 1
+    if file.num_processes and file.num_processes % nnodes:
+        raise ConfigurationError(
+            f"{file.path}: num_processes is {file.num_processes}, which {nnodes} nodes cannot share equally; change one"
+        )
+    per_node = file.num_processes // nnodes if file.num_processes else None
+    nproc = _agreed("--nproc", nproc, file.path, "num_processes", per_node)
+    nproc = 1 if nproc is None else nproc
+    command = launch.command(
+        script,
+        arguments,
+        nproc=nproc,
+        nnodes=nnodes,
+        node_rank=_agreed("--node-rank", node_rank, file.path, "machine_rank", file.node_rank) or 0,
+        master_addr=_agreed("--master-addr", master_addr, file.path, "main_process_ip", file.master_addr),
+        master_port=_agreed("--master-port", master_port, file.path, "main_process_port", file.master_port),
+    )
+    environment = launch.environment(
+        os.environ,
+        nproc=nproc,
+        strategy=_agreed("--strategy", strategy, file.path, "the strategy", file.strategy),
+        precision=_agreed("--precision", precision, file.path, "mixed_precision", file.precision),
+        plugins=plugins,
+        plan_only=plan_only,
+        variables=file.variables,
+    )
+    launch.requests(environment)  # what contradicts itself is told here, once, and not by every rank
+    if file.unused:
+        click.echo(f"note: {file.path}: not used by fabricate: {', '.join(file.unused)}", err=True)
+    return command, environment
+
+
+def _agreed(option: str, given: Any, path: str, key: str, configured: Any) -> Any:
+    """The command line's value or the config file's. Raises ConfigurationError where both are set and differ."""
+    if given is not None and configured is not None and given != configured:
+        raise ConfigurationError(
+            f"{option} {given} and config file {path!r} ({key}: {configured}) differ; set one of them"
+        )
+    return configured if given is None else given
