@@ -44,6 +44,7 @@ bench: env
 # The long forms of what `make test` samples.
 campaign: env
 	$(BIN)/python -m campaigns.parity --out docs/parity.md
+	$(BIN)/python -m campaigns.matrix --out docs/matrix.md
 
 # It sees the packages of .venv, so that torch and Accelerate are the same ones.
 bench-peers: env

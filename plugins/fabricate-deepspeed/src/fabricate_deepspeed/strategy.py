@@ -80,7 +80,7 @@ class ZeRO(Strategy, abc.ABC):
         return dict(self._configuration.asks())
 
     def settle(self, settled: Settled) -> None:
-        if settled.precision.mixed_precision not in ("no", "fp16", "bf16"):
+        if settled.precision.name not in ("fp32", "fp16", "bf16"):  # one that changes layers: DeepSpeed flattens them
             raise ConfigurationError(
                 f"strategy={self.name!r} does not compute in precision={settled.precision.name!r}; use 'fp32', 'fp16' or 'bf16'"
             )

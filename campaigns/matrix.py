@@ -1,0 +1,177 @@
+"""Nothing is silent, as a table: every strategy with every precision either takes effect, seen in a fit, or is refused.
+
+A cell of what runs says what was observed in the second update on rank 0: the dtype that comes out of a linear layer, the
+dtype of the parameters in `training_step`, the share of parameters and of optimizer state that this rank keeps between
+updates, the optimizer that steps. A refused cell says why, and no step ran.
+
+    python -m campaigns.matrix --out docs/matrix.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from fabricate import FabricateError, Trainer, TrainModule
+from fabricate.testing import close_pools, run_ranks
+
+STRATEGIES = (
+    "single",
+    "ddp",
+    "ddp:find_unused_parameters=false",
+    "ddp:gradient_as_bucket_view=true",
+    "fsdp",
+    "fsdp:wrap=none",
+    "fsdp:reshard_after_forward=false",
+    "fsdp:offload=cpu",
+    "diloco",
+    "zero1",
+    "zero2",
+    "zero2:offload_optimizer=cpu",
+    "zero3",
+    "zero3:offload_param=cpu",
+)
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8:emulate=true")
+COMPUTES_IN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""What comes out of a linear layer; float8 exists only inside of one."""
+WHOLE, SHARDED = ("single", "ddp", "diloco"), ("fsdp", "zero1", "zero2", "zero3")
+PAGE = """# Strategy and precision: what runs, and what is refused
+
+`python -m campaigns.matrix --out docs/matrix.md` wrote this page from real fits on CPU ranks. A cell of what runs: the dtype that
+comes out of a linear layer, the dtype of the parameters in `training_step`, the shares of parameters and optimizer state
+that rank 0 keeps between updates, the optimizer that steps. A refused cell says why; no step ran.
+DeepSpeed leaves small parameters whole under `zero3` (`stage3_param_persistence_threshold`), all of this small net among them.
+"""
+
+
+@dataclass
+class Cell:
+    """What one fit showed. refused: the error before the first step, else empty."""
+
+    strategy: str
+    precision: str
+    ranks: int
+    steps: int = 0
+    activations: str = ""
+    parameters: str = ""
+    parameter_share: float = 0.0
+    optimizer_share: float = 0.0
+    optimizer: str = ""
+    refused: str = ""
+
+
+def name(dtype: torch.dtype) -> str:
+    """As users write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def kept(tensors: Iterable[torch.Tensor]) -> int:
+    """Elements of `tensors` in this rank's memory, each piece of memory once."""
+    local = [t.to_local() if isinstance(t, torch.distributed.tensor.DTensor) else t for t in tensors]
+    pieces = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.element_size() for t in local}
+    return sum(pieces.values())
+
+
+class Observed(TrainModule):
+    """A small net that writes down what it is trained with."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.cell = cell
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)])
+        self.whole = sum(p.numel() for p in self.parameters())
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.cell.parameters = name(next(self.parameters()).dtype)
+        hidden = self.blocks[0](batch[0])
+        self.cell.activations = name(hidden.dtype)
+        return mse_loss(self.blocks[1](torch.relu(hidden)).float(), batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        (optimizer,) = trainer.optimizers.values()
+        moments = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
+        self.cell.steps = step
+        self.cell.optimizer = type(optimizer).__name__
+        self.cell.parameter_share = kept(p.data for p in self.parameters()) / self.whole
+        self.cell.optimizer_share = kept(moments) / self.whole
+
+
+def fits(world_size: int, pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """A fit per strategy and precision, in one process group; runs on each rank."""
+    rows = TensorDataset(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    cells = [Cell(strategy, precision, world_size) for strategy, precision in pairs]
+    for cell in cells:
+        trainer = Trainer(strategy=cell.strategy, precision=cell.precision, max_steps=2, seed=1, progress=False)
+        try:
+            trainer.fit(Observed(cell), rows, batch_size=4)
+        except FabricateError as exc:
+            cell.refused = str(exc).partition("\n")[0]
+    return [asdict(cell) for cell in cells]
+
+
+def wrong(cell: Cell) -> str:
+    """What of a cell is neither in effect nor refused; empty when it is as it should be."""
+    if cell.refused:
+        return "refused after a step had run" if cell.steps else ""
+    strategy, precision = cell.strategy.partition(":")[0], cell.precision.partition(":")[0]
+    if cell.steps != 2:
+        return f"{cell.steps} steps instead of 2"
+    if cell.activations != COMPUTES_IN[precision]:
+        return f"computes in {cell.activations}"
+    share = 1.0 if strategy in WHOLE else 1 / cell.ranks
+    if not abs(cell.optimizer_share - share) < 0.1:
+        return f"keeps {cell.optimizer_share:.2f} of the optimizer state instead of {share:.2f}"
+    return "" if cell.optimizer == "AdamW" else f"{cell.optimizer} steps instead of AdamW"
+
+
+def observe() -> list[Cell]:
+    """All cells, as rank 0 saw them. On one rank only "single" is there; the others are refused in fp32 as in any other."""
+    everything = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
+    alone = [(strategy, precision) for strategy, precision in everything if "single" in strategy or precision == "fp32"]
+    cells: list[Cell] = []
+    for world_size, pairs in ((1, alone), (2, everything)):
+        cells += [Cell(**cell) for cell in run_ranks(fits, world_size, world_size, pairs, timeout=600)[0]]
+    return cells
+
+
+def text(cell: Cell) -> str:
+    """A cell of the page."""
+    if cell.refused:
+        return "refused: " + cell.refused.replace("|", "\\|")
+    return (
+        f"{cell.activations}, parameters {cell.parameters}, keeps {cell.parameter_share:.0%} and {cell.optimizer_share:.0%}, "
+        f"{cell.optimizer}"
+    )
+
+
+def main() -> int:
+    """Print the table; 1 when a cell is neither in effect nor refused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    cells = observe()
+    close_pools()
+    lines = [PAGE, "| strategy | precision | ranks | what happened |", "|---|---|---|---|"]
+    lines += [f"| `{c.strategy}` | `{c.precision}` | {c.ranks} | {text(c)} |" for c in cells]
+    print("\n".join(lines))
+    faults = [f"{c.strategy}, {c.precision}, {c.ranks} ranks: {wrong(c)}" for c in cells if wrong(c)]
+    print("\n".join(faults) or "every cell takes effect or is refused")
+    if options.out is not None:
+        options.out.write_text("\n".join([*lines, ""]))
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
