@@ -34,10 +34,8 @@ class LanguageModel(TrainModule):
             self.model = transformers.AutoModelForCausalLM.from_pretrained(self.name)
         self.model.loss_type = "ForCausalLM"  # transformers cannot tell it from the name GPT2LMHeadModel, and warns
 
-    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        total = self.trainer.total_steps
-        return optimizer, transformers.get_linear_schedule_with_warmup(optimizer, total // 10, total)
+    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, str]:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate), "linear:warmup=0.1"
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.model(**batch).loss  # a mean over the labels that count, which it weighs

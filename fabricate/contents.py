@@ -92,7 +92,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         },
         "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optimizers.items()},
         "schedulers": {
-            label: {"kind": type(s).__name__, "state": saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)}
+            label: {"kind": s.kind, "state": saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)}
             for label, s in run.schedulers.items()
         },
         "scaler": run.engine.scaler_state(),

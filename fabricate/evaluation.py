@@ -17,7 +17,6 @@ from fabricate.data import rows_of, token_labels
 from fabricate.errors import ConfigurationError
 from fabricate.metrics import Metrics, snapshot_torchmetrics
 from fabricate.module import STEPS
-from fabricate.optimization import PlateauScheduler
 from fabricate.randomness import rng_state, set_rng_state
 from fabricate.weighing import CrossEntropies
 
@@ -32,8 +31,7 @@ def validate(run: Run, epoch: int) -> dict[str, float]:
     metrics = evaluate(run, run.validation, "validate")
     run.write_metrics("validate", metrics, epoch)
     for scheduler in run.schedulers.values():
-        if isinstance(scheduler, PlateauScheduler):
-            scheduler.measured(metrics)
+        scheduler.measured(metrics)
     return metrics
 
 

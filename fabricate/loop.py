@@ -144,7 +144,7 @@ def fit(run: Run) -> str:
                 )
             if applied:
                 if name in run.schedulers:
-                    run.schedulers[name].step()
+                    run.schedulers[name].updated()
                 progress.step += 1
                 skipped_in_a_row = 0
             else:
@@ -177,6 +177,8 @@ def fit(run: Run) -> str:
             epoch = progress.epoch
             if window.last:
                 progress.epoch, progress.position = epoch + 1, 0
+                for schedule in run.schedulers.values():
+                    schedule.epoch_ended()
             stop, logging, evaluating, saving = _agree(run, dues, route)
             finished = _finished(run)
             if logging:

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, read into named optimizers and schedulers.
+"""What `configure_optimizers` may return, read into named optimizers and schedules.
 
 Must not know: strategies, the loop.
 """
@@ -6,51 +6,14 @@ Must not know: strategies, the loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 
-from fabricate.errors import ConfigurationError
-
-
-class Scheduler(Protocol):
-    """What the loop asks of a scheduler: advanced once per applied update of its optimizer."""
-
-    def step(self) -> None:
-        """Advance."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
-
-
-class PlateauScheduler:
-    """`ReduceLROnPlateau` in the loop: not advanced per update, but with the validation loss after each validation."""
-
-    def __init__(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau) -> None:
-        self.scheduler = scheduler
-
-    def step(self) -> None:
-        """Nothing per update."""
-
-    def measured(self, metrics: Mapping[str, float]) -> None:
-        """Advance by "val_loss"; `ConfigurationError` when validation gives none."""
-        if "val_loss" not in metrics:
-            raise ConfigurationError(
-                f"ReduceLROnPlateau needs val_loss and validation gave {', '.join(metrics) or 'nothing'}; return "
-                "{'loss': ...} from validation_step"
-            )
-        self.scheduler.step(metrics["val_loss"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own."""
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The scheduler's own."""
-        self.scheduler.load_state_dict(state)
+from fabricate.errors import ConfigurationError, did_you_mean
+from fabricate.registry import build, parse_name
+from fabricate.schedules import NAMED, Schedule, own_lengths
 
 
 def configured_optimizers(where: str, module: Any) -> Any:
@@ -67,18 +30,23 @@ def configured_optimizers(where: str, module: Any) -> Any:
         ) from exc
 
 
-def read_optimizers(where: str, configured: Any) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Scheduler]]:
-    """Optimizers and schedulers by name ("main" when there is one without a name). `where` names the method in errors."""
+def read_optimizers(
+    where: str, configured: Any, total_steps: int | None
+) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Schedule]]:
+    """Optimizers and schedules by name ("main" when there is one without a name). `where` names the method in errors,
+    `total_steps` are the updates to come (None: not known), over which schedules with a name are laid."""
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    schedulers: dict[str, Scheduler] = {}
-    for name, value in (configured if isinstance(configured, Mapping) else {"main": configured}).items():
-        pair = value if isinstance(value, tuple | list) else (value,)
-        if not 1 <= len(pair) <= 2 or not isinstance(pair[0], torch.optim.Optimizer):
+    schedules: dict[str, Schedule] = {}
+    named = configured if isinstance(configured, Mapping) else {"main": configured}
+    for name, value in named.items():
+        parts = value if isinstance(value, tuple | list) else (value,)
+        single = 1 <= len(parts) <= 3 and not any(isinstance(part, torch.optim.Optimizer) for part in parts[1:])
+        if not single or not isinstance(parts[0], torch.optim.Optimizer):
             raise ConfigurationError(
                 f"{where} returned {type(value).__name__}{f' for {name!r}' if name != 'main' else ''}; return an optimizer, "
-                "(optimizer, scheduler), or a mapping of names to those"
+                "(optimizer, scheduler), (optimizer, scheduler, 'epoch'), or a mapping of names to those"
             )
-        optimizer = pair[0]
+        optimizer = parts[0]
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(
                 f"{where}: LBFGS evaluates the loss several times per update, which the loop does not; choose another"
@@ -90,19 +58,80 @@ def read_optimizers(where: str, configured: Any) -> tuple[dict[str, torch.optim.
         if any(optimizer is other for other in optimizers.values()):
             raise ConfigurationError(f"{where}: optimizer {name!r} is listed twice; give each name its own")
         optimizers[str(name)] = optimizer
-        if len(pair) == 2 and pair[1] is not None:
-            schedulers[str(name)] = _scheduler(f"{where}: the scheduler of {name!r}", pair[1])
+        if len(parts) > 1 and parts[1] is not None:
+            own = f"{where}: the scheduler of {name!r}"
+            # Optimizers that take turns share the updates in a way that nobody knows but the user.
+            schedules[str(name)] = _schedule(
+                own, optimizer, parts[1], *parts[2:], total=total_steps, alone=len(named) == 1
+            )
     if not optimizers:
         raise ConfigurationError(f"{where} returned no optimizer")
-    return optimizers, schedulers
+    return optimizers, schedules
 
 
-def _scheduler(where: str, scheduler: Any) -> Scheduler:
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return PlateauScheduler(scheduler)
+def _schedule(
+    where: str,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    advances: str | None = None,
+    *,
+    total: int | None,
+    alone: bool,
+) -> Schedule:
+    if isinstance(scheduler, str):
+        if advances is not None:
+            raise ConfigurationError(f"{where} is {scheduler!r}, which advances per update; leave {advances!r} out")
+        return _named(where, optimizer, scheduler, total, alone)
+    plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
     if not all(callable(getattr(scheduler, n, None)) for n in ("step", "state_dict", "load_state_dict")):
         raise ConfigurationError(
-            f"{where} is {type(scheduler).__name__}; it needs step(), state_dict(), load_state_dict()"
+            f"{where} is {type(scheduler).__name__}; it needs step(), state_dict(), load_state_dict(), or to be one of the names "
+            f"{', '.join(NAMED)}"
         )
-    checked: Scheduler = scheduler
-    return checked
+    advances = advances or ("val_loss" if plateau else "step")
+    if (advances in ("step", "epoch")) == plateau:
+        raise ConfigurationError(
+            f"{where} is to advance by {advances!r}; "
+            + (
+                "ReduceLROnPlateau takes the name of a metric"
+                if plateau
+                else "give 'step' (updates, the default) or 'epoch'"
+            )
+        )
+    return Schedule(scheduler, advances, f"{type(scheduler).__name__}, advanced by {advances}")
+
+
+def _named(where: str, optimizer: torch.optim.Optimizer, text: str, total: int | None, alone: bool) -> Schedule:
+    name, options = parse_name("scheduler", text)
+    if name not in NAMED:
+        raise ConfigurationError(
+            f"{where} is {text!r}{did_you_mean(name, NAMED)}; give {', '.join(NAMED)}, or an object"
+        )
+    if (not alone or total is None) and "total" not in options:
+        why = "train has no length" if alone else "several optimizers share the updates"
+        raise ConfigurationError(
+            f"{where} is {text!r}, and how many updates it is for is not known ({why}); say it: '{name}:total=1000'"
+        )
+    given = {} if "total" in options else {"total": total}
+    made = build(NAMED[name], "scheduler", name, options, optimizer=optimizer, **given)
+    return Schedule(made, "step", f"{text} over {options.get('total', total)} updates")
+
+
+def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, max_epochs: int | None) -> list[str]:
+    """Notes for the plan about schedulers that were made for another number of updates than come. `ConfigurationError` for
+    one that would raise on the way. Nothing is said where several optimizers share the updates."""
+    notes = []
+    for schedule in schedules.values() if len(schedules) == 1 else ():
+        per_epoch = schedule.advances == "epoch"
+        comes, unit = (max_epochs, "epochs") if per_epoch else (total_steps, "updates")
+        for name, length in dict.fromkeys(own_lengths(schedule.made)) if comes is not None else ():
+            if length == comes:
+                continue
+            said = f"{type(schedule.made).__name__} is made for {length} {unit} ({name}) and this fit has {comes}"
+            remedy = "count with self.trainer.total_steps (updates, on any number of ranks), or name a schedule: (optimizer, 'cosine')"
+            if not per_epoch and length == max_epochs:
+                remedy = "advance it once per epoch: (optimizer, scheduler, 'epoch')"
+            if isinstance(schedule.made, lr_scheduler.OneCycleLR) and comes is not None and length < comes:
+                raise ConfigurationError(f"{said}, after which it cannot go on; {remedy}")
+            notes.append(f"{said}; {remedy}")
+    return notes

@@ -22,6 +22,7 @@ from fabricate.launch import Launch, Request, detect, requests
 from fabricate.plan import Plan, Setting
 from fabricate.precision import Precision
 from fabricate.registry import Registry, distribution_of
+from fabricate.schedules import Schedule
 from fabricate.settings import Settings
 from fabricate.strategy import Settled, Strategy
 
@@ -281,6 +282,7 @@ def make_plan(
     module: torch.nn.Module,
     data: Data,
     optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+    schedules: Mapping[str, Schedule] | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
     """The plan as data. `optimizers` are known once the module is built; without them the learning rates are left out."""
@@ -333,10 +335,14 @@ def make_plan(
         *(
             Setting(
                 "learning_rate" if name == "main" else f"learning_rate {name}",
-                [float(group["lr"]) for group in optimizer.param_groups],
+                [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups],
                 f"{type(optimizer).__name__}, never scaled",
             )
             for name, optimizer in (optimizers or {}).items()
+        ),
+        *(
+            Setting("schedule" if name == "main" else f"schedule {name}", schedule.text, "configure_optimizers")
+            for name, schedule in (schedules or {}).items()
         ),
         Setting("parameters_trainable", count(True), "module"),
         Setting("parameters_frozen", count(False), "module"),

@@ -243,7 +243,7 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
         raise CheckpointError(
             f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optimizers)}; they have to be the same"
         )
-    schedulers = {label: type(s).__name__ for label, s in run.schedulers.items()}
+    schedulers = {label: s.kind for label, s in run.schedulers.items()}
     saved_schedulers = {label: s["kind"] for label, s in tree["schedulers"].items()}
     if schedulers != saved_schedulers:
         raise CheckpointError(

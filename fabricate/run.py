@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from fabricate.engine import Engine
     from fabricate.metrics import Metrics
     from fabricate.module import TrainModule
-    from fabricate.optimization import Scheduler
     from fabricate.preemption import Watch
     from fabricate.progress import Progress
+    from fabricate.schedules import Schedule
     from fabricate.settings import Settings
     from fabricate.trainer import Trainer
 
@@ -64,7 +64,7 @@ class Run:
     source: Source | None = None
     validation: dict[str, Source] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    schedulers: dict[str, Scheduler] = field(default_factory=dict)
+    schedulers: dict[str, Schedule] = field(default_factory=dict)
     parameters: dict[str, list[torch.nn.Parameter]] = field(default_factory=dict)
     """The trainable parameters of each optimizer, listed once: nothing walks the module per step."""
     total_steps: int | None = None

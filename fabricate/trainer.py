@@ -33,7 +33,7 @@ from fabricate.hooks import PROJECT, hookimpl
 from fabricate.launch import detect, tell_preempted
 from fabricate.metrics import Metrics
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
-from fabricate.optimization import configured_optimizers, read_optimizers
+from fabricate.optimization import configured_optimizers, notes_of_length, read_optimizers
 from fabricate.plan import Plan
 from fabricate.planning import Data, Resolved, make_plan, open_data, resolve, settle
 from fabricate.preemption import Watch, signals_heard, told_to_end
@@ -354,7 +354,15 @@ class Trainer:
         """Everything between an open engine and the first step: optimizers, the plan, a checkpoint."""
         module, engine, settings = run.module, run.engine, self.settings
         where = f"{type(module).__name__}.configure_optimizers"
-        run.optimizers, run.schedulers = read_optimizers(where, configured_optimizers(where, module))
+        configured = configured_optimizers(where, module)
+        run.optimizers, run.schedulers = read_optimizers(where, configured, run.total_steps)
+        if not settings.fast_dev_run:
+            run.notes += notes_of_length(run.schedulers, run.total_steps, settings.max_epochs)
+        for schedule in run.schedulers.values():
+            if schedule.metric is not None and not run.validation:
+                raise ConfigurationError(
+                    f"{where}: {schedule.text}, and nothing is validated; pass val= to fit, or take another scheduler"
+                )
         optimizer_groups(module, run.optimizers, engine.strategy)
         run.parameters = {
             name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -362,7 +370,7 @@ class Trainer:
         }
         engine.prepare_optimizers(run.optimizers)
         found = dataclasses.replace(found, seed=(run.seed, found.seed[1]))
-        plan = make_plan(settings, found, module, data, run.optimizers, run.notes)
+        plan = make_plan(settings, found, module, data, run.optimizers, run.schedulers, run.notes)
         if engine.rank == 0:
             print(plan, flush=True)
         _same_on_every_rank(run)

@@ -190,8 +190,8 @@ class Steep(TrainModule):
             y = torch.where(y == STEEP_Y[1], float("inf"), y)  # the second row of a window, which one rank has
         return self.loss(x, y)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, str]:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9), "linear"
 
 
 STEEP_X = torch.randn(8, 3, generator=torch.Generator().manual_seed(8))
@@ -202,8 +202,9 @@ MAX_GRAD_VALUE = 0.5
 def clipped_by_hand() -> tuple[list[float], Weights, float]:
     """By value; the norms are those before. The last answer is the share of elements that were clipped."""
     module, norms, clipped = Steep(), [], []
-    optimizer = module.configure_optimizers()
-    for _ in range(STEPS):
+    optimizer, _ = module.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / STEPS)
         module.loss(STEEP_X, STEEP_Y).backward()
         every = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
         norms.append(float(every.norm()))

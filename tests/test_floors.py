@@ -18,8 +18,8 @@ FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
     | {"console", "group", "lock", "plugin_template", "rehearsal", "stopwatch", "weighing"},
-    {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "optimization"},
-    {"module", "registry", "planning", "construct", "pretrained", "engine", "state", "run"}
+    {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules"},
+    {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
     | {"comparing", "contents", "preemption", "rehearsing", "retention"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
     | {"cli_checkpoints", "cli_checks", "cli_launch", "committing", "interop", "resume_check", "runner"},

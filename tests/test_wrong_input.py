@@ -353,7 +353,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
         (lambda self: {}, "configure_optimizers returned no optimizer"),
         (lambda self: [_sgd(self.parameters())] * 3, "configure_optimizers returned list"),
         (lambda self: {"a": "adam"}, "configure_optimizers returned str for 'a'"),
-        (lambda self: (_sgd(self.parameters()), "cosine"), "the scheduler of 'main' is str; it needs step()"),
+        (lambda self: (_sgd(self.parameters()), 0.5), "the scheduler of 'main' is float; it needs step()"),
         (lambda self: torch.optim.LBFGS(self.parameters()), "LBFGS evaluates the loss several times per update"),
         (
             lambda self: _sgd([torch.zeros(2, requires_grad=True)]),
@@ -417,9 +417,7 @@ def test_a_plateau_scheduler_without_val_loss_is_an_error() -> None:
 
     module = _optimizers(configure)
     type(module).validation_step = lambda self, batch: {"accuracy": 1.0}
-    message = (
-        "ReduceLROnPlateau needs val_loss and validation gave val_accuracy; return {'loss': ...} from validation_step"
-    )
+    message = "ReduceLROnPlateau needs val_loss and validation gave val_accuracy; return it from validation_step, or name another"
     _refused(message, module=module, val=ROWS[:2], validate_every=1, forwards=1)
 
 
