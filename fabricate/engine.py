@@ -235,9 +235,6 @@ class Engine(Group):
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", _NOBODYS)
         model = self.strategy.prepare(self.accelerator, self.root, module)
-        # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
-        self.root.__dict__.pop("forward", None)
-        self.root.__dict__.pop("_original_forward", None)
         if waiting:
             fill(module, waiting, seed, self.strategy)
             self.strategy.after_load()
@@ -280,6 +277,9 @@ class Engine(Group):
 
     def _ready(self, model: torch.nn.Module) -> torch.nn.Module:
         """Where nothing is wrapped around the root and nothing hooked to it, the loop calls the step itself."""
+        # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
+        self.root.__dict__.pop("forward", None)
+        self.root.__dict__.pop("_original_forward", None)
         self.model = model
         bare = model is self.root and self.context is None and "train" in self.root.steps
         self.forward: Callable[[Any, int], Any] = functools.partial(model, "train")

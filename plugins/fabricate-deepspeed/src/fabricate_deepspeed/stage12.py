@@ -23,17 +23,16 @@ class _WholeParameters(ZeRO):
     def _for_evaluation(self) -> torch.nn.Module:
         return self._root
 
-    def _convert(self, dtype: torch.dtype) -> None:
+    def _convert(self, dtype: torch.dtype | None) -> None:
         """DeepSpeed does."""
 
     def _give_back(self, clean: bool) -> bool:
-        if self._slices:
-            for parameter, attributes in self._attributes.items():
-                # After a failure others may be gone, and the rounded weights are all there is without them.
-                whole = self.gather(parameter) if clean else parameter.detach()
-                parameter.data = whole.float() if id(parameter) in self._slices else whole
-                for name in set(vars(parameter)) - attributes:
-                    delattr(parameter, name)
+        for parameter, (dtype, attributes) in self._before.items() if self._slices else ():
+            # After a failure others may be gone, and the rounded weights are all there is without them.
+            whole = self.gather(parameter) if clean else parameter.detach()
+            parameter.data = whole.to(dtype)
+            for name in set(vars(parameter)) - attributes:
+                delattr(parameter, name)
         return True
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,10 @@ class ZeRO3(ZeRO):
     stage: ClassVar[int] = 3
     lockstep: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._converted: set[torch.nn.Parameter] = set()
+
     def _offload(self) -> dict[str, str | None]:
         return {**super()._offload(), "offload_param": self.offload_param}
 
@@ -43,8 +47,11 @@ class ZeRO3(ZeRO):
 
     def _place(self) -> None:
         self._partition(self._root)
+        for parameter in self._root.parameters():  # `configure_optimizers` may group by shape; this takes no memory
+            parameter.data = parameter.data.new_zeros(()).expand(parameter.ds_shape)
 
     def _for_evaluation(self) -> torch.nn.Module:
+        self._convert(None)
         content = {**self._configuration.content, "fp16": {}, "bf16": {}}
         content.pop("optimizer", None)
         content.pop("scheduler", None)
@@ -55,18 +62,29 @@ class ZeRO3(ZeRO):
     def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
         return self.prepare(accelerator, root, root.module)
 
-    def _convert(self, dtype: torch.dtype) -> None:
-        for parameter in self._root.parameters():
-            _set_dtype(parameter, dtype)
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        self._converted = {p for p in self._root.parameters() if dtype is not None and p.dtype == torch.float32}
+        for parameter in self._converted:
+            parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+        for parameter in self._root.parameters():  # as DeepSpeed has them between uses
+            parameter.data = parameter.data.new_empty(0, dtype=parameter.ds_tensor.dtype)
 
     def _give_back(self, clean: bool) -> bool:
-        if self._engine is not None:
-            self._partition_persistent()
-        for parameter in self._root.parameters():
+        from deepspeed.runtime.zero import parameter_offload
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        for parameter in filter(shards.is_partitioned, self._root.parameters()):
             own = self._slices.get(id(parameter))
             if own is not None:
                 parameter.ds_tensor.data = own.flat.detach().narrow(0, own.offset, parameter.ds_tensor.ds_numel)
-            _set_dtype(parameter, torch.float32)
+            if parameter in self._converted:
+                parameter.ds_tensor.data = parameter.ds_tensor.data.float()
+            parameter.data = parameter.data.new_empty(0, dtype=parameter.ds_tensor.dtype)
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # after a failure some may be gathered still
+            parameter.ds_active_sub_modules.clear()
+        for submodule in self._root.modules():
+            submodule._parameters = dict(submodule._parameters)  # DeepSpeed's own kind of dict gathers what is read
+        parameter_offload.FWD_MODULE_STACK.clear()  # it would keep the module
         return False
 
     def _partition_persistent(self) -> list[Any]:
@@ -114,10 +132,3 @@ class ZeRO3(ZeRO):
         if zero.offload_optimizer:
             for flat in zero.fp32_partitioned_groups_flat:
                 flat.grad.zero_()
-
-
-def _set_dtype(parameter: Any, dtype: torch.dtype) -> None:
-    """A parameter in parts, not gathered, in another floating-point dtype."""
-    if parameter.is_floating_point():
-        parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
-        parameter.data = parameter.data.to(dtype)

@@ -59,6 +59,7 @@ class ZeRO(Strategy, abc.ABC):
         self._engine: Any = None
         self._slices: dict[int, shards.Slice] = {}
         self._groups: list[list[torch.nn.Parameter]] = []
+        self._hooks: list[Any] = []
         self._ran: list[int] = []
         self._left_over = False
 
@@ -114,11 +115,10 @@ class ZeRO(Strategy, abc.ABC):
         check_elementwise(self.name, optimizer, self.allow_untested_optimizer)
         self._configuration.check_optimizer(optimizer)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._attributes = {parameter: set(vars(parameter)) for parameter in self._root.parameters()}
+        self._before = {p: (p.dtype, set(vars(p))) for p in self._root.parameters()}
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._settled.precision.mixed_precision)
-        masters = {parameter: self.local_part(parameter) for parameter in self._attributes if half is not None}
-        if half is not None:
-            self._convert(half)
+        masters = {parameter: self.local_part(parameter) for parameter in self._before if half is not None}
+        self._convert(half)
         engine = self._initialize(self._configuration.content, optimizer=optimizer)
         self._engine = engine
         if engine.optimizer.optimizer is not optimizer:
@@ -127,7 +127,8 @@ class ZeRO(Strategy, abc.ABC):
             )
         for number, (parameter, own) in enumerate(shards.slices(engine)):
             self._slices[id(parameter)] = own
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._ran_backward, number))
+            noted = functools.partial(self._ran_backward, number)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(noted))
             if half is not None:  # DeepSpeed made its master weights from rounded ones
                 whole = masters[parameter]
                 own.of(own.flat).copy_(whole.values.flatten().narrow(0, own.start - whole.start, own.count))
@@ -153,11 +154,13 @@ class ZeRO(Strategy, abc.ABC):
             )
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
-        engine, self._engine = self._engine, None
         whole = self._give_back(clean)
-        self._slices, self._groups = {}, []
-        if engine is not None:
-            engine.destroy()
+        if self._engine is not None:
+            self._engine.destroy()
+            self._hooks += [self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook]
+        for hook in self._hooks:
+            hook.remove()
+        self._engine, self._slices, self._groups, self._hooks = None, {}, [], []
         return whole
 
     @abc.abstractmethod
@@ -169,8 +172,8 @@ class ZeRO(Strategy, abc.ABC):
         """What runs when there is nothing to train."""
 
     @abc.abstractmethod
-    def _convert(self, dtype: torch.dtype) -> None:
-        """Parameters to the dtype in which they are gathered and multiplied."""
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        """Parameters in float32 to the dtype in which they are multiplied, if that is another."""
 
     @abc.abstractmethod
     def _give_back(self, clean: bool) -> bool:

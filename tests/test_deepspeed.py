@@ -1,0 +1,201 @@
+"""The strategies zero1, zero2 and zero3, on real ranks, against plain PyTorch by hand and against each other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+WIDTH, BATCH, STEPS = 8, 12, 5
+TOLERANCE = 1e-5
+ROWS = torch.randn(2 * BATCH + 5, WIDTH, generator=torch.Generator().manual_seed(1))
+STAGES = ("zero1", "zero2", "zero3")
+FILES = Path(__file__).parent.parent / "examples" / "configs"
+
+
+class Net(TrainModule):
+    """Layers, a normalisation, a parameter of the module itself and a frozen one; rows weigh what `counts` says."""
+
+    def __init__(self, kind: str = "adamw") -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = torch.nn.Linear(WIDTH, 7)
+        self.norm = torch.nn.LayerNorm(7)
+        self.second = torch.nn.Linear(7, 3)
+        self.gain = torch.nn.Parameter(torch.ones(3))
+        self.fixed = torch.nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.norm(torch.tanh(self.first(rows)))) * self.gain + self.fixed
+        return out
+
+    def loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = 1 + (rows[:, 0] > 0).float() * 2
+        errors = (self(rows) - rows[:, :3]).square().mean(1)
+        return (errors * counts).sum() / counts.sum(), counts.sum()
+
+    def training_step(self, batch: torch.Tensor) -> dict[str, Any]:
+        loss, weight = self.loss(batch)
+        return {"loss": loss, "weight": weight}
+
+    def validation_step(self, batch: torch.Tensor) -> dict[str, Any]:
+        loss, weight = self.loss(batch)
+        return {"loss": loss, "weight": weight}
+
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim == 1 and p.requires_grad]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        if self.kind == "sgd":
+            return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+class Seen(Callback):
+    """Losses, norms, skipped updates, and the whole weights at the end of a fit."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.skipped: list[str] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        self.losses.append(float(loss))
+        self.norms.append(float(grad_norm))
+
+    def on_step_skipped(self, reason: str) -> None:
+        self.skipped.append(reason)
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.weights = {n: trainer.strategy.gather(p).clone() for n, p in module.named_parameters()}
+
+
+def _module(kind: str = "adamw") -> Net:
+    torch.manual_seed(0)
+    return Net(kind)
+
+
+def _fit(strategy: str, kind: str = "adamw", steps: int = STEPS, **arguments: Any) -> Seen:
+    """Windows of `BATCH` rows in two micro-batches over all ranks, clipped."""
+    module, seen = _module(kind), Seen()
+    resume = arguments.pop("resume", "never")
+    options: dict[str, Any] = {"precision": "fp32", "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "seed": 3}
+    options |= arguments
+    plugins = [*options.pop("plugins", ()), seen]
+    size = BATCH // int(os.environ["WORLD_SIZE"]) // (options["gradient_accumulation_steps"] or 2)
+    trainer = Trainer(strategy=strategy, max_steps=steps, progress=False, plugins=plugins, **options)
+    trainer.fit(module, ROWS, batch_size=size, shuffle=False, resume=resume)
+    return seen
+
+
+def _by_hand(kind: str = "adamw", steps: int = STEPS) -> Seen:
+    """Whole windows in one process, with nothing of fabricate's."""
+    module, seen = _module(kind), Seen()
+    environment = dict(os.environ)
+    optimizer = module.configure_optimizers()
+    os.environ.clear()  # torch sets variables of its compiler when a process builds its first optimizer
+    os.environ.update(environment)
+    windows = [ROWS[start : start + BATCH] for start in range(0, len(ROWS), BATCH)]
+    for step in range(steps):
+        loss, _ = module.loss(windows[step % len(windows)])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.losses.append(loss.item())
+        seen.norms.append(norm.item())
+    seen.weights = {n: p.detach() for n, p in module.named_parameters()}
+    return seen
+
+
+def _apart(one: Seen, other: Seen) -> float:
+    """Largest difference of losses, norms and weights, relative to the largest of each kind."""
+    pairs = [
+        (torch.tensor(one.losses), torch.tensor(other.losses)),
+        (torch.tensor(one.norms), torch.tensor(other.norms)),
+    ]
+    pairs += [(one.weights[name], value) for name, value in other.weights.items()]
+    assert one.weights.keys() == other.weights.keys()
+    return max(float((a.float() - b.float()).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
+
+
+def _fits(strategy: str) -> list[Seen]:
+    return [_fit(strategy, kind) for kind in ("adamw", "sgd")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [*((stage, 2) for stage in STAGES), ("zero2:offload_optimizer=cpu", 2), ("zero2", 3), ("zero3", 3)],
+)
+def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(strategy: str, world_size: int) -> None:
+    hand = [_by_hand("adamw"), _by_hand("sgd")]
+    for rank in run_ranks(_fits, world_size, strategy, timeout=120):
+        assert [_apart(seen, wanted) < TOLERANCE for seen, wanted in zip(rank, hand, strict=True)] == [True, True]
+
+
+def _resumed(run_dir: Path, strategy: str, **arguments: Any) -> Seen:
+    """The updates that are left after the third, from what another strategy saved."""
+    return _fit(strategy, resume=str(run_dir / "checkpoints" / "step-00000003"), **arguments)
+
+
+def _saved(run_dir: Path, strategy: str, **arguments: Any) -> Seen:
+    return _fit(strategy, steps=3, run_dir=run_dir, save_every="3 steps", **arguments)
+
+
+def _save_all(root: Path) -> None:
+    for strategy in (*STAGES, "fsdp"):
+        _saved(root / strategy, strategy)
+
+
+def _resume_all(root: Path, pairs: list[tuple[str, str]]) -> list[Seen]:
+    return [_resumed(root / saved, resumed) for saved, resumed in pairs]
+
+
+def test_what_one_strategy_saves_any_other_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Optimizer state included: losses and weights go on as in a run by hand that never stopped."""
+    run_ranks(_save_all, 2, tmp_path, timeout=120)
+    run_ranks(_saved, 1, tmp_path / "single", "single")
+    hand = _by_hand()
+    hand.losses, hand.norms = hand.losses[3:], hand.norms[3:]
+    for world_size, pairs in {
+        2: [("zero3", "fsdp"), ("fsdp", "zero3"), ("zero1", "zero3"), ("zero3", "zero2"), ("single", "zero1")],
+        3: [("zero3", "zero3"), ("zero2", "zero3"), ("fsdp", "zero2"), ("zero3", "fsdp"), ("single", "zero3")],
+        1: [("zero3", "single"), ("zero1", "single")],
+    }.items():
+        for rank in run_ranks(_resume_all, world_size, tmp_path, pairs, timeout=120):
+            apart = {pair: _apart(seen, hand) for pair, seen in zip(pairs, rank, strict=True)}
+            assert {pair: found for pair, found in apart.items() if found > TOLERANCE} == {}, world_size
+
+
+def _half(precision: str, root: Path) -> dict[str, Any]:
+    plain = _fit("ddp", precision=precision)
+    found = {}
+    for stage in STAGES:
+        run_dir = root / stage
+        _saved(run_dir, stage, precision=precision)
+        whole, resumed = _fit(stage, precision=precision), _resumed(run_dir, stage, precision=precision)
+        across = _resumed(run_dir, "ddp", precision=precision)
+        found[stage] = (whole, resumed, across)
+    return {"ddp": plain, **found}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16:init_scale=64"])
+def test_half_precision_keeps_float32_masters_that_every_strategy_resumes(tmp_path: Path, precision: str) -> None:
+    (found, _) = run_ranks(_half, 2, precision, tmp_path, timeout=120)
+    plain = found.pop("ddp")
+    for whole, resumed, across in found.values():
+        assert {value.dtype for name, value in whole.weights.items() if name != "fixed"} == {torch.float32}
+        assert _apart(whole, plain) < 0.05  # sums in another order, rounded to half precision
+        assert resumed.losses == whole.losses[3:]
+        assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+        assert abs(across.losses[-1] - whole.losses[-1]) < 0.05 * whole.losses[-1]
