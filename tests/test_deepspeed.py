@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, FabricateError, RankError, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 WIDTH, BATCH, STEPS = 8, 12, 5
@@ -135,7 +135,11 @@ def _fits(strategy: str) -> list[Seen]:
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [*((stage, 2) for stage in STAGES), ("zero2:offload_optimizer=cpu", 2), ("zero2", 3), ("zero3", 3)],
+    [
+        *((stage, 2) for stage in STAGES),
+        *(("zero2:offload_optimizer=cpu", 2), ("zero3:offload_optimizer=cpu,offload_param=cpu", 2)),
+        *(("zero2", 3), ("zero3", 3)),
+    ],
 )
 def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(strategy: str, world_size: int) -> None:
     hand = [_by_hand("adamw"), _by_hand("sgd")]
@@ -199,3 +203,214 @@ def test_half_precision_keeps_float32_masters_that_every_strategy_resumes(tmp_pa
         assert resumed.losses == whole.losses[3:]
         assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
         assert abs(across.losses[-1] - whole.losses[-1]) < 0.05 * whole.losses[-1]
+
+
+def _evaluated(strategy: str) -> Any:
+    """Before any fit, after one with the same module, after a second one, and under another strategy."""
+    module, seen = _module(), Seen()
+    trainer = Trainer(strategy=strategy, max_steps=2, seed=3, precision="fp32", progress=False, plugins=[seen])
+    found = []
+    for _ in range(3):
+        predicted = trainer.predict(module, ROWS, batch_size=4)
+        found.append((trainer.validate(module, ROWS[:9], batch_size=4), predicted and torch.stack(predicted)))
+        trainer.fit(module, ROWS, ROWS[:9], batch_size=4, resume="never")
+    try:
+        Trainer(strategy="ddp", max_steps=2, seed=3, precision="fp32", progress=False, plugins=[seen]).fit(
+            module, ROWS, batch_size=4, resume="never"
+        )
+        refused = ""
+    except ConfigurationError as exc:
+        refused = str(exc)
+    return found, seen.losses, refused
+
+
+def test_modules_are_evaluated_and_trained_again_in_one_process() -> None:
+    wanted, losses, _ = run_ranks(_evaluated, 2, "ddp", timeout=120)[0]
+    for stage in STAGES:
+        found, again, refused = run_ranks(_evaluated, 2, stage, timeout=120)[0]
+        for (metrics, predicted), (plain, rows) in zip(found, wanted, strict=True):
+            assert metrics["val_loss"] == pytest.approx(plain["val_loss"], rel=TOLERANCE)
+            torch.testing.assert_close(predicted, rows)
+        assert again == pytest.approx(losses[: len(again)], rel=TOLERANCE)
+        assert ("sharded already" in refused) == (stage == "zero3")
+        assert len(again) == (6 if refused else 8)
+
+
+def _left_changed(strategy: str) -> list[str]:
+    """What a fit changed in the process, after a first one that may import."""
+    import copy
+    import logging
+
+    def state() -> dict[str, Any]:
+        return {
+            "environment": dict(os.environ),
+            "threads": torch.get_num_threads(),
+            "linear": torch.nn.functional.linear,
+            "constructors": (torch.zeros, torch.empty, torch.Tensor.__new__, torch.nn.Module.apply),
+            "default dtype": torch.get_default_dtype(),
+            "log level": logging.getLogger("DeepSpeed").level,
+            "root handlers": list(logging.getLogger().handlers),
+        }
+
+    before = state()
+    _fit(strategy, precision="bf16")
+    module = _module()
+    hooks, attributes = copy.deepcopy(module), set(vars(module.gain))
+    Trainer(strategy=strategy, max_steps=1, seed=3, precision="bf16", progress=False).fit(module, ROWS, batch_size=4)
+    after = state()
+    changed = [name for name, value in before.items() if after[name] != value]
+    if strategy != "zero3":  # whose parameters stay in parts
+        changed += ["parameters"] if {p.dtype for p in module.parameters()} != {torch.float32} else []
+        changed += sorted(set(vars(module.gain)) - attributes)
+        copy.deepcopy(module)(ROWS)
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for one, other in zip(module.modules(), hooks.modules(), strict=True):
+        changed += [name for name in names if len(getattr(one, name)) != len(getattr(other, name))]
+    return changed
+
+
+def test_a_fit_leaves_the_process_and_the_module_as_they_were() -> None:
+    assert {stage: run_ranks(_left_changed, 2, stage, timeout=120)[0] for stage in STAGES} == {
+        stage: [] for stage in STAGES
+    }
+
+
+class Sometimes(Net):
+    """A layer that only every other window uses."""
+
+    def __init__(self, kind: str = "adamw") -> None:
+        super().__init__(kind)
+        self.extra = torch.nn.Linear(3, 3)
+        self.windows = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out = super().forward(rows)
+        return self.extra(out) if self.windows % 2 == 0 else out
+
+
+class Counting(Callback):
+    def on_step(self, module: TrainModule) -> None:
+        module.windows += 1
+
+
+def _sometimes(strategy: str) -> Seen:
+    torch.manual_seed(0)
+    module, seen = Sometimes(), Seen()
+    trainer = Trainer(
+        strategy=strategy,
+        max_steps=STEPS,
+        seed=3,
+        precision="fp32",
+        max_grad_norm=0.3,
+        gradient_accumulation_steps=2,
+        progress=False,
+        plugins=[Counting(), seen],
+    )
+    trainer.fit(module, ROWS, batch_size=BATCH // 4, shuffle=False)
+    return seen
+
+
+def _sometimes_by_hand() -> Seen:
+    torch.manual_seed(0)
+    module, seen = Sometimes(), Seen()
+    environment = dict(os.environ)
+    optimizer = module.configure_optimizers()
+    os.environ.clear()
+    os.environ.update(environment)
+    for step in range(STEPS):
+        loss, _ = module.loss([ROWS[start : start + BATCH] for start in range(0, len(ROWS), BATCH)][step % 3])
+        loss.backward()
+        for parameter in module.parameters():  # flat slices take part in every update
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        seen.norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3).item())
+        seen.losses.append(loss.item())
+        optimizer.step()
+        module.zero_grad()
+        module.windows += 1
+    seen.weights = {n: p.detach() for n, p in module.named_parameters()}
+    return seen
+
+
+@pytest.mark.parametrize("strategy", [*STAGES, "zero1:offload_optimizer=cpu", "zero3:offload_optimizer=cpu"])
+def test_a_layer_that_a_window_does_not_use_has_a_gradient_of_zero_there(strategy: str) -> None:
+    assert _apart(run_ranks(_sometimes, 2, strategy, timeout=120)[0], _sometimes_by_hand()) < TOLERANCE
+
+
+class Apart(Net):
+    """Two layers of one size, of which each rank uses another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = self.layers[int(os.environ["RANK"])](super().forward(rows))
+        return chosen
+
+
+def _apart_by_rank(strategies: tuple[str, ...]) -> list[str]:
+    told = []
+    for strategy in strategies:
+        with pytest.raises(RankError) as caught:
+            Trainer(strategy=strategy, max_steps=2, seed=3, precision="fp32", progress=False).fit(
+                Apart(), ROWS, batch_size=4
+            )
+        told.append(str(caught.value))
+    return told
+
+
+def test_ranks_that_use_other_layers_are_told_apart() -> None:
+    """Gradients of unlike parameters would be added up as if they were one."""
+    for told in run_ranks(_apart_by_rank, 2, STAGES, timeout=60)[0]:
+        assert "ranks ran different layers in the update to step 1" in told
+
+
+class LeavingOut(Callback):
+    """Leaves out the second update."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def optimizer_step(self) -> bool | None:
+        self.asked += 1
+        return False if self.asked == 2 else None
+
+
+class Poisoned(Net):
+    """One window has a loss that is not finite."""
+
+    def training_step(self, batch: torch.Tensor) -> dict[str, Any]:
+        answer = super().training_step(batch)
+        once = self.trainer.progress.skipped == 0 and self.trainer.step == 2
+        return {**answer, "loss": answer["loss"] * torch.inf} if once else answer
+
+
+def _with_gaps(strategy: str) -> Any:
+    left_out = _fit(strategy, plugins=[LeavingOut()])
+    torch.manual_seed(0)
+    seen, found = Seen(), []
+    for nonfinite in ("skip", "stop"):
+        trainer = Trainer(
+            strategy=strategy,
+            max_steps=4,
+            seed=3,
+            precision="fp32",
+            nonfinite=nonfinite,
+            progress=False,
+            plugins=[seen],
+        )
+        try:
+            trainer.fit(Poisoned(), ROWS, batch_size=2, shuffle=False)
+        except FabricateError as exc:
+            found.append(str(exc))
+    return left_out, seen.losses, seen.skipped, found
+
+
+def test_an_update_that_is_left_out_leaves_nothing_behind() -> None:
+    wanted, losses, skipped, _ = run_ranks(_with_gaps, 2, "ddp", timeout=60)[0]
+    for stage in STAGES:
+        left_out, again, told, errors = run_ranks(_with_gaps, 2, stage, timeout=60)[0]
+        assert _apart(left_out, wanted) < TOLERANCE
+        assert again[:4] == pytest.approx(losses[:4], rel=TOLERANCE)
+        assert told == skipped == ["non-finite gradients"]
+        assert "the gradient of this update is not finite" in errors[0]

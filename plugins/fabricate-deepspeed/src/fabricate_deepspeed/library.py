@@ -10,8 +10,10 @@ import importlib
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -56,13 +58,26 @@ def load(device: torch.device) -> ModuleType:
     return deepspeed
 
 
-@contextlib.contextmanager
-def log_level_kept() -> Iterator[None]:
-    """DeepSpeed's logger as before afterwards: a configuration file may set its level for the whole process."""
-    logger = logging.getLogger("DeepSpeed")
-    levels = {target: target.level for target in (logger, *logger.handlers)}
-    try:
-        yield
-    finally:
-        for target, level in levels.items():
+class Quiet:
+    """Between `start` and `stop`, torch's words about calls that DeepSpeed makes are not repeated; afterwards the level of
+    DeepSpeed's logger, which a configuration file may set for the whole process, is as before."""
+
+    def __init__(self) -> None:
+        self._levels: dict[logging.Logger | logging.Handler, int] = {}
+        self._filter: Any = None
+
+    def start(self) -> None:
+        """Begin, unless it was begun."""
+        if self._filter is None:
+            logger = logging.getLogger("DeepSpeed")
+            self._levels = {target: target.level for target in (logger, *logger.handlers)}
+            warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+            self._filter = warnings.filters[0]
+
+    def stop(self) -> None:
+        """End, if it was begun."""
+        for target, level in self._levels.items():
             target.setLevel(level)
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        self._levels, self._filter = {}, None

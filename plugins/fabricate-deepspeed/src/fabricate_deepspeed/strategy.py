@@ -59,6 +59,7 @@ class ZeRO(Strategy, abc.ABC):
         self._engine: Any = None
         self._slices: dict[int, shards.Slice] = {}
         self._groups: list[list[torch.nn.Parameter]] = []
+        self._quiet = library.Quiet()
         self._hooks: list[Any] = []
         self._ran: list[int] = []
         self._left_over = False
@@ -96,6 +97,7 @@ class ZeRO(Strategy, abc.ABC):
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         self._device, self._local_rank = accelerator.device, str(accelerator.local_process_index)
         self._deepspeed, self._root = library.load(self._device), root
+        self._quiet.start()
         with self._process():
             self._deepspeed.init_distributed(dist.get_backend())
         count = sum(math.prod(self.local_part(parameter).shape) for parameter in root.parameters())
@@ -160,6 +162,7 @@ class ZeRO(Strategy, abc.ABC):
             self._hooks += [self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook]
         for hook in self._hooks:
             hook.remove()
+        self._quiet.stop()
         self._engine, self._slices, self._groups, self._hooks = None, {}, [], []
         return whole
 
