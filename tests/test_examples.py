@@ -30,7 +30,7 @@ def metrics(run_dir: Path, stage: str, name: str) -> dict[int, float]:
 
 def test_every_example_is_short_and_run_here() -> None:
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert scripts == ["demo.py", "demo_text.py", "digits.py", "gan.py", "generate.py", "regression.py"]
+    assert scripts == ["demo.py", "demo_text.py", "digits.py", "gan.py", "generate.py", "llama.py", "regression.py"]
     for name in scripts:
         assert len((EXAMPLES / name).read_text().splitlines()) < 100, name
 
@@ -95,3 +95,18 @@ def test_the_demo_stops_resumes_and_is_read_without_fabricate(tmp_path: Path) ->
     run(demo, *options, "--every", "10 steps", directory=tmp_path)
     losses = metrics(tmp_path / "tuned", "validate", "val_loss")
     assert losses[10] < losses[0] - 1
+
+
+def test_a_llama_in_shards_learns_the_same_under_zero3_and_fsdp(tmp_path: Path) -> None:
+    """The whole model is initialised from seed and names, whatever cuts it."""
+    (tmp_path / "rhyme.txt").write_text("".join(f"{n} green bottles, hanging on the wall\n" for n in range(400)))
+    losses = []
+    for strategy in ("zero3", "fsdp"):
+        options = ("--dataset", "rhyme.txt", "--run-dir", strategy, "--max-steps", "6", "--global-batch-size", "16")
+        launch = ("-m", "fabricate", "run", str(EXAMPLES / "llama.py"), "--nproc", "2", "--strategy", strategy)
+        printed = run(*launch, "--", *options, "--batch-size", "4", directory=tmp_path)
+        found = re.search(r"step 6: validation loss (\S+)", printed)
+        assert found is not None
+        losses.append(float(found[1]))
+        assert (tmp_path / strategy / "model" / "config.json").exists()
+    assert abs(losses[0] - losses[1]) < 1e-4 * losses[0]

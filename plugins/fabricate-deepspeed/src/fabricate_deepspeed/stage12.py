@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from fabricate_deepspeed.memory import give_memory
 from fabricate_deepspeed.strategy import ZeRO
 
 
@@ -16,6 +17,7 @@ class _WholeParameters(ZeRO):
     """What both stages do alike."""
 
     def _place(self) -> None:
+        list(give_memory(self._root, self._device))
         for parameter in self._root.parameters():
             parameter.data = parameter.data.to(self._device)
             dist.broadcast(parameter.detach(), src=0)

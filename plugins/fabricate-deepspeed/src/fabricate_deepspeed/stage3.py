@@ -9,6 +9,7 @@ import torch
 
 from fabricate import Strategy
 from fabricate_deepspeed import shards
+from fabricate_deepspeed.memory import give_memory
 from fabricate_deepspeed.strategy import ZeRO
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class ZeRO3(ZeRO):
             )
 
     def _place(self) -> None:
+        for whole in give_memory(self._root, self._device):
+            self._partition(torch.nn.ParameterList(whole))
         self._partition(self._root)
         for parameter in self._root.parameters():  # `configure_optimizers` may group by shape; this takes no memory
             parameter.data = parameter.data.new_zeros(()).expand(parameter.ds_shape)

@@ -104,8 +104,13 @@ class ZeRO(Strategy, abc.ABC):
         self._configuration.fill_sizes(count, getattr(getattr(root, "config", None), "hidden_size", None))
         # DeepSpeed wraps; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         accelerator.prepare_model(root, device_placement=False, evaluation_mode=True)
-        for buffer in root.buffers():
-            buffer.data = buffer.data.to(self._device)
+        placed: dict[int, torch.Tensor] = {}  # tied buffers stay tied
+        for table in (child._buffers for child in root.modules()):
+            for key, buffer in table.items():
+                if buffer is not None:
+                    empty = torch.empty_like(buffer, device=self._device) if buffer.is_meta else buffer.to(self._device)
+                    table[key] = placed.setdefault(id(buffer), empty)
+        for buffer in placed.values():
             dist.broadcast(buffer, src=0)
         self._place()
         return root if "train" in root.steps else self._for_evaluation()
