@@ -574,6 +574,32 @@ class MixedWidths(Net):
         return self.head(x.float())
 
 
+class Remembers(Net):
+    """Every rank's running statistics are its own, and what it computes depends on them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(11)
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("same", torch.arange(3.0))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.average.lerp_(batch[1].mean(0), 0.5)
+        return super().training_step((batch[0], batch[1] - self.average))
+
+
+def remember(root: Path, strategy: str) -> Any:
+    """Straight and crashed; this rank's statistics at the end of both."""
+    found = []
+    for name in ("straight", "crashed"):
+        run_dir, options = root / f"remembers-{name}-{strategy}", {"strategy": strategy, "batch_size": 2}
+        if name == "crashed":
+            fit_until_the_crash(run_dir, module=Remembers(), **options)
+        module = fit(run_dir, module=Remembers(), **options)
+        found.append([module.average.tolist(), module.norm.running_mean.tolist()])
+    return found
+
+
 def on_two_ranks(root: Path) -> dict[str, Any]:
     """Everything that two ranks write into `root`; what a run returned or raised, by name."""
 
@@ -599,6 +625,8 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
         "fsdp to ddp": lambda: crossed("fsdp-to-ddp", "ddp", "straight-fsdp"),
         "single to fsdp": lambda: crossed("single-to-fsdp", "fsdp", "straight-alone"),
         "stories": lambda: tell(root, "fsdp", 2),
+        "ddp remembers": lambda: remember(root, "ddp"),
+        "fsdp remembers": lambda: remember(root, "fsdp"),
         "mixed": lambda: fit(root / "mixed", 2, strategy="fsdp:wrap=Linear", module=MixedWidths(), batch_size=2).seen,
     }
     found = {}
@@ -642,6 +670,21 @@ def updates(*ranks: list[list[int]]) -> list[list[int]]:
 def test_two_ranks_that_crashed_end_as_two_that_never_stopped(pair: Pair, strategy: str) -> None:
     pair[strategy]
     assert_same_run(pair.root / f"straight-{strategy}", pair.root / f"crashed-{strategy}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_running_statistics_of_each_rank_come_back_to_it(pair: Pair, strategy: str) -> None:
+    ranks = pair[f"{strategy} remembers"]
+    for straight, crashed in ranks:
+        assert crashed == straight
+    straight, crashed = (pair.root / f"remembers-{name}-{strategy}" for name in ("straight", "crashed"))
+    assert_same_run(straight, crashed)
+    own = [name for name in content(step(straight)) if "/buffers" in name]
+    if strategy == "fsdp":  # ddp gives every rank those of rank 0 before each forward
+        assert ranks[0][0] != ranks[1][0]
+        assert own == [
+            f"rank/00001/buffers{name}" for name in ("['norm.running_mean']", "['norm.running_var']", ".average")
+        ]
 
 
 def test_the_order_of_samples_is_the_same_on_every_number_of_ranks_and_goes_on_after_a_resume(pair: Pair) -> None:
