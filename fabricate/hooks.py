@@ -156,8 +156,9 @@ class Events:
     @hookspec
     def on_save(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
         """While a checkpoint is assembled, on all ranks, per listener. Put tensors, arrays and JSON values into `state`,
-        this listener's own mapping; rank 0's values are stored, sharded tensors (DTensor) are stored by all ranks. Not
-        wrappable. A failure aborts the commit: the previous checkpoint stays the newest."""
+        this listener's own mapping; rank 0's values are stored, and of sharded tensors (a DTensor, or the `Strategy.Part`
+        that each rank holds, as `trainer.strategy.local_part(parameter)` gives) every rank's part. Not wrappable. A failure
+        aborts the commit: the previous checkpoint stays the newest."""
 
     @hookspec(firstresult=True)
     def write_checkpoint(self, trainer: Trainer, path: Path) -> bool | None:

@@ -213,6 +213,9 @@ class Saver:
         def tensor(where: str, found: object) -> str | None:
             if type(found).__module__ == "numpy" and hasattr(found, "tobytes"):
                 return None  # small arrays stay in the JSON
+            if isinstance(found, Strategy.Part):
+                self.part(where, found)
+                return where
             if not isinstance(found, torch.Tensor):
                 return None
             if is_sharded(found):

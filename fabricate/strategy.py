@@ -48,7 +48,7 @@ class Strategy(Listener):
         """What this rank holds of a logical tensor: a range of its elements in row-major order."""
 
         values: torch.Tensor
-        """Local memory of any shape: what is written here is written to the tensor."""
+        """Local memory of any shape, detached: what is written here is written to the tensor, see `after_load`."""
         start: int
         """Where the range begins."""
         shape: tuple[int, ...]
@@ -66,6 +66,8 @@ class Strategy(Listener):
     shards_parameters: ClassVar[bool] = False
     """Whether `local_part` of a parameter is a part of it, so that the whole has to be gathered for an export. `prepare` then
     gets what `configure_model` built still on the meta device, so that no rank ever holds all of it."""
+    replicas_drift: ClassVar[bool] = False
+    """Whether ranks that hold the same weights may hold other values of them between updates, and meet now and then."""
     several_optimizers: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False
     """Whether the strategy's engine scales the loss itself where the precision needs it, and skips updates on overflow."""
@@ -243,7 +245,8 @@ class Strategy(Listener):
         return {key: self.local_part(own[key]) for key, value in state.items() if type(value) is torch.dtype}
 
     def after_load(self) -> None:
-        """Called when parts of parameters and of optimizer state were filled: initial values, or a checkpoint. All ranks."""
+        """Called when parts of parameters or of optimizer state were filled: initial values, a checkpoint, a plugin that changed
+        weights. All ranks."""
 
     def communication_seconds(self, model: torch.nn.Module) -> float | None:
         """Seconds per update in which this rank did nothing but communicate, as last measured; None where it is not known.

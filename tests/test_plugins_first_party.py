@@ -27,28 +27,32 @@ class Net(TrainModule):
         return (self.second(self.drop(torch.tanh(self.first(batch)))) - batch[:, :16]).square().mean()
 
     def validation_step(self, batch: torch.Tensor) -> dict[str, Any]:
-        return {"bias": _whole(self.second.bias).sum(), "weight": len(batch)}
+        return {"bias": self.second(torch.zeros_like(batch)).sum(1).mean()}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Recorded(Callback):
-    """The whole weights after each update."""
+    """The whole weights after each update, and at the end."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, torch.Tensor]] = []
+        self.final: dict[str, torch.Tensor] = {}
 
-    def on_step(self, module: TrainModule) -> None:
-        self.weights.append(_weights(module))
+    def on_step(self, trainer: Trainer, module: TrainModule) -> None:
+        self.weights.append(_gathered(trainer, module))
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.final = _gathered(trainer, module)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor).detach()
+def _gathered(trainer: Trainer, module: TrainModule) -> dict[str, torch.Tensor]:
+    return {name: trainer.strategy.gather(p).clone() for name, p in module.named_parameters()}
 
 
 def _weights(module: TrainModule) -> dict[str, torch.Tensor]:
-    return {name: _whole(p).clone() for name, p in module.named_parameters()}
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 def _fit(
@@ -68,7 +72,7 @@ def _fit(
         **arguments,
     )
     result = trainer.fit(module, ROWS, ROWS[:16], batch_size=4, resume=resume)
-    return result.metrics, recorded.weights, _weights(module)
+    return result.metrics, recorded.weights, recorded.final
 
 
 def _interrupted(root: Path, **arguments: Any) -> Any:
@@ -88,7 +92,7 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_an_average_is_validated_exported_and_resumed_bit_for_bit(tmp_path: Path, strategy: str) -> None:
     ranks = run_ranks(_interrupted, 2, tmp_path, strategy=strategy, plugins=("ema:decay=0.5,start=1",))
     for (metrics, steps, final), (resumed_metrics, resumed_steps, resumed_final) in ranks:
@@ -105,6 +109,29 @@ def test_an_average_is_validated_exported_and_resumed_bit_for_bit(tmp_path: Path
         assert all(map(_equal, steps[3:], resumed_steps))
         assert metrics == resumed_metrics
         assert _equal(exported, _exported(tmp_path / "resumed"))
+
+
+def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
+    module, seen = Net().bfloat16(), list[torch.Tensor]()
+    average: list[torch.Tensor] = [module.second.bias.detach().float()]
+
+    class Looks(Callback):
+        def on_step(self, module: TrainModule) -> None:
+            average.append(average[-1].lerp(_weights(module)["second.bias"].float(), 0.001))
+
+        def on_eval_end(self, module: TrainModule) -> None:
+            seen.append(_weights(module)["second.bias"])
+
+    trainer = Trainer(plugins=[Looks(), "ema:decay=0.999"], max_steps=100, validate_every="100 steps", progress=False)
+    trainer.fit(module, ROWS.bfloat16(), ROWS.bfloat16(), batch_size=4)
+    assert torch.equal(seen[0], average[-1].bfloat16())
+    assert (average[-1] - average[0]).abs().max() > 0.01
+    assert module.second.bias.dtype == torch.bfloat16
+
+
+def test_an_average_over_drifting_replicas_is_refused() -> None:
+    (told, _) = run_ranks(_refused, 2, strategy="diloco", plugins=("ema",))
+    assert "ema: ranks drift apart under 'diloco'" in told
 
 
 def test_replicas_drift_meet_and_resume_bit_for_bit(tmp_path: Path) -> None:

@@ -36,7 +36,14 @@ HEAVY = (
     "wandb",
 )
 """Packages that cost seconds to import or print, and that a plugin imports inside the functions that need them."""
-FLAGS = ("exposes_gradients", "shards_parameters", "several_optimizers", "min_world_size", "max_world_size")
+FLAGS = (
+    "exposes_gradients",
+    "replicas_drift",
+    "shards_parameters",
+    "several_optimizers",
+    "min_world_size",
+    "max_world_size",
+)
 
 
 @dataclass

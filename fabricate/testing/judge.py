@@ -224,7 +224,7 @@ def judge_replicas(report: Report, where: str, ranks: list[Trace]) -> bool:
         "ranks that hold the same elements of a weight hold the same values after each update",
         f"after {apart}",
         "average gradients over ranks, and change weights in the same way on all of them; a strategy that is meant to let "
-        "ranks drift is checked with equivalent=False",
+        "ranks drift declares replicas_drift = True",
     )
 
 

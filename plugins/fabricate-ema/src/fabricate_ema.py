@@ -1,7 +1,8 @@
 """An exponential moving average of the weights, evaluated and exported in their place.
 
-The average lies as the parameters lie (a shard of each under FSDP) and costs no communication. It is swapped into the
-module for every evaluation, and from each save until training goes on, because the export follows the last save.
+Each rank averages the part of the weights that it holds (a shard under FSDP or ZeRO), so that nothing is communicated. The
+average is put into the module for every evaluation, and from each save until training goes on, because the export follows
+the last save.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fabricate import Callback, ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-    from fabricate import TrainModule
+    from fabricate import Strategy, Trainer, TrainModule
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,73 +34,72 @@ class EMA(Callback):
             raise ConfigurationError(
                 f"ema: decay={self.decay!r}, start={self.start!r}: decay is at least 0 and below 1, start at least 0"
             )
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._swapped = False
+        self._parts: dict[str, tuple[Strategy.Part, torch.Tensor]] = {}
+        self._kept: list[torch.Tensor] = []
+        """The weights, while the module holds the average."""
 
-    def on_fit_start(self, module: TrainModule) -> None:
-        self._pairs, self._swapped = {}, False
-        empty = [name for name, p in module.named_parameters() if p.requires_grad and not p.numel()]
-        if empty:
-            raise ConfigurationError(
-                f"ema: this strategy keeps no weights in {empty[0]} between steps; use strategy='ddp' or 'fsdp', or remove ema"
-            )
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.strategy.replicas_drift:
+            raise ConfigurationError(f"ema: ranks drift apart under {trainer.strategy.name!r}; use strategy='ddp'")
 
-    def on_epoch_start(self, module: TrainModule) -> None:
-        if not self._pairs:  # not before: a checkpoint without an average may have changed the weights
-            self._begin(module)
-
-    def _begin(self, module: TrainModule) -> None:
-        named = [(name, p.detach()) for name, p in module.named_parameters() if p.requires_grad]
-        self._pairs = {name: (weight, weight.clone()) for name, weight in named}
-
-    def on_step(self, step: int) -> None:
+    def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Begin, unless it has begun. Not before: a checkpoint without an average may have changed the weights."""
         import torch  # here, because looking for plugins imports this file and has to stay quick
 
-        weights, averages = zip(*((_local(w), _local(a)) for w, a in self._pairs.values()), strict=True)
+        self._strategy = trainer.strategy
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and name not in self._parts:
+                part = self._strategy.local_part(parameter)
+                dtype = torch.promote_types(part.values.dtype, torch.float32)  # in bfloat16 it would not move
+                self._parts[name] = part, part.values.to(dtype, copy=True)
+
+    def on_step(self, step: int) -> None:
+        import torch
+
+        averages = [average for _, average in self._parts.values()]
+        weights = [part.values.to(average.dtype) for part, average in self._parts.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay if step > self.start else 1.0)
 
     def on_eval_start(self) -> None:
-        self._swap(True)
+        self._show(average=True)
 
     def on_eval_end(self) -> None:
-        self._swap(False)
+        self._show(average=False)
 
     def on_saved(self) -> None:
-        self._swap(True)
+        self._show(average=True)
 
     def train_step(self) -> None:
         """Training goes on, with the weights. Returns nothing, so that the forward is left to the next one."""
-        self._swap(False)
+        self._show(average=False)
+
+    def on_fit_end(self) -> None:
+        self._show(average=False)
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
-        self._swap(False)
-        state["average"] = {name: average for name, (_, average) in self._pairs.items()}
+        self._show(average=False)
+        state["average"] = {name: part._replace(values=average) for name, (part, average) in self._parts.items()}
 
-    def on_load(self, module: TrainModule, state: MutableMapping[str, Any]) -> None:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        self._begin(module)
-        for name, (_, average) in self._pairs.items():
-            saved = state["average"][name].to(average.device)
-            sharded = isinstance(average, DTensor)
-            average.copy_(distribute_tensor(saved, average.device_mesh, average.placements) if sharded else saved)
-        self._swap(True)
+    def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+        self.on_epoch_start(trainer, module)
+        for name, (part, average) in self._parts.items():
+            own = state["average"][name].flatten()[part.start : part.start + average.numel()]
+            average.copy_(own.view_as(average))
+        self._show(average=True)
 
     def on_teardown(self) -> None:
-        self._swap(False)
+        # After an exception other ranks may be gone, so that the strategy cannot be told.
+        self._show(average=False, tell=False)
+        self._parts = {}
 
-    def _swap(self, wanted: bool) -> None:
-        """Exchange weights and average in place, unless they lie as `wanted` already."""
-        if self._swapped == wanted or not self._pairs:
+    def _show(self, *, average: bool, tell: bool = True) -> None:
+        """Put the average into the module, or the weights back, unless they are there already."""
+        if average == bool(self._kept) or not self._parts:
             return
-        self._swapped = wanted
-        for weight, average in self._pairs.values():
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        values = [part.values for part, _ in self._parts.values()]
+        wanted = [mean for _, mean in self._parts.values()] if average else self._kept
+        self._kept = [value.clone() for value in values] if average else []
+        for value, new in zip(values, wanted, strict=True):
+            value.copy_(new)
+        if tell:
+            self._strategy.after_load()

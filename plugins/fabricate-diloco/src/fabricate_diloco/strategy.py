@@ -37,6 +37,7 @@ class DiLoCo(Strategy):
     name: ClassVar[str] = "diloco"
     min_world_size: ClassVar[int] = 2
     exposes_gradients: ClassVar[bool] = False  # those of a rank are its own
+    replicas_drift: ClassVar[bool] = True
     distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
 
     def __post_init__(self) -> None:
@@ -60,9 +61,7 @@ class DiLoCo(Strategy):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._replicas = Replicas(trainer, module)
         if trainer.accelerator.scaler is not None:
-            raise ConfigurationError(
-                "strategy='diloco' with precision='fp16': each rank would skip updates of its own; use precision='bf16' or 'fp32'"
-            )
+            raise ConfigurationError("diloco: under fp16 ranks skip updates of their own; use precision='bf16' or 'fp32'")
 
     def on_epoch_start(self, module: TrainModule) -> None:
         # Not before: a checkpoint of another strategy may have changed the weights.
