@@ -107,10 +107,12 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
 
 def _own_state(run: Run, saver: Saver, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
     rank = f"rank/{run.engine.rank:05d}"
+    for name, buffer in buffers.items():
+        saver.own(f"{rank}/buffers/{name}", buffer)
     return {
         "rng": saver.encode(rng_state(), f"{rank}/rng", saver.own),
         "metrics": saver.encode(run.metrics.state(), f"{rank}/metrics", saver.own),
-        "buffers": saver.encode(buffers, f"{rank}/buffers", saver.own),
+        "buffers": sorted(buffers),
         "torchmetrics": saver.encode(torchmetrics_state(run.module), f"{rank}/torchmetrics", saver.own),
     }
 

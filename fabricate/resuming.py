@@ -30,6 +30,7 @@ from fabricate.state import (
     load_model,
     load_optimizer,
     optimizer_groups,
+    read_whole,
 )
 
 if TYPE_CHECKING:
@@ -209,9 +210,8 @@ def restore(run: Run, path: Path) -> None:
         pending = [entry for each in collected for entry in each["pending"]]
         run.metrics.load({**collected[0], "pending": pending}, same_rank=same or engine.rank == 0)
         if same:
-            own_buffers: Any = decode_with(reader, own[0]["buffers"])
-            for name, values in own_buffers.items():
-                run.module.get_buffer(name).copy_(values)
+            for name in own[0]["buffers"]:
+                run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
             load_torchmetrics_state(run.module, decode_with(reader, own[0]["torchmetrics"]))
             set_rng_state(decode_with(reader, own[0]["rng"]))
         else:
