@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, send_to_device
 
+from fabricate.compiling import compiled
 from fabricate.construct import blanks, fill, materialise, pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.group import Group, interface_towards
@@ -82,6 +83,7 @@ class Engine(Group):
         log_with: Sequence[Any] = (),
         logging_dir: str | None = None,
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+        compile: str | Mapping[str, Any] | None = None,
     ) -> None:
         self.launch = launch
         self._timeout = timeout
@@ -98,6 +100,10 @@ class Engine(Group):
         self.context: contextlib.AbstractContextManager[object] | None = None
         self._module: TrainModule | None = None
         """What the strategy holds, from `prepare` on."""
+        self._compile = compile
+        self._compiled = contextlib.ExitStack()
+        self.notes: list[str] = []
+        """Lines for the plan about how the module was prepared."""
 
     def check(self) -> None:
         """Refuse what cannot run here, before anything is built."""
@@ -105,6 +111,11 @@ class Engine(Group):
             *self.strategy.check(self.world_size, self.device),
             *self.precision.check(self.device, self.strategy),
         ]
+        if self._compile is not None and not self.strategy.compiles:
+            problems.append(
+                f"compile= is set and strategy={self.strategy.name!r} works inside the forward that would be compiled; leave compile "
+                "out, or use strategy='ddp' or 'fsdp'"
+            )
         if problems:
             raise ConfigurationError("; ".join(problems))
 
@@ -143,6 +154,7 @@ class Engine(Group):
     def __exit__(self, *exc: object) -> None:
         """Take the module out of the strategy and forget Accelerate's shared state; the process group stays for the next fit
         of this process (see `_control_group`)."""
+        self._compiled.close()
         try:
             if self._module is not None and self.strategy.release(self._module, clean=not any(exc)):
                 self._module.__dict__.pop("_sharded", None)
@@ -229,6 +241,7 @@ class Engine(Group):
         if not self.strategy.shards_parameters:
             materialise(module, seed)
         self.precision.convert(module)
+        self._compile_units(module)
         waiting = blanks(module)
         self.root = Root(module, self.context)
         self.root.steps = steps
@@ -247,6 +260,10 @@ class Engine(Group):
         """The name of a precision that changes layers; empty for one that leaves them alone."""
         return self.precision.name if type(self.precision).convert is not Precision.convert else ""
 
+    def _compile_units(self, module: TrainModule) -> None:
+        if self._compile is not None:
+            self.notes.append(self._compiled.enter_context(compiled(module, self._compile)))
+
     def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
         """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
         earlier: tuple[str, int, str, Any, Any] = getattr(module, "_sharded", _NOBODYS)
@@ -261,6 +278,7 @@ class Engine(Group):
                 f"{type(module).__name__} was prepared for {f'precision={converted!r}' if converted else 'plain layers'} when an "
                 f"earlier fit sharded it, and precision={self.precision.name!r} needs other layers: build a new module"
             )
+        self._compile_units(module)
         self.root = root
         self.root.steps = steps
         self.root._context = self.context

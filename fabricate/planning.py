@@ -276,6 +276,13 @@ def _for_evaluation(data: object, loading: Loading) -> Loading:
     return Loading(loading.batch_size, workers, loading.collate_fn, None if stream else False)
 
 
+def _compiling(asked: str | Mapping[str, Any] | None) -> tuple[str | None, str]:
+    if asked is None:
+        return None, "default"
+    options = ", ".join(f"{name}={value}" for name, value in asked.items()) if isinstance(asked, Mapping) else asked
+    return options or "blocks, else layers", "argument"
+
+
 def make_plan(
     settings: Settings,
     found: Resolved,
@@ -353,6 +360,7 @@ def make_plan(
             "one wait for the device per update" if settings.nonfinite == "skip" else "noticed at log boundaries",
         ),
         Setting("seed", *found.seed),
+        Setting("compile", *_compiling(settings.compile)),
         Setting("deterministic", settings.deterministic, "argument" if settings.deterministic else "default"),
         Setting("run_dir", str(settings.run_dir) if written else None, "argument" if written else "nothing is written"),
         *(

@@ -17,6 +17,9 @@ from fabricate.records import Every
 CHANGES = ("global_batch_size", "train", "seed", "plugins")
 """What `accept_changes` may name."""
 
+COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options")
+"""What a mapping given as `compile` may hold."""
+
 _ELSEWHERE = {
     "callbacks": "plugins=[...]",
     "logger": "trackers=[...]",
@@ -41,6 +44,7 @@ _ELSEWHERE = {
     "num_train_epochs": "max_epochs=",
     "learning_rate": "configure_optimizers",
     "train_dataset": "trainer.fit(module, train, val)",
+    "torch_compile": "compile=",
     "num_sanity_val_steps": "validate_first=",
     "per_device_train_batch_size": "fit(..., batch_size=)",
 }
@@ -64,6 +68,7 @@ class Settings:
     nonfinite: str
     seed: int | None
     deterministic: bool
+    compile: str | Mapping[str, Any] | None
     run_dir: Path | None
     save: str
     save_every: Every | None
@@ -125,6 +130,7 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
             given[name] = Every.parse(name, given[name])
             if given[name].unit not in ("minutes", "hours"):
                 raise ConfigurationError(f"{name}={str(given[name])!r}: give a time, for instance {example!r}")
+    given["compile"] = _parse_compile(given["compile"])
     given["keep"] = parse_keep(given["keep"])
     given["run_dir"] = Path(os.fspath(given["run_dir"])) if given["run_dir"] is not None else None
     given["trackers"] = (given["trackers"],) if isinstance(given["trackers"], str) else tuple(given["trackers"])
@@ -139,6 +145,26 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
         }
         given |= {"validate_every": Every(steps=1)}
     return Settings(**given)
+
+
+def _parse_compile(compile: bool | str | Mapping[str, Any]) -> str | Mapping[str, Any] | None:
+    if compile is False or compile is None:
+        return None
+    if compile is True:
+        return {}
+    if compile == "blocks":
+        return "blocks"
+    if isinstance(compile, Mapping):
+        for name in compile:
+            if name not in COMPILE_OPTIONS:
+                raise ConfigurationError(
+                    f"compile: torch.compile has no option {name!r}{did_you_mean(str(name), COMPILE_OPTIONS)}; known: "
+                    f"{', '.join(COMPILE_OPTIONS)}"
+                )
+        return dict(compile)
+    raise ConfigurationError(
+        f"compile={compile!r}: give True, 'blocks', or options of torch.compile such as {{'mode': 'max-autotune'}}"
+    )
 
 
 def parse_keep(keep: int | str | Mapping[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class Strategy(Listener):
     """Whether `parameter.grad` holds this rank's part of the global gradient before the update (`on_before_step` needs it)."""
     lockstep: ClassVar[bool] = False
     """Whether a forward runs collectives, so that every rank must run each one, in evaluation too."""
+    compiles: ClassVar[bool] = True
+    """Whether `Trainer(compile=...)` works: nothing of the strategy runs inside the forward of a block."""
     shards_parameters: ClassVar[bool] = False
     """Whether `local_part` of a parameter is a part of it, so that the whole has to be gathered for an export. `prepare` then
     gets what `configure_model` built still on the meta device, so that no rank ever holds all of it."""
@@ -252,6 +254,24 @@ class Strategy(Listener):
         """Seconds per update in which this rank did nothing but communicate, as last measured; None where it is not known.
         `model` comes from `prepare`. Called at log boundaries; must not wait for the device."""
         return None
+
+    @staticmethod
+    def blocks(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+        """What repeats in `module`, with names: the blocks that transformers models inside name, else the children of every
+        `ModuleList` that hold parameters. Some may lie inside others."""
+        import torch
+
+        named = {n for m in module.modules() for n in getattr(m, "_no_split_modules", None) or ()}
+        if named:
+            return [(n, m) for n, m in module.named_modules() if type(m).__name__ in named]
+        listed = {
+            id(child)
+            for m in module.modules()
+            if isinstance(m, torch.nn.ModuleList)
+            for child in m
+            if next(child.parameters(), None) is not None and not isinstance(child, torch.nn.ModuleList)
+        }
+        return [(n, m) for n, m in module.named_modules() if id(m) in listed]
 
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""

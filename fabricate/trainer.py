@@ -94,6 +94,8 @@ class Trainer:
     boundary), or "skip" updates whose gradient is not (one wait for the device per update).
     seed: initial weights, data order and dropout (per rank); unset: order from torch's initial seed, generators untouched.
     deterministic: torch's deterministic algorithms while the fit runs.
+    compile: True: torch.compile for each block that repeats (of a transformers model, of a ModuleList), else for each layer
+    of the module; "blocks": blocks or an error; a mapping: options of torch.compile. Nothing stays compiled afterwards.
     save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
     save_every, validate_every, log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens"); None for never.
@@ -122,6 +124,7 @@ class Trainer:
         nonfinite: str = "stop",
         seed: int | None = None,
         deterministic: bool = False,
+        compile: bool | str | Mapping[str, Any] = False,
         run_dir: str | os.PathLike[str] | None = None,
         save: str = "sync",
         save_every: str | int | Every | None = "1 epoch",
@@ -155,6 +158,7 @@ class Trainer:
             nonfinite=nonfinite,
             seed=seed,
             deterministic=deterministic,
+            compile=compile,
             run_dir=run_dir,
             save=save,
             save_every=save_every,
@@ -286,7 +290,7 @@ class Trainer:
         found = resolve(self.settings)
         data = open_data(self.settings, found, train, val, Loading(**loading))
         settle(self.settings, found, data)
-        Engine(found.launch, found.strategy, found.precision, found.device).check()
+        Engine(found.launch, found.strategy, found.precision, found.device, compile=self.settings.compile).check()
         return make_plan(self.settings, found, module, data)
 
     # -- running --------------------------------------------------------------------------------------------------------
@@ -442,6 +446,7 @@ class Trainer:
                     log_with=trackers,
                     logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
                     timeout=datetime.timedelta(seconds=settings.timeout.seconds),
+                    compile=settings.compile,
                 )
             )
             # A seed that nobody set is each process's own: rank 0's counts.
@@ -487,6 +492,7 @@ class Trainer:
                         f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
                     )
                 engine.prepare(module, stages, run.seed)
+                run.notes += engine.notes
                 yield run
             except BaseException as exc:
                 self._report(run, exc)

@@ -20,7 +20,7 @@ FLOORS = [
     | {"console", "group", "lock", "plugin_template", "rehearsal", "stopwatch", "weighing"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
-    | {"comparing", "contents", "preemption", "rehearsing", "retention"},
+    | {"comparing", "compiling", "contents", "preemption", "rehearsing", "retention"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
     | {"cli_checkpoints", "cli_checks", "cli_launch", "committing", "interop", "resume_check", "runner"},
     {"trainer"},

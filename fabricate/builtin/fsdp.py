@@ -77,24 +77,12 @@ class FSDP(Strategy):
         return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
 
     def _select(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-        import torch
 
         if self.wrap == "none":
             return
         if self.wrap == "auto":
-            named = {n for m in module.modules() for n in getattr(m, "_no_split_modules", None) or ()}
-            listed = {
-                id(child)
-                for m in module.modules()
-                if isinstance(m, torch.nn.ModuleList)
-                for child in m
-                if next(child.parameters(), None) is not None and not isinstance(child, torch.nn.ModuleList)
-            }
-            chosen = [
-                (n, m) for n, m in module.named_modules() if (type(m).__name__ in named if named else id(m) in listed)
-            ]
             every = list(module.named_parameters(remove_duplicate=False))
-            chosen = [pair for pair in chosen if not _shares(pair[0], every)]
+            chosen = [pair for pair in self.blocks(module) if not _shares(pair[0], every)]
             outer = [n for n, _ in chosen]
             yield from (pair for pair in chosen if not any(pair[0].startswith(f"{n}.") for n in outer))
             return

@@ -25,6 +25,7 @@ class ZeRO3(ZeRO):
 
     offload_param: str | None = None
     name: ClassVar[str] = "zero3"
+    compiles: ClassVar[bool] = False
     stage: ClassVar[int] = 3
     lockstep: ClassVar[bool] = True
 
