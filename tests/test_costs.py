@@ -99,10 +99,10 @@ def ours(each: dict[str, float]) -> float:
 @pytest.mark.parametrize(
     ("most", "options"),
     [
-        (15, {}),
-        (18, {"plugins": [Steps(), MicroBatches()]}),
-        (11, {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}),
-        (17, {"module": Logs()}),
+        (17, {}),
+        (20, {"plugins": [Steps(), MicroBatches()]}),
+        (12, {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}),
+        (19, {"module": Logs()}),
     ],
     ids=["quiet", "two listeners", "accumulation and clipping", "one logged value"],
 )
