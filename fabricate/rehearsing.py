@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-import torch.distributed.tensor
 
 from fabricate.hooks import Callback, hookimpl
 from fabricate.rehearsal import TRAIN_DATA, Rehearsal
+from fabricate.strategy import is_sharded
 
 if TYPE_CHECKING:
     from fabricate.module import TrainModule
@@ -162,7 +162,7 @@ def _digest(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if value.numel() * value.element_size() > _LARGEST or value.is_meta or value.layout != torch.strided:
             return f"tensor {value.dtype} {tuple(value.shape)}"
-        if isinstance(value, torch.distributed.tensor.DTensor):
+        if is_sharded(value):
             value = value.to_local()
         data = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     else:
