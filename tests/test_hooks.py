@@ -367,7 +367,7 @@ from typing import Any
 
 import torch
 
-from fabricate import Callback, Trainer, TrainModule, hookimpl
+from fabricate import DDP, Callback, Precision, Strategy, Trainer, TrainModule, hookimpl
 
 
 class Module(TrainModule):
@@ -399,7 +399,24 @@ class Watch(Callback):
         return (yield)
 
 
-Trainer(plugins=[Watch()], max_steps=1).fit(Module(), [])
+class Mine(DDP):
+    def check(self, world_size: int, device: torch.device) -> list[str]:
+        return [*super().check(world_size, device)]
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        self.heard = step, trainer.strategy.name
+
+
+class Rounded(Precision):
+    def check(self, device: torch.device, strategy: Strategy) -> list[str]:
+        return [strategy.name]
+
+    def on_fit_start(self, module: TrainModule) -> None: ...
+
+    def train_step(self, batch: torch.Tensor) -> None: ...
+
+
+Trainer(strategy=Mine(), precision=Rounded(), plugins=[Watch()], max_steps=1).fit(Module(), [])
 """
 
 

@@ -52,7 +52,7 @@ class Replicas:
         self._own = {n: rows[dist.get_rank()] for n, rows in state.items() if len(rows) == dist.get_world_size()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
         found: list[tuple[str, object]] = [*self._module.named_parameters(), *self._module.named_buffers()]
         for label, optimizer in self._trainer.optimizers.items():
             for parameter, state in optimizer.state.items():
