@@ -373,6 +373,8 @@ def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
             else:
                 made = found()
             Manager().add(made, name)
+        except ConfigurationError:
+            continue  # it says what it needs, which is no fault of the plugin
         except (Exception, SystemExit) as exc:
             yield f"{what}: {type(exc).__name__}: {exc}"
 

@@ -101,6 +101,29 @@ def test_a_good_plugin_has_no_problems(install: Install) -> None:
     assert not _problems("good")
 
 
+def test_a_strategy_that_asks_for_options_has_no_problems(install: Install) -> None:
+    code = "def make(**options): raise ConfigurationError('give at least one option')"
+    install("good", f"{code}\n@hookimpl\ndef register_strategies(register): register('choosy', make)")
+    assert not _problems("good")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plugins"], ["plugins", "--order", "on_step", "--plugin", "light", "--strategy", "fsdp"], ["--help"]]
+)
+def test_looking_at_plugins_imports_no_torch(arguments: list[str], install: Install, tmp_path: Path) -> None:
+    install("light", LISTENER.format("on_step"), attribute="Heard")
+    code = (
+        "import sys\nfrom fabricate.cli import main\n"
+        f"try: main({arguments})\nexcept SystemExit as end: assert not end.code\n"
+        "assert 'fabricate.dispatch' in sys.modules\n"
+        "assert not {'accelerate', 'numpy', 'torch'} & sys.modules.keys()"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "light" in done.stdout or "--help" in arguments
+
+
 @pytest.mark.parametrize(
     ("code", "attribute", "problem"),
     [
