@@ -111,7 +111,8 @@ def test_a_strategy_that_asks_for_options_has_no_problems(install: Install) -> N
     "arguments", [["plugins"], ["plugins", "--order", "on_step", "--plugin", "light", "--strategy", "fsdp"], ["--help"]]
 )
 def test_looking_at_plugins_imports_no_torch(arguments: list[str], install: Install, tmp_path: Path) -> None:
-    install("light", LISTENER.format("on_step"), attribute="Heard")
+    install("light", "", attribute="Heard")
+    (tmp_path / "light.py").write_text("from fabricate import Callback\n" + LISTENER.format("on_step"))
     code = (
         "import sys\nfrom fabricate.cli import main\n"
         f"try: main({arguments})\nexcept SystemExit as end: assert not end.code\n"
