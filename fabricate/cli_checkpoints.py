@@ -6,6 +6,7 @@ know the loop; imports no torch but for the formats that are torch's own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -312,7 +313,7 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
     """Delete the checkpoints in RUN_DIR that RULE does not keep; a rehearsal unless --yes is given.
 
     Every checkpoint that is kept is verified first. Damaged ones count as none and are left to you. The newest good one is
-    never deleted. Don't use it while the run is training: it prunes by itself (`Trainer(keep=)`).
+    never deleted. While the run is training, nothing is: it prunes by itself (`Trainer(keep=)`).
 
     \b
     Examples:
@@ -321,29 +322,31 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
     """
     from fabricate.checkpoint import committed
     from fabricate.checkpoint import prune as delete
+    from fabricate.lock import locked
     from fabricate.retention import kept
 
-    rule = _rule(keep)
-    found = committed(_root(run_dir))
-    good = [path for path in found if not _damage(path, thoroughly=False)]
-    _check_metric(good, rule)
-    verified: set[Path] = set()
-    while True:  # until all that the rule keeps is good: a damaged one gives its place to the next
-        held = kept(good, rule)
-        damaged = {path for path in held - verified if _damage(path)}
-        verified |= held - damaged
-        if not damaged:
-            break
-        good = [path for path in good if path not in damaged]
-    if not held:
-        raise CheckpointError(f"{str(run_dir)!r} has no good checkpoint to keep; nothing is deleted")
-    gone = [path for path in good if path not in held]
+    rule, root = _rule(keep), _root(run_dir)
+    with locked(root.parent) if yes else contextlib.nullcontext():
+        found = committed(root)
+        good = [path for path in found if not _damage(path, thoroughly=False)]
+        _check_metric(good, rule)
+        verified: set[Path] = set()
+        while True:  # until all that the rule keeps is good: a damaged one gives its place to the next
+            held = kept(good, rule)
+            damaged = {path for path in held - verified if _damage(path)}
+            verified |= held - damaged
+            if not damaged:
+                break
+            good = [path for path in good if path not in damaged]
+        if not held:
+            raise CheckpointError(f"{str(run_dir)!r} has no good checkpoint to keep; nothing is deleted")
+        gone = [path for path in good if path not in held]
+        if yes:
+            delete(gone)
     for path in found:
         fate = "deleted" if yes else "would be deleted"
         click.echo(f"{path.name}: {'kept' if path in held else fate if path in gone else 'damaged, left as it is'}")
-    if yes:
-        delete(gone)
-    elif gone:
+    if gone and not yes:
         click.echo("nothing is deleted without --yes")
 
 

@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch.utils.data import TensorDataset
 
-from fabricate import Callback, Trainer, TrainModule
+from fabricate import Callback, Trainer, TrainModule, lock
 from fabricate.checkpoint import (
     Chunk,
     Manifest,
@@ -353,6 +353,27 @@ def test_a_rule_that_is_not_understood_deletes_nothing(run_dir: Path, rule: str,
     assert shown.exit_code == 2
     assert complaint in shown.stderr
     assert steps(run_dir) == [2, 4, 6]
+
+
+def test_prune_deletes_nothing_while_a_run_is_at_work(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.1)
+    code = f"""
+from pathlib import Path
+from fabricate.lock import locked
+with locked(Path({str(run_dir)!r})):
+    print("held", flush=True)
+    input()
+"""
+    run = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "held\n"
+    assert invoke("prune", run_dir, "--keep", "last=1").exit_code == 0
+    shown = invoke("prune", run_dir, "--keep", "last=1", "--yes")
+    assert (shown.exit_code, steps(run_dir)) == (2, [2, 4, 6])
+    assert 'in use by another run ({"host": ' in shown.stderr
+    run.communicate("\n")
+    assert invoke("prune", run_dir, "--keep", "last=1", "--yes").exit_code == 0
+    assert steps(run_dir) == [6]
 
 
 # -- all of them
