@@ -20,6 +20,7 @@ A save, with the ranks that take each step::
 from __future__ import annotations
 
 import re
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,7 +48,7 @@ from fabricate.manifest import (
     tensors_of,
     text,
 )
-from fabricate.writing import write_json, write_plain_safetensors, write_tensors
+from fabricate.writing import HEADER_LIMIT, write_json, write_plain_safetensors, write_tensors
 
 __all__ = [
     "ITEM_SIZES",
@@ -315,8 +316,37 @@ class Reader:
         for record in self.manifest.files:
             blocks = range(max(0, first - passed), min(len(record.block_digests), end - passed))
             for index in blocks:
-                self._load_block(record, index, buffer)
+                size = self._load_block(record, index, buffer)
+                if index == 0 and record.name.endswith(".safetensors"):
+                    self._check_header(record, buffer[:size])
             passed += len(record.block_digests)
+
+    def _check_header(self, record: FileRecord, block: memoryview) -> None:
+        """Check that a tensor file tells every other reader what the manifest tells this one. `block`: its first one."""
+        end = record.chunks[0].offset if record.chunks else record.size
+        wanted = {
+            f"{chunk.tensor}|{chunk.start}": {
+                "dtype": chunk.dtype,
+                "shape": [chunk.count],
+                "data_offsets": [chunk.offset - end, chunk.end - end],
+            }
+            for chunk in record.chunks
+        }
+        if not 8 < end <= HEADER_LIMIT + 8:
+            raise self._damage(record.name, f"its data begins at byte {end}, which no header leads up to")
+        head = bytearray(block[:end])
+        if end > len(block):
+            head = bytearray(end)
+            self._fill(memoryview(head), record, 0, end)
+        with self._blaming(record.name):
+            (length,) = struct.unpack_from("<Q", head)
+            if 8 + length != end:
+                raise CheckpointError(f"its header claims {length} bytes, the manifest leaves it {end - 8}")
+            found = codec.loads(bytes(head[8:]))
+            if isinstance(found, dict):
+                found.pop("__metadata__", None)
+            if found != wanted:
+                raise CheckpointError("its header and the manifest do not say the same")
 
     def json(self, name: str) -> JsonValue:
         """Return the JSON tree in the file `name`, as `write_json` got it."""

@@ -116,7 +116,8 @@ def component_of(tensor: str, plugins: list[str]) -> str:
         ]
         return f"plugin {max(owners, key=len, default=rest)}"
     if kind == "rank":
-        return "rng" if rest.partition("/")[2].startswith("rng") else "metrics"
+        what = rest.partition("/")[2]
+        return "rng" if what.startswith("rng") else "weights" if what.startswith("buffers") else "metrics"
     if kind in ("optimizer", "scheduler"):
         return f"{kind} {rest.partition('/')[0].partition('.')[0]}"
     return "metrics" if kind.startswith("latest") else kind

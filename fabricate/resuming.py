@@ -23,10 +23,11 @@ from fabricate.metrics import load_torchmetrics_state
 from fabricate.randomness import derive_seed, seed_everything, set_rng_state
 from fabricate.retention import best_checkpoints
 from fabricate.saving import checkpoints
+from fabricate.schema import own_state, saved_world_size, shared_state
 from fabricate.state import (
     compare_model,
     compare_optimizer,
-    decode_with,
+    decode_mapping,
     load_model,
     load_optimizer,
     optimizer_groups,
@@ -173,13 +174,13 @@ def restore(run: Run, path: Path) -> None:
     """Put everything back as it was when `path` was saved. All ranks. Compared first, so that an error changes nothing."""
     engine = run.engine
     with Reader(path) as reader:
-        tree: Any = reader.json("state.json")
+        tree = shared_state(reader)
         if "optimizers" not in tree:
             raise CheckpointError(
                 f"{path} was imported and holds weights only, so nothing can resume from it; begin with them: "
                 f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r})"
             )
-        world_size = int(reader.manifest.topology["world_size"])  # type: ignore[arg-type]
+        world_size = saved_world_size(reader)
         _compare(run, path, tree, run.settings.accept_changes)
         compare_model(reader, run.module, engine.strategy)
         groups = optimizer_groups(run.module, run.optimizers, engine.strategy)
@@ -189,11 +190,13 @@ def restore(run: Run, path: Path) -> None:
         for label, optimizer in run.optimizers.items():
             load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)
         for label, scheduler in run.schedulers.items():
-            scheduler.load_state_dict(decode_with(reader, tree["schedulers"][label]["state"]))
+            scheduler.load_state_dict(
+                decode_mapping(reader, tree["schedulers"][label]["state"], f"scheduler {label!r}")
+            )
         if tree["scaler"]:
             engine.load_scaler_state(tree["scaler"])
         run.progress.load(tree["progress"])
-        run.latest = dict(decode_with(reader, tree["latest"]))
+        run.latest = decode_mapping(reader, tree["latest"], "latest")
         if run.settings.seed is None:  # nobody asked for one: the order goes on as it began
             run.seed = tree["seed"]
             for source in (run.source, *run.validation.values()):
@@ -201,21 +204,8 @@ def restore(run: Run, path: Path) -> None:
                 source.reseed(run.seed)
         for name, call in run.calls.listeners("on_load"):
             if name in tree["plugins"]:
-                call(trainer=run.trainer, module=run.module, state=decode_with(reader, tree["plugins"][name]))
-        same = world_size == engine.world_size
-        # On another number of ranks, rank 0 goes on with what all of them had collected since the last log boundary.
-        ranks = [engine.rank] if same else range(world_size if engine.rank == 0 else 1)
-        own: list[Any] = [reader.json(f"rank-{rank:05d}.json") for rank in ranks]
-        collected = [decode_with(reader, each["metrics"]) for each in own]
-        pending = [entry for each in collected for entry in each["pending"]]
-        run.metrics.load({**collected[0], "pending": pending}, same_rank=same or engine.rank == 0)
-        if same:
-            for name in own[0]["buffers"]:
-                run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
-            load_torchmetrics_state(run.module, decode_with(reader, own[0]["torchmetrics"]))
-            set_rng_state(decode_with(reader, own[0]["rng"]))
-        else:
-            seed_everything(derive_seed(run.seed, "rank", engine.rank, engine.world_size, run.progress.step))
+                call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, tree["plugins"][name], name))
+        _restore_own(run, reader, world_size)
     if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
         run.checkpoint, run.saved_step = path, run.progress.step
         _cut_metrics(run, tree["metrics_bytes"])
@@ -224,6 +214,32 @@ def restore(run: Run, path: Path) -> None:
     run.event("resumed", path=path.name, saved=saved, now=now)
     changed = [f"{name} {value} -> {now[name]}" for name, value in saved.items() if value != now[name]]
     run.module.print("; ".join([f"resumed from {path} (step {run.progress.step})", *changed]))
+
+
+def _restore_own(run: Run, reader: Reader, world_size: int) -> None:
+    """What each of the `world_size` ranks had for itself. On another number of ranks, rank 0 goes on with what all of them
+    had collected since the last log boundary, and generators begin anew, from the seed and the step."""
+    engine = run.engine
+    same = world_size == engine.world_size
+    ranks = [engine.rank] if same else range(world_size if engine.rank == 0 else 1)
+    own = [own_state(reader, rank) for rank in ranks]
+    metrics, torchmetrics, rng = (
+        [decode_mapping(reader, each[name], name) for each in own] for name in ("metrics", "torchmetrics", "rng")
+    )
+    try:
+        pending = [entry for each in metrics for entry in each["pending"]]
+        run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.rank == 0)
+        if same:
+            for name in own[0]["buffers"]:
+                run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
+            load_torchmetrics_state(run.module, torchmetrics[0])
+            set_rng_state(rng[0])
+        else:
+            seed_everything(derive_seed(run.seed, "rank", engine.rank, engine.world_size, run.progress.step))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
+        raise CheckpointError(
+            f"checkpoint {reader.path}: what a rank had for itself is not as fabricate writes it ({type(exc).__name__}: {exc})"
+        ) from exc
 
 
 def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -> None:

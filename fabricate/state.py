@@ -21,6 +21,7 @@ import xxhash
 from fabricate.checkpoint import Chunk, Reader, TensorRecord, find
 from fabricate.codec import decode, encode
 from fabricate.errors import CheckpointError, ConfigurationError
+from fabricate.schema import shared_state
 from fabricate.strategy import Strategy, is_sharded
 
 _CODES = {
@@ -229,7 +230,26 @@ class Saver:
 
 def decode_with(reader: Reader, tree: object) -> Any:
     """The inverse of `Saver.encode`: tensors are read whole, onto the CPU."""
-    return decode(tree, lambda name: read_whole(reader, name))
+
+    def tensor(name: str) -> torch.Tensor:
+        if name not in reader.manifest.tensors:
+            raise CheckpointError(f"it refers to the tensor {name!r}, which is not there")
+        return read_whole(reader, name)
+
+    try:
+        return decode(tree, tensor)
+    except CheckpointError as exc:
+        if str(reader.path) in str(exc):
+            raise
+        raise CheckpointError(f"checkpoint {reader.path}: {exc}") from exc
+
+
+def decode_mapping(reader: Reader, tree: object, what: str) -> dict[str, Any]:
+    """As `decode_with`, of what was saved as a mapping. `CheckpointError` for anything else."""
+    value = decode_with(reader, tree)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"checkpoint {reader.path}: {what} is no mapping: fabricate did not write it so")
+    return value
 
 
 def optimizer_groups(
@@ -258,7 +278,7 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
     was imported; it keeps the value that the module gave it.
     """
     parameters, buffers, others = named_tensors(module)
-    live = {f"model/{n}": strategy.local_part(t).shape for n, t in (*parameters.items(), *buffers.items())}
+    live = {f"model/{n}": strategy.local_part(t) for n, t in (*parameters.items(), *buffers.items())}
     saved = {n: r for n, r in reader.manifest.tensors.items() if n.startswith("model/")}
     where = f"checkpoint {reader.path}"
     candidates = {name: [name, reader.manifest.aliases.get(name, name)] for name in live}
@@ -275,11 +295,17 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
         )
     source = {name: name_there for name, name_there in source.items() if name_there}
     for name, name_there in source.items():
-        if tuple(saved[name_there].shape) != live[name]:
-            raise CheckpointError(
-                f"{where}: {name} has shape {tuple(saved[name_there].shape)}, the module's has {live[name]}"
-            )
+        shape, dtype = tuple(saved[name_there].shape), _DTYPES[saved[name_there].dtype]
+        if shape != live[name].shape:
+            raise CheckpointError(f"{where}: {name} has shape {shape}, the module's has {live[name].shape}")
+        # Another width is another precision; a number of another kind is another number.
+        if _kind(dtype) != _kind(live[name].values.dtype):
+            raise CheckpointError(f"{where}: {name} is {dtype}, the module's is {live[name].values.dtype}")
     return source
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else str(dtype)
 
 
 def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | None = None) -> None:
@@ -341,7 +367,7 @@ def load_optimizer(
             keys.setdefault(name, []).append(key)
     optimizer.state.clear()
     for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
-        live.update(decode_with(reader, stored["options"]))
+        live.update(decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}"))
         on_device = bool(live.get("fused") or live.get("capturable"))
         for name, parameter in group.items():
             shape = strategy.local_part(parameter).shape
@@ -363,8 +389,8 @@ def load_optimizer(
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The module's constructor arguments as recorded, and the names of those that could not be."""
     with Reader(find(path)) as reader:
-        tree: Any = reader.json("state.json")
-        return dict(tree["module"]["arguments"]), list(tree["module"]["unrecorded"])
+        module = shared_state(reader)["module"]
+        return dict(module["arguments"]), list(module["unrecorded"])
 
 
 def load_weights(path: Path, module: torch.nn.Module) -> None:

@@ -28,7 +28,7 @@ __all__ = ["write_json", "write_plain_safetensors", "write_tensors"]
 
 BLOCK_SIZE: Final = 2**20
 _WRITE_BEHIND: Final = 2**26  # the disk works while the rest is written; fsync then waits for little
-_HEADER_LIMIT: Final = 100_000_000  # what the safetensors library accepts
+HEADER_LIMIT: Final = 100_000_000  # what the safetensors library accepts
 
 
 def write_tensors(
@@ -85,7 +85,7 @@ def _write_safetensors(
         header[key] = {"dtype": chunk.dtype, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header, separators=(",", ":")).encode("ascii")
     head += b" " * (-len(head) % 8)
-    if len(head) > _HEADER_LIMIT:
+    if len(head) > HEADER_LIMIT:
         raise CheckpointError(
             f"{path}: {len(entries)} entries in one file are too many: spread them over several files"
         )

@@ -18,7 +18,7 @@ FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
     | {"console", "group", "lock", "plugin_template", "rehearsal", "stopwatch", "weighing"},
-    {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules"},
+    {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules", "schema"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
     | {"comparing", "compiling", "contents", "preemption", "rehearsing", "retention"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}

@@ -24,13 +24,13 @@ from fabricate import codec
 from fabricate.checkpoint import ITEM_SIZES, Chunk, Manifest, TensorRecord
 from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
 from fabricate.files import LOCAL
+from fabricate.writing import HEADER_LIMIT
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["import_checkpoint"]
 
-_HEADER_LIMIT: Final = 100_000_000
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|bin)")
 _WHOLE: Final = ("model.safetensors", "pytorch_model.bin")
 _SHARDED: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -214,7 +214,7 @@ def _safetensors(path: Path) -> dict[str, Chunk]:
     with LOCAL.open(path) as opened:
         size = LOCAL.size(path)
         length = struct.unpack("<Q", opened.read(0, 8))[0] if size >= 8 else 0
-        if not 0 < length <= min(size - 8, _HEADER_LIMIT):
+        if not 0 < length <= min(size - 8, HEADER_LIMIT):
             raise CheckpointError(f"{path}: its header claims {length} bytes, the file has {size}: it is damaged")
         try:
             header: Any = codec.loads(opened.read(8, length))
