@@ -98,6 +98,8 @@ class Engine(Group):
         self.device = device
         self.scaler: torch.amp.GradScaler | None = None
         self.context: contextlib.AbstractContextManager[object] | None = None
+        self._settings = contextlib.ExitStack()
+        """Of the process, as the precision wants them."""
         self._module: TrainModule | None = None
         """What the strategy holds, from `prepare` on."""
         self._compile = compile
@@ -142,6 +144,7 @@ class Engine(Group):
             self._verify()
             self.join(self._timeout)
             self.device = self.accelerator.device
+            self._settings.enter_context(self.precision.process_context(self.device))
             self.context = self.precision.forward_context(self.device)
             self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
             self.accelerator.scaler = self.scaler
@@ -159,6 +162,7 @@ class Engine(Group):
             if self._module is not None and self.strategy.release(self._module, clean=not any(exc)):
                 self._module.__dict__.pop("_sharded", None)
         finally:
+            self._settings.close()
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
 

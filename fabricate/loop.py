@@ -8,18 +8,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate.data import rows_of, token_labels
-from fabricate.errors import ConfigurationError, FabricateError, RankError, did_you_mean
+from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.evaluation import validate
 from fabricate.metrics import MOST_PENDING
+from fabricate.observing import Activations, observe
 from fabricate.progress import Due
+from fabricate.returned import check_logged, check_loss, check_window, choose, other_weight, unpack, weigh
 from fabricate.saving import save_requested, settle
-from fabricate.weighing import counted, last_operation
+from fabricate.weighing import last_operation
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -45,7 +45,9 @@ def fit(run: Run) -> str:
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
     scales_loss = engine.scales_loss
     look_at_norm = settings.nonfinite == "skip" and not (scales_loss or strategy.skips_nonfinite)
-    weighing: dict[str, str] = {}  # by optimizer, where the weights of its losses come from, see `_weigh`
+    weighing: dict[str, str] = {}  # by optimizer, where the weights of its losses come from, see `weigh`
+    activations: Activations | None = Activations(module)
+    run.activations = activations
     skipped_in_a_row = 0
     unsized = source.num_samples is None and world_size > 1
 
@@ -79,17 +81,17 @@ def fit(run: Run) -> str:
                     output = wrapped(trainer, module, batch) if wrapped else forward(batch, progress.micro_step)
                     loss, weight, chosen = output, None, None
                     if type(output) is not torch.Tensor:
-                        loss, weight, chosen = _unpack(output)
+                        loss, weight, chosen = unpack(output)
                     if not weighing:
-                        _check_loss(run, loss)
+                        check_loss(run, loss)
                     if chosen is not None or name is None:
-                        name = _choose(run, name, chosen, micro_step)
+                        name = choose(run, name, chosen, micro_step)
                         known = known or weighing.get(name)
-                    how, weight, labels = _weigh(loss, weight, batch, own_rows, known)
+                    how, weight, labels = weigh(loss, weight, batch, own_rows, known)
                     if known is None:
                         known = how
                     elif how != known:
-                        raise _other_weight(known, how, loss)
+                        raise other_weight(known, how, loss)
                     # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
                     # leave to normalise is done once, below.
                     whole = (alone and known == "counted") or (type(weight) is int and weight * world_size == rows)
@@ -100,7 +102,7 @@ def fit(run: Run) -> str:
                 run.metrics.pending.append(("loss", loss, weight, "mean"))
                 if module._logged:
                     if not weighing:
-                        _check_logged(run)
+                        check_logged(run)
                     run.metrics.take(module._logged, labels)
                 losses.append(loss)
                 weights.append(weight)
@@ -113,7 +115,7 @@ def fit(run: Run) -> str:
             assert name is not None
             assert known is not None
             if name not in weighing:
-                _check_window(run, known, name, made_by)
+                check_window(run, known, name, made_by)
                 weighing[name] = known
             own_weights = known != "rows"
             optimizer, parameters = run.optimizers[name], run.parameters[name]
@@ -151,6 +153,9 @@ def fit(run: Run) -> str:
                 progress.skipped += 1
                 skipped_in_a_row += 1
                 del run.metrics.pending[mark:]  # what was not applied does not count in any mean
+            if activations is not None and applied:
+                observe(run, activations, losses[-1], known)
+                activations = None
             route = strategy.route() if world_size > 1 else 0
             strategy.clear_gradients(everything)
             progress.position = window.end
@@ -243,113 +248,6 @@ def _wants_norm(run: Run) -> bool:
     wants = run.calls.manager.wants
     heard = wants("on_step", "grad_norm") or wants("on_before_step", "grad_norm")
     return heard or run.max_grad_norm is not None or run.settings.nonfinite == "skip"
-
-
-def _unpack(output: Any) -> tuple[Any, Any, str | None]:
-    if isinstance(output, Mapping):
-        known = {"loss", "weight", "optimizer"}
-        unknown = sorted(set(output) - known)
-        if "loss" not in output or unknown:
-            raise ConfigurationError(
-                f"training_step returned a mapping with the keys {sorted(output)}; it has to hold 'loss' and may hold 'weight' and "
-                f"'optimizer'{did_you_mean(unknown[0], known) if unknown else ''}; record other values with self.log(name, value)"
-            )
-        weight = output.get("weight")
-        return output["loss"], weight.detach() if isinstance(weight, torch.Tensor) else weight, output.get("optimizer")
-    return output, None, None
-
-
-def _weigh(loss: torch.Tensor, given: Any, batch: Any, rows: int | None, known: str | None) -> tuple[str, Any, Any]:
-    """Where the weight of a micro-batch's loss comes from ("given" by training_step, "counted" labels of a cross-entropy,
-    "rows"), the weight, and that of metrics logged beside it. `known`: where it came from before. No wait."""
-    if given is not None:
-        how, weight, labels = "given", given, given
-    elif known != "rows" and (found := counted(loss)) is not None:
-        how, weight, labels = "counted", found.weight, found.labels
-    else:
-        weight = rows_of(batch) if rows is None else rows
-        return "rows", weight, weight
-    return (how, 0, 0) if rows == 0 else (how, weight, labels)  # a stand-in takes part, its weight is nothing
-
-
-def _check_loss(run: Run, loss: Any) -> None:
-    where = f"{type(run.module).__name__}.training_step returned"
-    if loss is None:
-        raise ConfigurationError(f"{where} nothing; return the loss")
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigurationError(
-            f"{where} {type(loss).__name__}; return the loss as a 0-dim tensor, or a mapping with 'loss'"
-        )
-    if loss.ndim:
-        raise ConfigurationError(
-            f"{where} a tensor of shape {tuple(loss.shape)}; reduce it to one number, for instance with .mean()"
-        )
-    if not loss.requires_grad:
-        raise ConfigurationError(
-            f"{where} a loss without gradient; compute it from the module's parameters, without detach() or no_grad()"
-        )
-
-
-def _check_logged(run: Run) -> None:
-    if any(name == "loss" for name, *_ in run.module._logged):
-        raise ConfigurationError(
-            f"{type(run.module).__name__}.training_step logs 'loss', which is recorded by itself; remove self.log('loss', ...) or give "
-            "it another name"
-        )
-
-
-def _check_window(run: Run, how: str, name: str, made_by: str) -> None:
-    """Once per optimizer, after its first window: every rank weighs its loss the same way and updates the same optimizer."""
-    if run.engine.world_size > 1:
-        answers = run.engine.gather_json([how, name])
-        if any(a != answers[0] for a in answers):
-            raise ConfigurationError(
-                f"training_step differs between ranks (where the loss's weight comes from, optimizer): {answers}; return the same keys "
-                "on every rank"
-            )
-    trainable = [(n, p) for n, p in run.module.named_parameters() if p.requires_grad]
-    unused = [n for n, p in trainable if p.grad is None]
-    # If none has a gradient, the strategy's engine keeps them elsewhere.
-    if 0 < len(unused) < len(trainable) and len(run.optimizers) == 1:
-        run.event("unused_parameters", names=unused[:20])
-    run.event("loss_weight", optimizer=name, source=how)
-    shape = token_labels(run.batch)
-    if how == "rows" and shape is not None:
-        run.note(
-            f"labels have the shape {shape} and the loss is no plain cross-entropy (it comes from {made_by}), so it weighs "
-            "the rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was "
-            "taken over} from training_step"
-        )
-
-
-def _other_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationError:
-    said = {
-        "given": "with a weight",
-        "counted": "as a plain cross-entropy, which weighs the labels that it counts",
-        "rows": f"without a weight and as no plain cross-entropy (it comes from {last_operation(loss)})",
-    }
-    return ConfigurationError(
-        f"training_step returned its loss {said[how]}, and before {said[known]}; one unit has to hold throughout: return "
-        "{'loss': loss, 'weight': what its mean was taken over} every time"
-    )
-
-
-def _choose(run: Run, name: str | None, chosen: str | None, micro_step: int) -> str:
-    known = list(run.optimizers)
-    if chosen is None:
-        raise ConfigurationError(
-            f"there are several optimizers ({', '.join(known)}); training_step has to return {{'loss': ..., 'optimizer': name}}"
-        )
-    if chosen not in run.optimizers:
-        raise ConfigurationError(
-            f"training_step returned optimizer={chosen!r}{did_you_mean(chosen, known)}; there are {', '.join(known)}"
-        )
-    if micro_step and name is not None and chosen != name:
-        raise ConfigurationError(
-            f"training_step returned optimizer={chosen!r} in a window that began with {name!r}; one window is one update: "
-            "choose by self.trainer.step, not by batch_idx"
-        )
-    return chosen
 
 
 def _sum(weights: list[Any], device: torch.device) -> torch.Tensor:

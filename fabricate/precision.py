@@ -6,6 +6,7 @@ refuse one in `check`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
@@ -33,6 +34,14 @@ class Precision(Listener):
 
     def convert(self, module: torch.nn.Module) -> None:
         """Change `module` in place (dtypes, layers) before it is sharded. Names in `state_dict()` must stay."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterable[str]:
+        """Reasons why `optimizer` cannot train such parameters, each with its remedy; empty when it can. Pure, all ranks."""
+        return ()
+
+    def process_context(self, device: torch.device) -> AbstractContextManager[object]:
+        """Entered for as long as the run lasts: settings of the whole process, as they were before afterwards."""
+        return contextlib.nullcontext()
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object] | None:
         """A re-enterable context around forward and loss, or None when none is needed."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fabricate.engine import Engine
     from fabricate.metrics import Metrics
     from fabricate.module import TrainModule
+    from fabricate.observing import Activations
     from fabricate.preemption import Watch
     from fabricate.progress import Progress
     from fabricate.schedules import Schedule
@@ -102,6 +103,8 @@ class Run:
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """What ends with the run, however it ends."""
     restored: bool = False
+    activations: Activations | None = None
+    """What watches the layers in the first update."""
     _noted: set[str] = field(default_factory=set)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -144,7 +147,9 @@ class Run:
             )
 
     def close(self) -> None:
-        """Let go of files; the run is over."""
+        """Let go of files and layers; the run is over."""
+        if self.activations is not None:
+            self.activations.close()
         if self.metrics_file is not None:
             self.metrics_file.close()
             self.metrics_file = None

@@ -151,6 +151,10 @@ class Strategy(Listener):
         """Backward of one micro-batch. `loss`: 0-dim, weighted and scaled; gradients are averaged over ranks on the last one."""
         loss.backward()  # type: ignore[no-untyped-call]
 
+    def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of dtype `gradient` are averaged over ranks; shown after the first update."""
+        return gradient
+
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
         """Multiply every gradient by `factor` (0-dim, on the device, the same on every rank), in place; no wait."""
         import torch

@@ -360,6 +360,8 @@ class Trainer:
         where = f"{type(module).__name__}.configure_optimizers"
         configured = configured_optimizers(where, module)
         run.optimizers, run.schedulers = read_optimizers(where, configured, run.total_steps)
+        if problems := [text for o in run.optimizers.values() for text in engine.precision.check_optimizer(o)]:
+            raise ConfigurationError("; ".join(dict.fromkeys(problems)))
         if not settings.fast_dev_run:
             run.notes += notes_of_length(run.schedulers, run.total_steps, settings.max_epochs)
         for schedule in run.schedulers.values():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optimi
 import pytest
 import torch
 import transformers
@@ -245,13 +248,61 @@ STEEP_CASES = [
 ]
 
 
+# ----------------------------------------------------------------------------------------------------------- precision
+
+
+class Built(TrainModule):
+    """Built on the meta device, so that shards get their first values in the dtype that the precision chose."""
+
+    def configure_model(self) -> None:
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 8), torch.nn.Linear(8, 1)])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.blocks[1](torch.tanh(self.blocks[0](batch[0]))), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimi.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
+
+
+def precision_by_fabricate(
+    precision: str, strategy: str, world_size: int, directory: Path
+) -> tuple[list[float], dict[str, Any]]:
+    heard = Heard()
+    trainer = Trainer(
+        strategy=strategy,
+        precision=precision,
+        max_steps=STEPS,
+        seed=9,
+        run_dir=directory,
+        save_every=None,
+        progress=False,
+        plugins=[heard],
+    )
+    data = torch.utils.data.TensorDataset(STEEP_X, STEEP_Y)
+    trainer.fit(Built(), data, batch_size=8 // world_size, shuffle=False)
+    lines = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return heard.losses, next(line for line in lines if line["event"] == "observed")
+
+
+PRECISION_CASES = [
+    (precision, strategy, world_size)
+    for precision in ("fp32", "bf16", "bf16-true")
+    for strategy, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2))
+]
+
+
 # --------------------------------------------------------------------------------------------------- what ranks run
 
 
-def job(world_size: int) -> dict[Case, Any]:
+def job(world_size: int, directory: Path) -> dict[Case, Any]:
     """Everything that the ranks of one pool are asked for; an exception is one of the answers."""
     found: dict[Case, Any] = {}
-    for cases, run in ((MODEL_CASES, model_by_fabricate), (STEEP_CASES, steep_by_fabricate)):
+    every: tuple[tuple[list[Case], Callable[..., Any]], ...] = (
+        (MODEL_CASES, model_by_fabricate),
+        (STEEP_CASES, steep_by_fabricate),
+        (PRECISION_CASES, lambda *case: precision_by_fabricate(*case, directory / "-".join(map(str, case)))),
+    )
+    for cases, run in every:
         for case in cases:
             if case[2] == world_size:
                 try:
@@ -262,9 +313,10 @@ def job(world_size: int) -> dict[Case, Any]:
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[int, list[dict[Case, Any]]]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Case, Any]]]:
     """By world size, what each rank answered."""
-    return {1: [job(1)], 2: run_ranks(job, 2, 2)}
+    directory = tmp_path_factory.mktemp("runs")
+    return {1: [job(1, directory)], 2: run_ranks(job, 2, 2, directory)}
 
 
 def answer(answers: dict[int, list[dict[Case, Any]]], case: Case) -> list[Any]:
@@ -345,3 +397,17 @@ def test_an_update_that_one_rank_spoils_is_skipped_on_all(
         assert len(norms) == STEPS
         assert np.isfinite(norms).all()
         assert distance(weights, wanted) < 1e-5 * distance(wanted, whole(Steep()))
+
+
+@pytest.mark.parametrize("case", PRECISION_CASES, ids=str)
+def test_a_precision_is_in_effect_under_every_strategy(answers: dict[int, list[dict[Case, Any]]], case: Case) -> None:
+    precision, _, world_size = case
+    (wanted, _), *_ = answer(answers, ("fp32", "single", 1))
+    for losses, _ in answer(answers, case):
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5 if precision == "fp32" else 0.02)
+        assert precision == "fp32" or losses != wanted
+    observed = answer(answers, case)[0][1]
+    held = ["bfloat16" if precision == "bf16-true" else "float32"]
+    assert list(observed["activations"]) == ["float32" if precision == "fp32" else "bfloat16"]
+    assert [observed[topic] for topic in ("parameters", "gradients", "optimizer_state")] == [held] * 3
+    assert observed.get("averaged_over_ranks_in") == (held if world_size > 1 else None)

@@ -20,7 +20,7 @@ FLOORS = [
     | {"console", "group", "lock", "plugin_template", "rehearsal", "stopwatch", "weighing"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules", "schema"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
-    | {"comparing", "compiling", "contents", "preemption", "rehearsing", "retention"},
+    | {"comparing", "compiling", "contents", "observing", "preemption", "rehearsing", "retention", "returned"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
     | {"cli_checkpoints", "cli_checks", "cli_launch", "committing", "interop", "resume_check", "runner"},
     {"trainer"},

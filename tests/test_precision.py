@@ -1,0 +1,211 @@
+"""Precision in effect: what is computed in which dtype is seen, said and refused; pure bfloat16 trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optimi
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from fabricate import ConfigurationError, Precision, Trainer, TrainModule
+
+X = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(X, X.sum(1, keepdim=True) / 4)
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return optimi.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+
+
+class Net(TrainModule):
+    def __init__(self, optimizer: Optimizer = adamw, autocast: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
+        self.layers = torch.nn.Sequential(*layers)
+        self.optimizer = optimizer
+        self.autocast = autocast
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        with torch.autocast("cpu", enabled=self.autocast and torch.is_autocast_enabled("cpu")):
+            return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters())
+
+
+def fit(module: TrainModule, precision: Any, **options: Any) -> Any:
+    trainer = Trainer(precision=precision, progress=False, seed=3, **({"max_steps": 6} | options))
+    return trainer.fit(module, DATA, batch_size=8, resume="auto")
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+# --------------------------------------------------------------------------------------------------------------- TF32
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp32:tf32=true"])
+def test_tf32_is_refused_where_there_is_none(precision: str) -> None:
+    with pytest.raises(ConfigurationError, match="cpu has no TF32, NVIDIA GPUs of compute capability"):
+        fit(Net(), precision)
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", (False, True)), ("fp32:tf32=false", (False, False))])
+def test_what_is_said_about_tf32_holds_for_the_run_and_no_longer(precision: str, allowed: tuple[bool, bool]) -> None:
+    module = Net()
+    fit(module, precision)
+    Trainer(precision=precision, progress=False).validate(module, DATA, batch_size=8)
+    assert module.seen == [allowed] * 10
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, True), "torch's own"
+
+
+def test_settings_of_the_process_are_given_back_after_a_failure() -> None:
+    class Breaks(Precision):
+        name = "breaks"
+        compute_dtype = "bfloat16"  # which is not so
+
+        def process_context(self, device: torch.device) -> Any:
+            return torch.autograd.set_detect_anomaly(True)
+
+    with pytest.raises(ConfigurationError, match="computes in bfloat16, but on cpu it would be float32"):
+        fit(Net(), Breaks())
+    assert not torch.is_anomaly_enabled()
+
+
+# ------------------------------------------------------------------------------------------------------- pure bfloat16
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1)])
+def test_an_optimizer_that_loses_small_updates_is_refused(optimizer: Optimizer) -> None:
+    with pytest.raises(ConfigurationError, match=r"precision='bf16-true': (AdamW|SGD) loses updates .* such as optimi"):
+        fit(Net(optimizer), "bf16-true")
+
+
+def test_an_optimizer_whose_compensation_is_off_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="AdamW loses updates"):
+        fit(Net(lambda p: optimi.AdamW(p, lr=0.1, kahan_sum=False)), "bf16-true")
+
+
+def test_pure_bfloat16_keeps_everything_in_it_and_gives_float32_back(tmp_path: Path) -> None:
+    module = Net()
+    fit(module, "bf16-true", run_dir=tmp_path)
+    (observed,) = events(tmp_path, "observed")
+    assert observed["parameters"] == observed["gradients"] == ["bfloat16", "float32"], "float32 in BatchNorm1d"
+    assert observed["optimizer_state"] == ["bfloat16", "float32"]
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_evaluating_in_pure_bfloat16_leaves_the_weights_to_the_last_bit() -> None:
+    module, whole = Net(), Net()
+    assert not torch.equal(module.layers[0].weight, module.layers[0].weight.bfloat16().float())
+    Trainer(precision="bf16-true", progress=False).validate(module, DATA, batch_size=8)
+    for ours, theirs in zip(module.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_small_updates_add_up_in_pure_bfloat16() -> None:
+    """200 updates of 1e-4 next to a weight of 1: each is lost in bfloat16, all together are not."""
+
+    class Slow(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.weight.sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimi.SGD(self.parameters(), lr=1e-4)
+
+    module = Slow()
+    fit(module, "bf16-true", max_steps=200)
+    assert module.weight.tolist() == pytest.approx([0.98] * 3, abs=0.004)
+    alone = torch.ones(3, dtype=torch.bfloat16)
+    for _ in range(200):
+        alone -= 1e-4
+    assert alone.tolist() == [1.0] * 3
+
+
+def test_a_run_in_pure_bfloat16_resumes_to_the_last_bit(tmp_path: Path) -> None:
+    whole, halves = Net(), Net()
+    fit(whole, "bf16-true", run_dir=tmp_path / "whole", save_every=3)
+    fit(halves, "bf16-true", run_dir=tmp_path / "halves", save_every=3, max_steps=3)
+    halves = Net()
+    fit(halves, "bf16-true", run_dir=tmp_path / "halves", save_every=3)
+    for ours, theirs in zip(whole.parameters(), halves.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------------------ observed
+
+
+@pytest.mark.parametrize(
+    ("precision", "activations"),
+    [("fp32", {"float32": 3}), ("bf16", {"bfloat16": 3}), ("fp16", {"float16": 3}), ("bf16-true", {"bfloat16": 3})],
+)
+def test_the_first_update_says_what_it_was_computed_in(
+    precision: str, activations: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Net(), precision, run_dir=tmp_path)
+    (observed,) = events(tmp_path, "observed")
+    assert {dtype: len(layers) for dtype, layers in observed["activations"].items()} == activations
+    assert observed["loss"] == ["float32", "weighed by rows"]
+    told = capsys.readouterr().out
+    (dtype,) = activations
+    assert f"observed in the first update: activations {dtype} (BatchNorm1d, Linear, Tanh); loss float32" in told
+    assert not events(tmp_path, "note")
+
+
+def test_a_precision_that_no_layer_runs_in_is_pointed_out(tmp_path: Path) -> None:
+    fit(Net(autocast=False), "bf16", run_dir=tmp_path)
+    (note,) = events(tmp_path, "note")
+    assert note["text"].startswith("precision='bf16' computes in bfloat16, and no layer answered in it")
+
+
+def test_layers_are_watched_in_the_first_update_only() -> None:
+    class Counts(Net):
+        hooks: list[int]
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.hooks = [*getattr(self, "hooks", []), len(self.layers[0]._forward_hooks)]
+            if len(self.hooks) == 5:
+                raise RuntimeError("in the third update")
+            return super().training_step(batch)
+
+    module = Counts()
+    with pytest.raises(RuntimeError, match="third"):
+        fit(module, "fp32", gradient_accumulation_steps=2)
+    assert module.hooks == [1, 1, 0, 0, 0]
+    module.hooks = [0, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="third"):
+        fit(module, "fp32", gradient_accumulation_steps=2)
+    assert not module.layers[0]._forward_hooks, "a failure leaves none behind"
+
+
+def test_compiled_layers_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it otherwise
+
+    class Compiled(Net):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            inner: Any = self.layers
+            self.seen.append(len(inner._orig_mod[0]._forward_hooks))
+            return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+    module = Compiled()
+    module.layers = torch.compile(module.layers, backend="eager")  # type: ignore[assignment]
+    fit(module, "fp32", max_steps=1)
+    assert module.seen == [0]
