@@ -279,9 +279,12 @@ class Stuck(Dataset[Any]):
 
 
 def test_what_a_whole_process_group_hears_does_not_end_the_workers() -> None:
+    before = set(psutil.Process().children())
+
     class Signals(Callback):
         def on_step(self, step: int) -> None:
-            workers = [child for child in psutil.Process().children() if "resource_tracker" not in str(child.cmdline())]
+            new = set(psutil.Process().children()) - before
+            workers = [child for child in new if "resource_tracker" not in str(child.cmdline())]
             assert len(workers) == 2
             # From another process, as a launcher does it; what this process sends is torch's own way to end a worker.
             for worker in workers:
