@@ -10,7 +10,7 @@ import math
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -153,30 +153,35 @@ class Metrics:
             sums[name] += Total(total, weight, mean)
         return sums
 
-    def _columns(self, numbers: Iterable[tuple[Any, Any]]) -> dict[tuple[str, str], tuple[list[Any], list[Any]]]:
+    def _columns(
+        self, numbers: Iterable[tuple[Any, Any]]
+    ) -> dict[tuple[str, str], tuple[Sequence[Any], Sequence[Any]]]:
         """The values and weights of each name and reduction; `numbers`: those of each pending entry."""
         pairs: dict[tuple[str, str], list[tuple[Any, Any]]] = defaultdict(list)
         for (name, _, _, reduce), pair in zip(self.pending, numbers, strict=True):
             pairs[name, reduce].append(pair)
-        return {key: ([value for value, _ in both], [weight for _, weight in both]) for key, both in pairs.items()}
+        columns: Any = {key: tuple(zip(*both, strict=True)) for key, both in pairs.items()}
+        return columns  # type: ignore[no-any-return]
 
     def _read(self) -> Iterable[tuple[float, float]]:
         """Value and weight of each pending entry as floats: one copy from the device, the one wait."""
-        values, weights = [entry[1] for entry in self.pending], [entry[2] for entry in self.pending]
+        if not self.pending:
+            return ()
+        _, values, weights, _ = zip(*self.pending, strict=True)
         if self._device.type != "cpu":
             tensors = [number for number in (*values, *weights) if isinstance(number, torch.Tensor)]
             read = iter(self._stack(tensors).tolist()) if tensors else iter(())
             values, weights = (
-                [next(read) if isinstance(n, torch.Tensor) else n for n in ns] for ns in (values, weights)
+                tuple(next(read) if isinstance(n, torch.Tensor) else n for n in ns) for ns in (values, weights)
             )
         return zip(map(float, values), map(float, weights), strict=True)
 
-    def _stack(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def _stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if len({(t.dtype, t.device, t.ndim) for t in tensors}) > 1 or tensors[0].ndim:
             tensors = [t.reshape(()).to(self._device, torch.float64) for t in tensors]
-        return torch.stack(tensors).detach()
+        return torch.stack(list(tensors)).detach()
 
-    def _column(self, numbers: list[Any]) -> torch.Tensor:
+    def _column(self, numbers: Sequence[Any]) -> torch.Tensor:
         if any(isinstance(number, torch.Tensor) for number in numbers):
             numbers = [n if isinstance(n, torch.Tensor) else torch.tensor(n, dtype=torch.float64) for n in numbers]
             return self._stack(numbers).to(self._device, torch.float64)

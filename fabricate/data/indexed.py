@@ -21,9 +21,13 @@ from fabricate.data.source import Setup, Source
 from fabricate.data.workers import Workers, WorkerStart
 from fabricate.order import Share, batch_seed, plan_window
 
+_Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
+
 
 class RowOrder:
     """An epoch's order, row by row; a unit is a row. `indices`: shape (rows,), int64, or object for other keys."""
+
+    even = True  # every full window has the same sizes
 
     def __init__(self, indices: npt.NDArray[Any]) -> None:
         self._indices = indices
@@ -31,8 +35,8 @@ class RowOrder:
     def __len__(self) -> int:
         return len(self._indices)
 
-    def fetch(self, start: int, stop: int) -> list[Any]:
-        return self._indices[start:stop].tolist()  # type: ignore[no-any-return]
+    def fetch(self, place: _Place) -> list[Any]:
+        return self._indices[place[0] : place[1]].tolist()  # type: ignore[no-any-return]
 
     def position(self, unit: int) -> int:
         return unit
@@ -47,6 +51,8 @@ class RowOrder:
 class BatchOrder:
     """An epoch's order in the batches of the user's own batch sampler; a unit is a batch."""
 
+    even = False
+
     def __init__(self, batches: Iterable[Iterable[Any]]) -> None:
         self._batches = [list(batch) for batch in batches]
         self._ends = np.cumsum([0, *map(len, self._batches)])  # rows before each batch, and all of them
@@ -54,8 +60,8 @@ class BatchOrder:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def fetch(self, start: int, stop: int) -> list[Any]:
-        return self._batches[start]
+    def fetch(self, place: _Place) -> list[Any]:
+        return self._batches[place[0]]
 
     def position(self, unit: int) -> int:
         return int(self._ends[unit])
@@ -69,7 +75,6 @@ class BatchOrder:
 
 
 Draw = Callable[[int, int], RowOrder | BatchOrder]  # an epoch's order, from (seed, epoch)
-_Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
 
 
 class Indexed(Source):
@@ -104,14 +109,15 @@ class Indexed(Source):
         size = self._units_per_window
         if self._setup.drop_last:
             stop -= (stop - first) % size
-        full = self._plan(size)
+        sizes = order.sizes(first, self._plan(size)) if order.even else []
         batches = self._load(epoch, order, lambda: self._places(first, stop))
         with closing(Workers(batches)):
             position = start
             for begin in range(first, stop, size):
                 end = min(begin + size, stop)
-                shares = full if end - begin == size else self._plan(end - begin)
-                before, position, sizes = position, order.position(end), order.sizes(begin, shares)
+                if end - begin != size or not order.even:
+                    sizes = order.sizes(begin, self._plan(end - begin))
+                before, position = position, order.position(end)
                 micro_batches = zip(islice(batches, len(sizes)), sizes, strict=True)
                 window = Window(len(sizes), position - before, position, end == stop, micro_batches)
                 yield window
@@ -126,8 +132,8 @@ class Indexed(Source):
 
         batches = self._load(0, order, wanted)
         with closing(Workers(batches)):
-            for batch, (start, end, rows) in zip(batches, wanted(), strict=True):
-                indices = order.fetch(start, end) if rows else []
+            for batch, place in zip(batches, wanted(), strict=True):
+                indices = order.fetch(place) if place[2] else []
                 yield EvalBatch(batch, len(indices), indices)
 
     def _order(self, epoch: int) -> tuple[RowOrder | BatchOrder, int]:
@@ -156,9 +162,7 @@ class Indexed(Source):
             options = {**options, "worker_init_fn": WorkerStart(options.get("worker_init_fn"))}
 
         def requests() -> Iterator[Any]:
-            for start, stop, _ in places():
-                indices = order.fetch(start, stop)
-                yield (start, indices) if seeded else indices
+            return ((place[0], order.fetch(place)) for place in places()) if seeded else map(order.fetch, places())
 
         # Its own generator: iter() draws the workers' base seed, which must not come out of the model's random numbers.
         generator = torch.Generator()
