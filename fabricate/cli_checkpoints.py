@@ -60,7 +60,7 @@ def ls(path: Path) -> None:
         size = sum(file.size for file in manifest.files)
         topology = manifest.topology
         strategy, world_size = (str(topology.get(key, "unknown")) for key in ("strategy", "world_size"))
-        rows.append((str(manifest.step), _size(size), manifest.created, strategy, world_size, "complete"))
+        rows.append((str(manifest.step), size_text(size), manifest.created, strategy, world_size, "complete"))
     rows += [(bad.name, "", "", "", "", "set aside") for bad in sorted(_root(path).glob(".bad-*"))]
     if not rows:
         click.echo(f"no checkpoints in {path}")
@@ -120,14 +120,16 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
     click.echo(found["path"])
     for topic in ("step", "run_id", "created", "topology", "versions", "progress", "metrics"):
         click.echo(f"  {topic.replace('_', ' '):<10} {_line(found[topic])}")
-    click.echo(f"  {'size':<10} {_size(found['size'])} in {len(found['files'])} files")
+    click.echo(f"  {'size':<10} {size_text(found['size'])} in {len(found['files'])} files")
     for name, optimizer in found["optimizers"].items():
         click.echo(f"  optimizer  {name}: {optimizer['kind']}")
         for number, group in enumerate(optimizer["groups"]):
             click.echo(f"    group {number}: {group['parameters']} parameters, {_line(group['options'])}")
-    rows = [(name, str(g["tensors"]), f"{g['elements']:,}", _size(g["bytes"])) for name, g in found["groups"].items()]
+    rows = [
+        (name, str(g["tensors"]), f"{g['elements']:,}", size_text(g["bytes"])) for name, g in found["groups"].items()
+    ]
     print_table(("group", "tensors", "elements", "size"), rows)
-    tensors = [(n, t["dtype"], str(t["shape"]), _size(t["bytes"])) for n, t in found["tensors"].items()]
+    tensors = [(n, t["dtype"], str(t["shape"]), size_text(t["bytes"])) for n, t in found["tensors"].items()]
     tensors += [(alias, "", "", f"shared with {name}") for alias, name in found["aliases"].items()]
     print_table(("tensor", "dtype", "shape", "size"), tensors)
 
@@ -419,7 +421,8 @@ def _line(value: Any) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {each}" for name, each in value.items()) or "none"
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """A number of bytes for a reader."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -22,7 +22,7 @@ FLOORS = [
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
     | {"comparing", "compiling", "contents", "observing", "preemption", "rehearsing", "retention", "returned"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
-    | {"cli_checkpoints", "cli_checks", "cli_launch", "committing", "interop", "resume_check", "runner"},
+    | {"cli_checkpoints", "cli_checks", "cli_launch", "cli_report", "committing", "interop", "resume_check", "runner"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]
