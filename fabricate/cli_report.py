@@ -21,7 +21,7 @@ from fabricate.console import print_table
 from fabricate.errors import CheckpointError, FabricateError
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
-_ORDINARY = ("saved", "loss_weight")  # what every run tells; the rest is worth a line
+_ORDINARY = ("saved", "loss_weight", "observed")  # what every run tells; the rest is worth a line
 
 
 @click.command()
