@@ -45,6 +45,7 @@ bench: env
 campaign: env
 	$(BIN)/python -m campaigns.parity --out docs/parity.md
 	$(BIN)/python -m campaigns.matrix --out docs/matrix.md
+	$(BIN)/python -m campaigns.precision --out docs/precision.md
 
 # It sees the packages of .venv, so that torch and Accelerate are the same ones.
 bench-peers: env

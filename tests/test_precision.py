@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from campaigns.precision import table
 from fabricate import ConfigurationError, Precision, Trainer, TrainModule
 
 X = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
@@ -148,6 +149,13 @@ def test_a_run_in_pure_bfloat16_resumes_to_the_last_bit(tmp_path: Path) -> None:
     fit(halves, "bf16-true", run_dir=tmp_path / "halves", save_every=3)
     for ours, theirs in zip(whole.parameters(), halves.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_no_precision_learns_much_worse_than_float32() -> None:
+    lines = table(("bf16", "fp16", "bf16-true"), 40)
+    assert lines[0].loss < 0.8 * lines[0].first, "it learns"
+    assert [line.precision for line in lines if line.difference > line.bound] == []
+    assert len({line.loss for line in lines}) == 4
 
 
 # ------------------------------------------------------------------------------------------------------------ observed
