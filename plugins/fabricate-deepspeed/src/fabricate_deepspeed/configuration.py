@@ -71,6 +71,11 @@ class Configuration:
         zero = self._section("zero_optimization")
         self._set(zero, "stage", self.stage, f"strategy='zero{self.stage}'")
         for section, device in offload.items():
+            if zero.get(section, {}).get("device") == "nvme":
+                raise ConfigurationError(
+                    f"{self.where}: zero_optimization.{section}.device is 'nvme', which is not offered, because checkpoints could not "
+                    "hold what lies there; use 'cpu'"
+                )
             if device is not None:
                 inner = zero.setdefault(section, {})
                 self._set(inner, "device", device, f"the option {section}={device}")

@@ -58,6 +58,17 @@ def load(device: torch.device) -> ModuleType:
     return deepspeed
 
 
+@contextlib.contextmanager
+def refusals(where: str) -> Iterator[None]:
+    """What DeepSpeed says about a configuration, as an error of fabricate's."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        yield
+    except (DeepSpeedConfigError, ValueError, AssertionError) as exc:
+        raise ConfigurationError(f"DeepSpeed refuses {where}: {exc}") from exc
+
+
 class Quiet:
     """Between `start` and `stop`, torch's words about calls that DeepSpeed makes are not repeated; afterwards the level of
     DeepSpeed's logger, which a configuration file may set for the whole process, is as before."""

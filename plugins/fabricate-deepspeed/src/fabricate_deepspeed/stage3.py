@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fabricate import Strategy
-from fabricate_deepspeed import shards
+from fabricate_deepspeed import library, shards
 from fabricate_deepspeed.memory import give_memory
 from fabricate_deepspeed.strategy import ZeRO
 
@@ -42,7 +42,7 @@ class ZeRO3(ZeRO):
     def _partition(self, module: torch.nn.Module) -> None:
         """Parameters of `module` that are whole: rank 0's values, in parts from now on. All ranks."""
         zero = {**self._configuration.content["zero_optimization"]}
-        with self._process():
+        with self._process(), library.refusals(self._configuration.where):
             self._deepspeed.zero.Init(
                 module=module, config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
             )

@@ -145,7 +145,7 @@ class ZeRO(Strategy, abc.ABC):
         return engine  # type: ignore[no-any-return]
 
     def _initialize(self, content: Mapping[str, Any], **arguments: Any) -> Any:
-        with self._process():
+        with self._process(), library.refusals(self._configuration.where):
             engine, *_ = self._deepspeed.initialize(model=self._root, config=dict(content), **arguments)
         return engine
 
