@@ -120,7 +120,7 @@ def materialise(module: TrainModule, seed: int) -> None:
     for blank in waiting:
         for table, key, tensor in _own_tensors(blank.submodule):
             if key in blank.keys:  # tied weights stay tied
-                table[key] = memory.setdefault(id(tensor), _like(tensor))
+                table[key] = memory.setdefault(id(tensor), _like(tensor, tensor.shape))
     fill(module, waiting, seed, Strategy())
 
 
@@ -141,7 +141,7 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
         torch.manual_seed(derive_seed(seed, "init", blank.name))
         values: dict[str, torch.Tensor] = {}
         if any(key not in blank.stored for key, _ in own):
-            values = _initialised(module, blank, owners.get(id(blank.submodule)))
+            values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy)
         with torch.no_grad():
             for key, tensor in own:
                 part, start, _, _ = strategy.local_part(tensor)
@@ -161,11 +161,11 @@ def _own_tensors(child: torch.nn.Module) -> list[tuple[dict[str, Any], str, torc
     return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
 
 
-def _initialised(module: TrainModule, blank: Blank, owner: Any) -> dict[str, torch.Tensor]:
+def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strategy) -> dict[str, torch.Tensor]:
     """What the rule for one submodule gives for its own tensors, whole and on the CPU; the submodule stays as it is."""
     child = blank.submodule
     held = _own_tensors(child)
-    fresh = {key: _like(tensor) for _, key, tensor in held}
+    fresh = {key: _like(tensor, strategy.local_part(tensor).shape) for _, key, tensor in held}
     untouched = {key: tensor._version for key, tensor in fresh.items()}
     for table, key, _ in held:
         table[key] = fresh[key]
@@ -198,9 +198,9 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any) -> dict[str, tor
     return values
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape and dtype on the CPU, whole; NaN where the dtype has it, so that a value nobody set is found."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def _like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The same dtype on the CPU, whole; NaN where the dtype has it, so that a value nobody set is found."""
+    empty = torch.empty(tuple(shape), dtype=tensor.dtype, device="cpu")
     if empty.is_floating_point():
         empty.fill_(float("nan"))
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty

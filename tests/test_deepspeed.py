@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fabricate_deepspeed.stage3 import ZeRO3
 
 from fabricate import Callback, ConfigurationError, FabricateError, RankError, Trainer, TrainModule
 from fabricate.testing import run_ranks
@@ -414,3 +417,41 @@ def test_an_update_that_is_left_out_leaves_nothing_behind() -> None:
         assert again[:4] == pytest.approx(losses[:4], rel=TOLERANCE)
         assert told == skipped == ["non-finite gradients"]
         assert "the gradient of this update is not finite" in errors[0]
+
+
+class Large(TrainModule):
+    """200 MiB of parameters in float32, built layer by layer."""
+
+    def configure_model(self) -> None:
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(50))
+
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch
+
+
+def _mebibytes(field: str) -> int:
+    fields = Path("/proc/self/status").read_text().split()
+    return int(fields[fields.index(f"{field}:") + 1]) // 1024
+
+
+def _peak(strategy: str) -> tuple[int, str]:
+    """MiB of memory that building `Large` and predicting with it take at most, and a digest of the predictions."""
+    small = {"stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": 1, "reduce_bucket_size": 1024}
+    chosen: Any = ZeRO3(config={"zero_optimization": small}) if strategy == "zero3" else strategy
+    trainer = Trainer(strategy=chosen, precision="fp32", seed=3, progress=False)
+    trainer.predict(_module(), torch.ones(2, WIDTH), batch_size=1)  # what is imported and started once
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed counts no more
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _mebibytes("VmRSS")
+    predicted = trainer.predict(Large(), torch.ones(2, 1024), batch_size=1)
+    digest = hashlib.sha256(torch.stack(predicted).numpy().tobytes()).hexdigest() if predicted else ""
+    return _mebibytes("VmHWM") - before, digest
+
+
+def test_a_rank_builds_little_more_than_its_part_from_the_same_initial_weights() -> None:
+    parts, whole = run_ranks(_peak, 2, "zero3", timeout=120), run_ranks(_peak, 2, "ddp", timeout=120)
+    assert parts[0][1] == whole[0][1]
+    assert [peak < 150 for peak, _ in parts] == [True, True], parts
+    assert [peak > 195 for peak, _ in whole] == [True, True], whole

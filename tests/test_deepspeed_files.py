@@ -81,7 +81,7 @@ def _strategy(content: dict[str, Any], stage: int = 2, **options: Any) -> Any:
 CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"gradient_clipping": 1.0}, {"max_grad_norm": 0.5}, "0.5 is set in the Trainer and 1.0 by gradient_clipping in config"),
     ({"gradient_clipping": 0.0}, {"max_grad_norm": 0.5}, "gradient_clipping is 0.0 and max_grad_norm=0.5 means 0.5"),
-    ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "2 is set in the Trainer and 4 by gradient_accumulation_steps in config"),
+    ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "and 4 by gradient_accumulation_steps in config"),
     ({"train_batch_size": 64}, {"global_batch_size": 12}, "12 is set in the Trainer and 64 by train_batch_size in config"),
     ({"train_batch_size": 12}, {"gradient_accumulation_steps": 4}, "means gradient_accumulation_steps=2, but 4 is set (argument)"),
     ({"train_batch_size": 10}, {}, "global_batch_size=10 (train_batch_size in config) is no multiple of batch_size 3 x 2 ranks = 6"),
@@ -89,7 +89,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fp16": {"enabled": True}}, {"precision": "bf16"}, "precision='bf16' is set in the Trainer and 'fp16' by fp16.enabled in config"),
     ({"bf16": {"enabled": False}}, {"precision": "bf16"}, "bf16.enabled is False and precision='bf16' means True"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "fp16.enabled and bf16.enabled are both true"),
-    ({"fp16": {"enabled": True, "loss_scale_window": 100}}, {"precision": "fp16:growth_interval=50"}, "loss_scale_window is 100 and the options"),
+    ({"fp16": {"enabled": True, "loss_scale_window": 9}}, {"precision": "fp16:growth_interval=50"}, "window is 9 and the options"),
     ({"zero_optimization": {"stage": 3}}, {}, "zero_optimization.stage is 3 and strategy='zero2' means 2"),
     ({"gradient_clippping": 1.0}, {}, "'gradient_clippping' is no key of a DeepSpeed configuration; did you mean 'gradient_clipping'?"),
     ({"gradient_clipping": "much"}, {}, "gradient_clipping='much' is no positive number"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from fabricate_deepspeed.memory import give_memory
 from fabricate_deepspeed.strategy import ZeRO
 
 
@@ -16,9 +16,8 @@ from fabricate_deepspeed.strategy import ZeRO
 class _WholeParameters(ZeRO):
     """What both stages do alike."""
 
-    def _place(self) -> None:
-        list(give_memory(self._root, self._device))
-        for parameter in self._root.parameters():
+    def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
             parameter.data = parameter.data.to(self._device)
             dist.broadcast(parameter.detach(), src=0)
 

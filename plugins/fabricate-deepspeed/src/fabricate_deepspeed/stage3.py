@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from fabricate import Strategy
 from fabricate_deepspeed import library, shards
-from fabricate_deepspeed.memory import give_memory
 from fabricate_deepspeed.strategy import ZeRO
 
 if TYPE_CHECKING:
@@ -39,19 +40,20 @@ class ZeRO3(ZeRO):
     def _describe_shards(self) -> dict[str, str]:
         return {"parameters, gradients and optimizer state": "in shards"}
 
-    def _partition(self, module: torch.nn.Module) -> None:
-        """Parameters of `module` that are whole: rank 0's values, in parts from now on. All ranks."""
-        zero = {**self._configuration.content["zero_optimization"]}
+    @functools.cached_property
+    def _cut(self) -> Callable[[list[torch.nn.Parameter]], None]:
+        """DeepSpeed's function that leaves each rank its part of rank 0's values. All ranks."""
+        zero = self._configuration.content["zero_optimization"]
+        content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         with self._process(), library.refusals(self._configuration.where):
-            self._deepspeed.zero.Init(
-                module=module, config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-            )
+            made = self._deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=content)
+        cut: Callable[[list[torch.nn.Parameter]], None] = made._convert_to_zero_parameters
+        return cut
 
-    def _place(self) -> None:
-        for whole in give_memory(self._root, self._device):
-            self._partition(torch.nn.ParameterList(whole))
-        self._partition(self._root)
-        for parameter in self._root.parameters():  # `configure_optimizers` may group by shape; this takes no memory
+    def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._cut([parameter])
+            # `configure_optimizers` may group by shape; this takes no memory.
             parameter.data = parameter.data.new_zeros(()).expand(parameter.ds_shape)
 
     def _for_evaluation(self) -> torch.nn.Module:
@@ -88,6 +90,7 @@ class ZeRO3(ZeRO):
             parameter.ds_active_sub_modules.clear()
         for submodule in self._root.modules():
             submodule._parameters = dict(submodule._parameters)  # DeepSpeed's own kind of dict gathers what is read
+        self.__dict__.pop("_cut", None)
         parameter_offload.FWD_MODULE_STACK.clear()  # it would keep the module
         return False
 

@@ -104,16 +104,28 @@ class ZeRO(Strategy, abc.ABC):
         self._configuration.fill_sizes(count, getattr(getattr(root, "config", None), "hidden_size", None))
         # DeepSpeed wraps; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         accelerator.prepare_model(root, device_placement=False, evaluation_mode=True)
-        placed: dict[int, torch.Tensor] = {}  # tied buffers stay tied
-        for table in (child._buffers for child in root.modules()):
-            for key, buffer in table.items():
-                if buffer is not None:
-                    empty = torch.empty_like(buffer, device=self._device) if buffer.is_meta else buffer.to(self._device)
-                    table[key] = placed.setdefault(id(buffer), empty)
-        for buffer in placed.values():
+        self._give_memory()
+        for buffer in root.buffers():
+            buffer.data = buffer.data.to(self._device)
             dist.broadcast(buffer, src=0)
-        self._place()
+        self._place(root.parameters())
         return root if "train" in root.steps else self._for_evaluation()
+
+    def _give_memory(self) -> None:
+        """What is on the meta device becomes real, one parameter after another; the values come later. All ranks."""
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that its id stays taken
+        for submodule in self._root.modules():
+            for table in (submodule._parameters, submodule._buffers):
+                for key, tensor in table.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in made:
+                        fresh = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+                        if isinstance(tensor, torch.nn.Parameter):
+                            fresh = torch.nn.Parameter(fresh, tensor.requires_grad)
+                            self._place([fresh])
+                        made[id(tensor)] = (tensor, fresh)
+                    table[key] = made[id(tensor)][1]
 
     def prepare_optimizers(
         self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
@@ -172,8 +184,8 @@ class ZeRO(Strategy, abc.ABC):
         return whole
 
     @abc.abstractmethod
-    def _place(self) -> None:
-        """Put the root's parameters where they stay until an optimizer comes. All ranks."""
+    def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Put whole parameters where they stay until an optimizer comes, with rank 0's values. All ranks."""
 
     @abc.abstractmethod
     def _for_evaluation(self) -> torch.nn.Module:
