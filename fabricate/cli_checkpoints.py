@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fabricate.console import print_table
+from fabricate.console import print_table, size_text
 from fabricate.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -419,12 +419,3 @@ def _line(value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     return ", ".join(f"{name.replace('_', ' ')} {each}" for name, each in value.items()) or "none"
-
-
-def size_text(count: float) -> str:
-    """A number of bytes for a reader."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

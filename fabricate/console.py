@@ -1,4 +1,4 @@
-"""What the commands share: tables that fit a terminal and stay whole in a file. Must not know what is in them."""
+"""How things are shown: tables that fit a terminal and stay whole in a file, sizes. Must not know what is in them."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*map(Text, row))
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+def size_text(count: float) -> str:
+    """Bytes for a reader: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

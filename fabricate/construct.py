@@ -67,33 +67,34 @@ def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def build_model(module: TrainModule, seed: int) -> str:
-    """Run `configure_model` on the meta device, once; values come later, see `materialise` and `fill`.
+    """Run `configure_model` once, on the meta device where it can; values come later, see `materialise` and `fill`.
 
     Returns a line for the plan, empty when there was nothing to build. All ranks, no collectives.
     """
     if not overrides(module, "configure_model") or getattr(module, "_built", False):
         return ""
-    object.__setattr__(module, "_built", True)
-    known = "transformers" in sys.modules
     try:
-        return _describe(module)
+        return build_on_meta(module)
     except (RuntimeError, NotImplementedError) as exc:
-        reason: Exception = exc
-    if not known and "transformers" in sys.modules:  # imported just now, so its from_pretrained was not deferred
-        try:
-            return _describe(module)
-        except (RuntimeError, NotImplementedError) as exc:
-            reason = exc
-    # Code that reads or sets values: it needs real tensors. Seeded, so the same on every rank.
-    seed_everything(derive_seed(seed, "configure_model"))
-    module.configure_model()
-    return f"built whole on the CPU of every rank, because it needs real tensors ({str(reason).splitlines()[0]})"
-
-
-def _describe(module: TrainModule) -> str:
-    """`configure_model` on the meta device; returns the line for the plan."""
-    with torch.device("meta"), deferred() as loads:
+        # Code that reads or sets values: it needs real tensors. Seeded, so the same on every rank.
+        seed_everything(derive_seed(seed, "configure_model"))
         module.configure_model()
+        return f"built whole on the CPU of every rank, because it needs real tensors ({str(exc).splitlines()[0]})"
+
+
+def build_on_meta(module: TrainModule) -> str:
+    """Run `configure_model` on the meta device; returns a line for the plan. Raises RuntimeError or NotImplementedError where
+    it needs real tensors."""
+    object.__setattr__(module, "_built", True)
+    while True:
+        known = "transformers" in sys.modules
+        try:
+            with torch.device("meta"), deferred() as loads:
+                module.configure_model()
+            break
+        except (RuntimeError, NotImplementedError):
+            if known or "transformers" not in sys.modules:
+                raise  # else: imported just now, so its from_pretrained was not deferred
     loads.check(module)
     object.__setattr__(module, "_stored", loads.stored)
     read = sum(id(tensor) in loads.stored for tensor in (*module.parameters(), *module.buffers()))
@@ -144,7 +145,7 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
             values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy)
         with torch.no_grad():
             for key, tensor in own:
-                part, start, _, _ = strategy.local_part(tensor)
+                part, start, *_ = strategy.local_part(tensor)
                 end = start + part.numel()
                 flat = (
                     blank.stored[key].read(start, end - start)

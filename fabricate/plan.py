@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fabricate.console import size_text
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -49,7 +51,11 @@ class Plan:
         width = max(len(s.name) for s in self.settings)
         lines = ["fabricate plan"]
         for setting in self.settings:
-            value = ", ".join(map(str, setting.value)) if isinstance(setting.value, list) else setting.value
+            value = setting.value
+            if isinstance(value, dict):  # of sizes in bytes
+                value = ", ".join(f"{kind} {size_text(count)}" for kind, count in value.items())
+            elif isinstance(value, list):
+                value = ", ".join(map(str, value))
             if isinstance(value, int) and not isinstance(value, bool):
                 value = f"{value:,}"
             source = f"  [{setting.source}]" if setting.source else ""

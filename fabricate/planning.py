@@ -8,17 +8,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabricate.console import size_text
 from fabricate.data import Loading, Source, open_source
 from fabricate.dispatch import Origin
 from fabricate.errors import ConfigurationError
 from fabricate.launch import Launch, Request, detect, requests
+from fabricate.memory import Need, available, need_ahead, total
+from fabricate.module import TrainModule
 from fabricate.plan import Plan, Setting
 from fabricate.precision import Precision
 from fabricate.registry import Registry, distribution_of
@@ -83,16 +86,20 @@ class Data:
         return min((n for n in known if n is not None), default=None)
 
 
-def resolve(settings: Settings) -> Resolved:
+def resolve(settings: Settings, module: TrainModule, training: bool = True) -> Resolved:
     """Names to objects, "auto" to a choice, the launcher's word against the Trainer's. Two set values that differ are an
-    error that names both. All ranks, no collectives."""
+    error that names both. `module` is measured where a choice needs it, not changed. All ranks, no collectives."""
     launch, asked = detect(os.environ), requests(os.environ)
     registry = Registry(settings.plugins)
     on_cpu = "cpu" in asked or not torch.cuda.is_available()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
     choices: dict[str, Choice] = {}
     for kind, value in (("strategy", settings.strategy), ("precision", settings.precision)):
-        chosen, source = _choose(kind, value, asked.get(kind), launch, device)
+        chosen, source = _choose(kind, value, asked.get(kind), device)
+        if chosen == "auto":
+            chosen, source = _automatic(
+                launch, device, registry, lambda: need_ahead(module, training, settings.max_steps)
+            )
         made, offer = registry.resolve(kind, chosen)
         choices[kind] = Choice(made, source, offer.origin if offer is not None else distribution_of(made))
         if kind == "strategy":
@@ -139,7 +146,25 @@ def _with_file(asked: Mapping[str, Request], strategy: Strategy) -> dict[str, Re
     return told
 
 
-def _choose(kind: str, value: Any, request: Request | None, launch: Launch, device: torch.device) -> tuple[Any, str]:
+def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: Callable[[], Need]) -> tuple[str, str]:
+    """The strategy when nobody named one: replicas, or shards where the states of a replica do not fit."""
+    if launch.world_size == 1:
+        return "single", "auto: one process"
+    reason = f"auto: {launch.world_size} processes"
+    try:
+        needed = ahead()
+    except Exception as exc:  # whatever configure_model raises; if it matters, the fit raises it again
+        return "ddp", f"{reason}; memory is not known before building ({(str(exc).splitlines() or [''])[0]})"
+    replica: Strategy = registry.resolve("strategy", "ddp")[0]
+    takes = total(needed.per_rank(replica, launch.world_size), device.type != "cpu")
+    room, where = available(device, launch.local_world_size)
+    fits = f"{reason}; a replica takes {size_text(takes)}"
+    if takes > room:
+        return "fsdp", f"{fits}, more than {size_text(room)} ({where})"
+    return "ddp", f"{fits} of {size_text(room)} ({where})"
+
+
+def _choose(kind: str, value: Any, request: Request | None, device: torch.device) -> tuple[Any, str]:
     automatic = isinstance(value, str) and value == "auto"
     if request is not None:
         own = getattr(value, "name", value)
@@ -153,8 +178,7 @@ def _choose(kind: str, value: Any, request: Request | None, launch: Launch, devi
     if not automatic:
         return value, "argument"
     if kind == "strategy":
-        several = launch.world_size > 1
-        return ("ddp", f"auto: {launch.world_size} processes") if several else ("single", "auto: one process")
+        return "auto", ""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16", "auto: the device computes in bf16 natively"
     return "fp32", f"auto: {device.type} is not known to compute in bf16 natively"
@@ -267,6 +291,26 @@ def settle(settings: Settings, found: Resolved, data: Data) -> None:
     )
 
 
+def _memory(found: Resolved, needed: Need) -> Iterator[Setting]:
+    """What a rank needs under the strategy of this run, and under the built-in ones."""
+    world_size, on_device = found.launch.world_size, found.device.type != "cpu"
+    room, where = available(found.device, found.launch.local_world_size)
+    per_rank = needed.per_rank(found.strategy, world_size)
+    has = f"{size_text(room)} ({where})"
+    yield Setting(
+        "memory_per_rank",
+        {"total": total(per_rank, on_device), **per_rank},
+        f"estimate, {needed.counted}, activations not counted; a rank has {has}",
+    )
+    if world_size > 1:
+        others: dict[str, Strategy] = {n: found.registry.resolve("strategy", n)[0] for n in ("ddp", "fsdp")}
+        others[found.strategy.name] = found.strategy
+        by_name = {name: total(needed.per_rank(other, world_size), on_device) for name, other in others.items()}
+        too_big = [name for name, takes in by_name.items() if takes > room]
+        fits = f"{' and '.join(too_big)} not within {has}" if too_big else f"all within {has}"
+        yield Setting("memory_by_strategy", by_name, fits)
+
+
 def _for_evaluation(data: object, loading: Loading) -> Loading:
     """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
     if isinstance(data, DataLoader) or not _rows(data):
@@ -291,8 +335,10 @@ def make_plan(
     optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
     schedules: Mapping[str, Schedule] | None = None,
     notes: Sequence[str] = (),
+    needed: Need | None = None,
 ) -> Plan:
-    """The plan as data. `optimizers` are known once the module is built; without them the learning rates are left out."""
+    """The plan as data. `optimizers` are known once the module is built; without them the learning rates are left out.
+    `needed`: what `module` takes, where that is known."""
     world_size, strategy, precision, source = found.launch.world_size, found.strategy, found.precision, data.train
     kind = "NO" if world_size == 1 else "MULTI_CPU" if found.device.type == "cpu" else "MULTI_GPU"
     written = settings.run_dir is not None
@@ -351,6 +397,7 @@ def make_plan(
             Setting("schedule" if name == "main" else f"schedule {name}", schedule.text, "configure_optimizers")
             for name, schedule in (schedules or {}).items()
         ),
+        *(_memory(found, needed) if needed is not None else ()),
         Setting("parameters_trainable", count(True), "module"),
         Setting("parameters_frozen", count(False), "module"),
         _clipping(settings, found),

@@ -157,12 +157,12 @@ class Saver:
         self.part(name, self.strategy.local_part(tensor))
 
     def part(self, name: str, part: Strategy.Part) -> None:
-        """This rank's part of a logical tensor; of what every rank holds, each contributes a slice."""
+        """This rank's part of a logical tensor; of what several ranks hold, each contributes a slice."""
         self._know(name, part.values, part.shape)
-        flat, start = part.values.reshape(-1), part.start
-        if part.replicated:
-            start, end = (flat.numel() * r // self.world_size for r in (self.rank, self.rank + 1))
-            flat = flat[start:end]
+        flat = part.values.reshape(-1)
+        copy, copies = (self.rank, self.world_size) if part.replicated else (part.copy, part.copies)
+        begin, end = (flat.numel() * number // copies for number in (copy, copy + 1))
+        flat, start = flat[begin:end], part.start + begin
         if flat.numel() or (self.rank == 0 and 0 in part.shape):
             self.chunks.append(chunk(name, flat, start, part.shape))
 

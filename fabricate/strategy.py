@@ -55,6 +55,10 @@ class Strategy(Listener):
         """Of the whole."""
         replicated: bool
         """Whether every rank holds the whole."""
+        copy: int = 0
+        """Of the ranks that hold this range (all of them where it is replicated), which one this is."""
+        copies: int = 1
+        """How many they are."""
 
     name: ClassVar[str] = ""
     min_world_size: ClassVar[int] = 1
@@ -70,6 +74,8 @@ class Strategy(Listener):
     gets what `configure_model` built still on the meta device, so that no rank ever holds all of it."""
     replicas_drift: ClassVar[bool] = False
     """Whether ranks that hold the same weights may hold other values of them between updates, and meet now and then."""
+    divides: ClassVar[tuple[str, ...]] = ()
+    """The kinds of memory of which a rank holds a part: "parameters", "gradients", "optimizer state", "master weights"."""
     several_optimizers: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False
     """Whether the strategy's engine scales the loss itself where the precision needs it, and skips updates on overflow."""
@@ -205,7 +211,7 @@ class Strategy(Listener):
         Default: a DTensor sharded in dimension 0 gives its shard, anything else is held whole by every rank."""
         if not is_sharded(tensor):
             return self.Part(tensor.detach(), 0, tuple(tensor.shape), True)
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if any(isinstance(p, Shard) and p.dim != 0 for p in tensor.placements):
@@ -213,7 +219,12 @@ class Strategy(Listener):
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local: torch.Tensor = tensor.to_local().detach()
         start = offset[0] * (tensor.numel() // tensor.shape[0]) if local.numel() else 0
-        return self.Part(local, start, tuple(tensor.shape), False)
+        copy, copies = 0, 1
+        for dimension, placement in enumerate(tensor.placements):
+            if isinstance(placement, Replicate):
+                number = tensor.device_mesh.size(dimension)
+                copy, copies = copy * number + tensor.device_mesh.get_local_rank(dimension), copies * number
+        return self.Part(local, start, tuple(tensor.shape), False, copy, copies)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter or buffer, in the dtype in which it is trained. All ranks."""
@@ -276,6 +287,11 @@ class Strategy(Listener):
             if next(child.parameters(), None) is not None and not isinstance(child, torch.nn.ModuleList)
         }
         return [(n, m) for n, m in module.named_modules() if id(m) in listed]
+    def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
+        """Bytes that one rank holds of each kind of `whole`, for the plan; what the strategy needs besides under names of its
+        own. What lies in host memory although there is a device has a name that begins with "host ". `module` may be on the
+        meta device or sharded already. Pure. Default: the kinds in `divides` are divided, the others replicated."""
+        return {kind: -(-count // world_size) if kind in self.divides else count for kind, count in whole.items()}
 
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""

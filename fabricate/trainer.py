@@ -31,6 +31,7 @@ from fabricate.engine import Engine, check_trackers
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.launch import detect, tell_preempted
+from fabricate.memory import need, need_ahead
 from fabricate.metrics import Metrics
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
 from fabricate.optimization import configured_optimizers, notes_of_length, read_optimizers
@@ -287,11 +288,21 @@ class Trainer:
         """The resolved plan, without training: `str(plan)` is its text. `loading`: batch_size, num_workers, collate_fn,
         shuffle as for `fit`. Nothing is built on a device and no rank talks to another."""
         check_methods(module)
-        found = resolve(self.settings)
+        found = resolve(self.settings, module)
         data = open_data(self.settings, found, train, val, Loading(**loading))
+        return self._plan_ahead(found, module, data)
+
+    def _plan_ahead(self, found: Resolved, module: TrainModule, data: Data) -> Plan:
+        """The plan of a module that is neither built nor changed for it."""
         settle(self.settings, found, data)
         Engine(found.launch, found.strategy, found.precision, found.device, compile=self.settings.compile).check()
-        return make_plan(self.settings, found, module, data)
+        try:
+            needed = need_ahead(module, True, data.total_steps(self.settings))
+        except (RuntimeError, NotImplementedError) as exc:
+            reason = (str(exc).splitlines() or [""])[0]
+            notes = [f"memory is not known before building: configure_model needs real tensors ({reason})"]
+            return make_plan(self.settings, found, module, data, notes=notes)
+        return make_plan(self.settings, found, needed.module, data, needed.optimizers, needed=needed)
 
     # -- running --------------------------------------------------------------------------------------------------------
 
@@ -328,18 +339,22 @@ class Trainer:
             raise ConfigurationError("train=None: give a DataLoader, a dataset or an iterable of batches")
         if settings.run_dir is not None and settings.run_dir.exists() and not settings.run_dir.is_dir():
             raise ConfigurationError(f"run_dir={str(settings.run_dir)!r} is a file; give a directory")
-        found = resolve(settings)
+        found = resolve(settings, module)
         data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))
         if data.validation and not overrides(module, "validation_step"):
             raise ConfigurationError(
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
             )
+        if found.plan_only:
+            Calls(self._register(found, module, bar=False))  # a hook that would never be called is told now
+            plan = self._plan_ahead(found, module, data)
+            if found.launch.rank == 0:
+                print(plan, flush=True)
+            raise SystemExit(0)
         with self._open(found, module, ["train", *(["validate"] if data.validation else [])], data) as run:
             if run.engine.rank == 0 and (settings.max_time is not None or run.run_dir is not None):
                 run.watch = Watch(run.requests, began, settings.max_time, run.run_dir)
             self._prepare_fit(run, found, data, resume)
-            if found.plan_only:
-                raise SystemExit(0)
             try:
                 reason = loop.fit(run)  # the second frame; the module's training_step is the fourth of ours
             except BaseException as exc:
@@ -374,14 +389,13 @@ class Trainer:
             name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             for name, optimizer in run.optimizers.items()
         }
+        needed = need(module, run.optimizers, lambda tensor: engine.strategy.local_part(tensor).shape)
         engine.prepare_optimizers(run.optimizers)
         found = dataclasses.replace(found, seed=(run.seed, found.seed[1]))
-        plan = make_plan(settings, found, module, data, run.optimizers, run.schedulers, run.notes)
+        plan = make_plan(settings, found, module, data, run.optimizers, run.schedulers, run.notes, needed)
         if engine.rank == 0:
             print(plan, flush=True)
         _same_on_every_rank(run)
-        if found.plan_only:
-            return
         resuming.occupy(run, _warn)
         path = resuming.choose(run, os.fspath(resume), _warn)
         if run.run_dir is not None and settings.save == "async":
@@ -558,7 +572,7 @@ class Trainer:
             )
         if data is None:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
-        found = resolve(self.settings)
+        found = resolve(self.settings, module, training=False)
         opened = open_data(self.settings, found, None, data, Loading(**loading))
         path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
         with self._open(found, module, [stage], opened) as run:

@@ -17,10 +17,10 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
-    | {"console", "group", "lock", "plugin_template", "rehearsal", "stopwatch", "weighing"},
+    | {"console", "group", "lock", "plugin_template", "rehearsal", "resources", "stopwatch", "weighing"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules", "schema"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
-    | {"comparing", "compiling", "contents", "observing", "preemption", "rehearsing", "retention", "returned"},
+    | {"comparing", "compiling", "contents", "memory", "observing", "preemption", "rehearsing", "retention", "returned"},
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
     | {"cli_checkpoints", "cli_checks", "cli_launch", "cli_report", "committing", "interop", "resume_check", "runner"},
     {"trainer"},
@@ -96,8 +96,8 @@ def test_imports_make_no_cycle() -> None:
 def test_builtin_testing_and_plugins_use_public_names_only(name: str) -> None:
     public = {"fabricate", *(f"fabricate.{public}" for public in fabricate.__all__)}
     inner = {dotted for dotted in _imports(name, in_functions=True) if dotted.partition(".")[0] == "fabricate"}
-    if not name.startswith("fabricate.builtin"):
-        public |= {dotted for dotted in inner if f"{dotted}.".startswith("fabricate.testing.")}
+    own = "fabricate.builtin." if name.startswith("fabricate.builtin") else "fabricate.testing."
+    public |= {dotted for dotted in inner if f"{dotted}.".startswith(own)}
     assert not inner - public
 
 

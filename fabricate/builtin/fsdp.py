@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -15,19 +15,34 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+    from fabricate.strategy import Settled
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 @dataclasses.dataclass(eq=False)
 class FSDP(Strategy):
     """Parameters, gradients and optimizer state in shards over the ranks (PyTorch's FSDP2, `fully_shard`).
 
     wrap: what is gathered as one unit. "auto": the transformer blocks that a transformers model names, else the children
-    of every `ModuleList`; "none": the whole module at once; else class names joined by "+".
-    reshard_after_forward: free gathered parameters between forward and backward. offload: "cpu" keeps shards in host memory.
+    of every `ModuleList`; "none": the whole module at once; "size:100M": submodules from so many parameters on; else class
+    names joined by "+".
+    reshard_after_forward: free gathered parameters between forward and backward. offload: "cpu" keeps shards, gradients and
+    optimizer state in host memory, where the update runs.
+    shard: ranks that share one copy of the model, a divisor of their number; gradients are averaged over the copies. Unset:
+    all ranks share one.
+    param_dtype: "bf16" or "fp16" as `precision` computes: parameters are gathered in it, half the traffic; shards stay as
+    they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32.
+    activation_checkpointing: keep each unit's input only and compute the unit again in backward.
     """
 
     wrap: str = "auto"
     reshard_after_forward: bool = True
     offload: str | None = None
+    shard: int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    activation_checkpointing: bool = False
     name: ClassVar[str] = "fsdp"
     min_world_size: ClassVar[int] = 2
     lockstep: ClassVar[bool] = True
@@ -37,76 +52,162 @@ class FSDP(Strategy):
     def __post_init__(self) -> None:
         if self.offload not in (None, "cpu"):
             raise ConfigurationError(f"fsdp: offload={self.offload!r}: give 'cpu' or leave it out")
-        self._units: list[str] = []
+        for option in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, option)
+            if value is not None and value not in _DTYPES:
+                raise ConfigurationError(f"fsdp: {option}={value!r}: give {', '.join(_DTYPES)} or leave it out")
+        if self.shard is not None and self.shard < 2:
+            raise ConfigurationError(
+                f"fsdp: shard={self.shard!r}: two ranks or more share a copy of the model; strategy='ddp' copies it whole"
+            )
+        if self.activation_checkpointing and self.wrap == "none":
+            raise ConfigurationError(
+                "fsdp: activation_checkpointing=true with wrap='none' would run the whole module twice; choose units with wrap="
+            )
+        self._units: list[str] | None = None
         self._ran: list[int] = []
         self._watched: list[torch.nn.Parameter] = []
+        self._world_size = 0
+        self._group: Any = None
+        self._undo: list[Callable[[], None]] = []
+
+    # -- before anything is built ---------------------------------------------------------------------------------------
+
+    def check(self, world_size: int, device: torch.device) -> Iterable[str]:
+        yield from super().check(world_size, device)
+        if self.shard is not None and world_size % self.shard:
+            yield f"fsdp: shard={self.shard} is no divisor of {world_size} processes; choose one, or leave it out"
+
+    def settle(self, settled: Settled) -> None:
+        self._world_size = settled.world_size
+        computes = settled.precision.mixed_precision.replace("no", "fp32")
+        if self.param_dtype not in (None, "fp32", computes):
+            raise ConfigurationError(
+                f"fsdp: param_dtype={self.param_dtype!r} and precision={settled.precision.name!r}, which computes in "
+                f"{settled.precision.compute_dtype}: use precision={self.param_dtype!r}, or leave param_dtype out"
+            )
+
+    def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
+        """The first rank's shards, which are the largest, and what is gathered at once: the largest unit beside the rest of
+        the module, which stays gathered; everything without `reshard_after_forward`."""
+        from fabricate.builtin.fsdp_units import select, sizes
+
+        shards = self.shard or world_size
+        parameters = list(module.parameters())
+        every = sum(p.numel() * p.element_size() for p in parameters)
+        # Dimension 0 is cut into equal parts, rounded up.
+        part = sum(-(-len(p) // shards) * p[:1].numel() * p.element_size() if p.ndim else 0 for p in parameters)
+        held = {kind: -(-count * part // every) if every else 0 for kind, count in whole.items()}
+        width = {"bf16": 2, "fp16": 2}.get(str(self.param_dtype))
+        units = self._units if self._units is not None else [name for name, _ in select(module, self.wrap)]
+        found = sizes(module, units, lambda p: p.numel() * (width or p.element_size()))
+        rest = found.pop("")
+        gathered = rest + (max(found.values(), default=0) if self.reshard_after_forward else sum(found.values()))
+        return {f"{'host ' if self.offload else ''}{kind}": count for kind, count in held.items()} | {
+            "gathered": gathered
+        }
+
+    # -- building -------------------------------------------------------------------------------------------------------
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
 
-        device = accelerator.device
-        home = torch.device("cpu") if self.offload else device
-        mesh = init_device_mesh(device.type, (accelerator.num_processes,))
-        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
-        if self.offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        from fabricate.builtin.fsdp_units import select
+
+        self._device = accelerator.device
+        options = self._options(accelerator.num_processes)
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:  # fully_shard keeps each rank's own values: they have to be rank 0's
-                values = tensor.detach().to(device)  # one at a time: fully_shard moves one unit at a time as well
+                values = tensor.detach().to(self._device)  # one at a time: fully_shard moves one unit at a time as well
                 torch.distributed.broadcast(values, src=0)
                 tensor.detach().copy_(values)
-        units = list(self._select(module))
-        self._check_shared(module, [name for name, _ in units])
-        self._units = [name for name, _ in units]
+        units = select(module, self.wrap)
+        if self.activation_checkpointing and not units:
+            raise ConfigurationError(
+                f"fsdp: activation_checkpointing=true: wrap={self.wrap!r} finds no units in {type(module).__name__}; name "
+                "classes or a size"
+            )
         for _, unit in units:
             fully_shard(unit, **options)
         fully_shard(root, **options)
+        home = torch.device("cpu") if self.offload else self._device
 
         def memory(tensor: torch.Tensor) -> torch.Tensor:
-            where = home if isinstance(tensor, DTensor) else device  # buffers are not sharded and not offloaded
+            where = home if isinstance(tensor, DTensor) else self._device  # buffers are not sharded and not offloaded
             return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
 
         root._apply(memory)  # type: ignore[no-untyped-call]
-        self._watched, self._ran = list(module.parameters()), []
-        for number, (_, unit) in enumerate(units):
-            unit.register_forward_pre_hook(functools.partial(self._runs, number))
+        vars(root)["fsdp"] = (self._choices(), [name for name, _ in units])
+        self._attach(module, units)
         # Placement is done; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
 
-    def _select(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    def _options(self, world_size: int) -> dict[str, Any]:
+        """The arguments of `fully_shard`."""
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-        if self.wrap == "none":
-            return
-        if self.wrap == "auto":
-            every = list(module.named_parameters(remove_duplicate=False))
-            chosen = [pair for pair in self.blocks(module) if not _shares(pair[0], every)]
-            outer = [n for n, _ in chosen]
-            yield from (pair for pair in chosen if not any(pair[0].startswith(f"{n}.") for n in outer))
-            return
-        wanted = set(self.wrap.split("+"))
-        found = [(n, m) for n, m in module.named_modules() if type(m).__name__ in wanted]
-        missing = wanted - {type(m).__name__ for _, m in found}
-        if missing:
-            present = sorted({type(m).__name__ for m in module.modules()})
+        shards = self.shard or world_size
+        mesh = init_device_mesh(self._device.type, (world_size // shards, shards), mesh_dim_names=("copies", "shards"))
+        self._group = mesh["shards"].get_group()
+        dtypes = {
+            n: getattr(torch, _DTYPES[v]) if (v := getattr(self, n)) else None for n in ("param_dtype", "reduce_dtype")
+        }
+        if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
+            dtypes["reduce_dtype"] = torch.float32
+        found: dict[str, Any] = {
+            "mesh": mesh["shards"] if shards == world_size else mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            # Inputs stay as they are: autocast casts what has to be, and a target or a time step must not be rounded.
+            "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False),
+        }
+        if self.offload:
+            found["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
+        return found
+
+    def _choices(self) -> dict[str, Any]:
+        """The options that a sharded module keeps for good."""
+        return {n: v for n, v in dataclasses.asdict(self).items() if n != "activation_checkpointing"}
+
+    def _attach(self, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
+        """What is on the units for as long as a run lasts."""
+        from fabricate.builtin.fsdp_units import recompute
+
+        self._units = [name for name, _ in units]
+        self._watched, self._ran = list(module.parameters()), []
+        hooks = [
+            unit.register_forward_pre_hook(functools.partial(self._runs, number))
+            for number, (_, unit) in enumerate(units)
+        ]
+        undo = [hook.remove for hook in hooks]
+        if self.activation_checkpointing:
+            undo.append(recompute(module, units))
+        self._undo = undo
+
+    def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
+        module = cast("torch.nn.Module", root.module)
+        before, names = vars(root)["fsdp"]
+        changed = [n for n, value in self._choices().items() if before[n] != value]
+        if changed:
             raise ConfigurationError(
-                f"fsdp: wrap={self.wrap!r}: the module has no {', '.join(sorted(missing))}; it has {', '.join(present)}"
+                f"fsdp: {changed[0]}={getattr(self, changed[0])!r}: an earlier fit sharded this {type(module).__name__} with "
+                f"{changed[0]}={before[changed[0]]!r}; use the same, or build a new module"
             )
-        yield from reversed(found)  # inner units first
+        self._device = accelerator.device
+        self._options(accelerator.num_processes)
+        self._attach(module, [(name, module.get_submodule(name)) for name in names])
+        return model
 
-    def _check_shared(self, module: torch.nn.Module, units: list[str]) -> None:
-        """A parameter that two units hold would become two, each gathered and updated by itself."""
-        homes: dict[int, tuple[str, str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            unit = max((u for u in units if name.startswith(f"{u}.")), key=len, default="")
-            other, theirs = homes.setdefault(id(parameter), (name, unit))
-            if theirs != unit:
-                raise ConfigurationError(
-                    f"fsdp: wrap={self.wrap!r} puts {other} and {name}, which are one parameter, into two units; choose "
-                    "wrap= so that one unit holds both, or wrap='none'"
-                )
+    def release(self, module: torch.nn.Module, clean: bool) -> bool:
+        for undo in self._undo:
+            undo()
+        self._undo, self._watched = [], []
+        return False
+
+    # -- one update -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _unsynchronised(self, model: Any) -> Iterator[None]:
@@ -127,6 +228,17 @@ class FSDP(Strategy):
         ran, self._ran = self._ran, []
         return hash((*ran, -1, *(p.grad is not None for p in self._watched))) & (2**62 - 1)
 
+    def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        import torch
+
+        shards = [cast("Any", p.grad).to_local() for p in parameters if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(shards).to(self._device).square()
+        torch.distributed.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super().gather(tensor.to(self._device))
+
     def after_evaluation(self, model: torch.nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
@@ -135,15 +247,16 @@ class FSDP(Strategy):
                 unit.reshard()
 
     def describe(self) -> dict[str, str]:
+        units = f"units by wrap={self.wrap!r}" if self._units is None else f"{len(self._units)} units"
+        over = f"over {self.shard or self._world_size} ranks"
+        copies = self._world_size // self.shard if self.shard else 1
         return {
-            "shards": f"{len(self._units)} units and the rest of the module"
-            if self._units
-            else "the whole module as one unit",
-            "offload": self.offload or "none",
+            "shards": f"{units} and the rest of the module, {over}" + (f", in {copies} copies" if copies > 1 else ""),
+            "gathered as": _DTYPES[self.param_dtype] if self.param_dtype else "they are",
+            "gradients": f"averaged in {_DTYPES[self.reduce_dtype or 'fp32']}",
+            "after forward": "units are freed" if self.reshard_after_forward else "units stay gathered",
+            "activations": "recomputed in backward, unit by unit"
+            if self.activation_checkpointing
+            else "kept for backward",
+            "offload": "shards and the update in host memory" if self.offload else "none",
         }
-
-
-def _shares(name: str, every: list[tuple[str, torch.nn.Parameter]]) -> bool:
-    """Whether the submodule `name` has a parameter that lies elsewhere too (tied weights): then it cannot be a unit."""
-    inside = {id(p) for n, p in every if n.startswith(f"{name}.")}
-    return any(id(p) in inside for n, p in every if not n.startswith(f"{name}."))
