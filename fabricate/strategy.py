@@ -287,6 +287,7 @@ class Strategy(Listener):
             if next(child.parameters(), None) is not None and not isinstance(child, torch.nn.ModuleList)
         }
         return [(n, m) for n, m in module.named_modules() if id(m) in listed]
+
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         """Bytes that one rank holds of each kind of `whole`, for the plan; what the strategy needs besides under names of its
         own. What lies in host memory although there is a device has a name that begins with "host ". `module` may be on the
