@@ -20,7 +20,17 @@ FLOORS = [
     | {"console", "group", "lock", "plugin_template", "rehearsal", "resources", "stopwatch", "weighing"},
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules", "schema"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
-    | {"comparing", "compiling", "contents", "memory", "observing", "preemption", "rehearsing", "retention", "returned"},
+    | {
+        "comparing",
+        "compiling",
+        "contents",
+        "memory",
+        "observing",
+        "preemption",
+        "rehearsing",
+        "retention",
+        "returned",
+    },
     {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
     | {"cli_checkpoints", "cli_checks", "cli_launch", "cli_report", "committing", "interop", "resume_check", "runner"},
     {"trainer"},
