@@ -16,8 +16,7 @@ from typing import Any
 
 import click
 
-from fabricate.cli_checkpoints import size_text
-from fabricate.console import print_table
+from fabricate.console import print_table, size_text
 from fabricate.errors import CheckpointError, FabricateError
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
