@@ -27,6 +27,7 @@ from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
 from fabricate.precision import Precision
 from fabricate.strategy import Strategy, is_sharded
+from fabricate.transfer import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -145,6 +146,7 @@ class Engine(Group):
             self.join(self._timeout)
             self.device = self.accelerator.device
             self._settings.enter_context(self.precision.process_context(self.device))
+            self._transfer = Transfer(self.device, lambda batch: send_to_device(batch, self.device, non_blocking=True))
             self.context = self.precision.forward_context(self.device)
             self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
             self.accelerator.scaler = self.scaler
@@ -315,7 +317,7 @@ class Engine(Group):
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on the device, copies not waited for."""
-        return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
+        return batch if self.device.type == "cpu" else self._transfer(batch)
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """2-norm of the global gradient, 0-dim, on the device."""

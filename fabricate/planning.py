@@ -8,8 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+<<<<<<< HEAD
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+=======
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+>>>>>>> e554654 (transfer: on a GPU, batches are pinned and copied on a stream of their own, beside the computation)
 from typing import Any
 
 import torch
@@ -205,7 +210,7 @@ def open_data(settings: Settings, found: Resolved, train: object, val: object, l
         return open_source(
             data,
             argument=argument,
-            loading=how,
+            loading=replace(how, pin_memory=found.device.type == "cuda"),
             training=training,
             rank=rank,
             world_size=world_size,
@@ -327,6 +332,12 @@ def _compiling(asked: str | Mapping[str, Any] | None) -> tuple[str | None, str]:
     return options or "blocks, else layers", "argument"
 
 
+def _copying(device: torch.device) -> tuple[str, str]:
+    if device.type == "cpu":
+        return "used where they are", "no device to copy to"
+    return "copied beside the computation", "data sets and DataLoaders over them: from pinned memory"
+
+
 def make_plan(
     settings: Settings,
     found: Resolved,
@@ -408,6 +419,7 @@ def make_plan(
         ),
         Setting("seed", *found.seed),
         Setting("compile", *_compiling(settings.compile)),
+        Setting("batches", *_copying(found.device)),
         Setting("deterministic", settings.deterministic, "argument" if settings.deterministic else "default"),
         Setting("run_dir", str(settings.run_dir) if written else None, "argument" if written else "nothing is written"),
         *(

@@ -154,8 +154,9 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
     options: dict[str, Any] = {
         name: getattr(loader, name)
-        for name in ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+        for name in ("collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context")
     }
+    options["pin_memory"] = loader.pin_memory or loading.pin_memory
     options["prefetch_factor"] = loader.prefetch_factor
     if loader.pin_memory_device:  # naming it at all is deprecated in torch
         options["pin_memory_device"] = loader.pin_memory_device

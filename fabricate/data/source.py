@@ -17,8 +17,8 @@ class Loading:
     """How rows become batches, for data that does not say so itself (data sets and streams).
 
     `batch_size` counts rows per rank and micro-batch. `shuffle=None` shuffles training data sets only. `drop_last`
-    leaves out the last incomplete *global* batch of a training epoch. `pin_memory` has no effect on iterables of
-    batches and on a DataLoader, which has its own.
+    leaves out the last incomplete *global* batch of a training epoch. `pin_memory` puts batches where a device can
+    copy them from by itself; a DataLoader that asks for it anyway keeps it, iterables of batches come as they are.
     """
 
     batch_size: int | None = None
