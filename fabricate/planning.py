@@ -8,13 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-<<<<<<< HEAD
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-=======
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
->>>>>>> e554654 (transfer: on a GPU, batches are pinned and copied on a stream of their own, beside the computation)
 from typing import Any
 
 import torch

@@ -17,11 +17,7 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
-<<<<<<< HEAD
     | {"console", "group", "lock", "plugin_template", "rehearsal", "resources", "stopwatch", "transfer", "weighing"},
-=======
-    | {"console", "group", "lock", "plugin_template", "rehearsal", "stopwatch", "transfer", "weighing"},
->>>>>>> e554654 (transfer: on a GPU, batches are pinned and copied on a stream of their own, beside the computation)
     {"progress", "manifest", "writing", "checkpoint", "dispatch", "data", "settings", "schedules", "schema"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
     | {
