@@ -81,7 +81,10 @@ class Manager(pluggy.PluginManager):
         finally:
             self.changes += 1
         offers = any(hasattr(plugin, hook) for hook in REGISTRATIONS)
-        if not isinstance(plugin, Listener) and not offers and not self.get_hookcallers(plugin):
+        several = isinstance(plugin, Listener) and not isinstance(
+            plugin, Callback
+        )  # it is there for something else, too
+        if not several and not offers and not self.get_hookcallers(plugin):
             raise PluginError(
                 f"plugin {name!r} ({type(plugin).__name__}) hears no hook and offers no name: inherit from fabricate.Callback and "
                 "override a hook, or remove it"
@@ -197,6 +200,8 @@ def check_arguments(where: str, function: Call, hook: str, *, wrapper: bool = Fa
             raise PluginError(
                 f"{where}: argument {parameter.name!r} has a default, which a hook would always use; remove it"
             )
+    if inspect.iscoroutinefunction(function):
+        raise PluginError(f"{where} is a coroutine and would never run; write def, not async def")
     if wrapper and hook in PER_LISTENER:
         raise PluginError(f"{where}: {hook} is called for each listener by itself and cannot be wrapped; take `state`")
     if not wrapper and inspect.isgeneratorfunction(function):

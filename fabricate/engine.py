@@ -23,6 +23,7 @@ from fabricate.compiling import compiled
 from fabricate.construct import blanks, fill, materialise, pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.group import Group, interface_towards
+from fabricate.interfaces import reasons
 from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
 from fabricate.precision import Precision
@@ -111,8 +112,8 @@ class Engine(Group):
     def check(self) -> None:
         """Refuse what cannot run here, before anything is built."""
         problems = [
-            *self.strategy.check(self.world_size, self.device),
-            *self.precision.check(self.device, self.strategy),
+            *reasons(self.strategy, self.strategy.check(self.world_size, self.device)),
+            *reasons(self.precision, self.precision.check(self.device, self.strategy)),
         ]
         if self._compile is not None and not self.strategy.compiles:
             problems.append(
@@ -254,6 +255,10 @@ class Engine(Group):
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", _NOBODYS)
         model = self.strategy.prepare(self.accelerator, self.root, module)
+        if not isinstance(model, torch.nn.Module):
+            raise PluginError(
+                f"{type(self.strategy).__name__}.prepare returned {type(model).__name__}; return the module that the loop runs"
+            )
         if waiting:
             fill(module, waiting, seed, self.strategy)
             self.strategy.after_load()

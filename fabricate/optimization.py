@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.registry import build, parse_name
+from fabricate.naming import build, parse_name
 from fabricate.schedules import NAMED, Schedule, own_lengths
 
 

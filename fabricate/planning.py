@@ -19,6 +19,7 @@ from fabricate.console import size_text
 from fabricate.data import Loading, Source, open_source
 from fabricate.dispatch import Origin
 from fabricate.errors import ConfigurationError
+from fabricate.interfaces import lines as lines_of
 from fabricate.launch import Launch, Request, detect, requests
 from fabricate.memory import Need, available, need_ahead, total
 from fabricate.module import TrainModule
@@ -362,13 +363,13 @@ def make_plan(
         Setting("world_size", world_size, f"launcher ({found.launch.launcher})"),
         Setting("distributed_type", kind, "Accelerate"),
         Setting("strategy", strategy.name, found.choices["strategy"].source),
-        *(Setting(topic, text, strategy.name) for topic, text in strategy.describe().items()),
+        *(Setting(topic, text, strategy.name) for topic, text in lines_of(strategy).items()),
         Setting("precision", precision.name, found.choices["precision"].source),
         Setting("compute_dtype", precision.compute_dtype, f"{precision.name}; verified before the first step"),
         *(
             Setting(topic, text, precision.name)
-            for topic, text in precision.describe().items()
-            if topic not in strategy.describe()  # an engine that does it itself knows better
+            for topic, text in lines_of(precision).items()
+            if topic not in lines_of(strategy)  # an engine that does it itself knows better
         ),
     ]
     if source is not None:

@@ -8,21 +8,21 @@ Installed is not active: an installed distribution only offers names. Built-in n
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.metadata
 import inspect
 import os
 import time
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fabricate.dispatch import Manager, Origin
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
-from fabricate.hooks import PROJECT, REGISTRATIONS, Listener
+from fabricate.hooks import EVENTS, PROJECT, REGISTRATIONS, Listener
+from fabricate.interfaces import check_part
 from fabricate.launch import listed_plugins
+from fabricate.naming import build, parse_name
 from fabricate.precision import Precision
 from fabricate.strategy import Strategy
 
@@ -34,6 +34,7 @@ KINDS = {
     "tracker": "register_trackers",
     "command": "register_commands",
 }
+_EXAMPLES = {"strategy": "fsdp:offload=cpu", "precision": "fp16:init_scale=1024"}
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,10 @@ class Registry:
         self.active.append((name, plugin))
         self.manager.origins[name] = origin
         self._collect(plugin, name, origin, "active")
+        offered = [o for found in self._offers.values() for o in found if o.plugin == name]
+        if offered and origin.distribution and not any(hasattr(plugin, hook) for hook in EVENTS):
+            chosen = " or ".join(f"{o.kind}={o.name!r}" for o in offered)
+            raise PluginError(f"plugins={name!r}: it hears no hook, it offers names: choose with {chosen}")
 
     def _load(self, name: str) -> tuple[Any, Origin]:
         points = self._points.get(name, [])
@@ -246,6 +251,8 @@ class Registry:
                     )
                 return chosen[0]
         broken = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
+        if name in self._classes:
+            broken = f"; {name!r} is a plugin that hears hooks: use plugins=[{name!r}]"
         raise ConfigurationError(
             f"{kind}={name!r} is not known{did_you_mean(bare, self.names(kind))}; known: {', '.join(self.names(kind))}{broken}"
         )
@@ -255,6 +262,7 @@ class Registry:
         and the offer it came from (None for an object)."""
         base: type = {"strategy": Strategy, "precision": Precision}[kind]
         if isinstance(value, base):
+            check_part(kind, value, base)
             return value, None
         if inspect.isclass(value) and issubclass(value, base):
             raise ConfigurationError(
@@ -262,7 +270,7 @@ class Registry:
             )
         if not isinstance(value, str):
             raise ConfigurationError(
-                f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ('fsdp:offload=cpu') or "
+                f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ({_EXAMPLES[kind]!r}) or "
                 f"a {base.__name__} object"
             )
         name, options = parse_name(kind, value)
@@ -272,6 +280,7 @@ class Registry:
             raise PluginError(
                 f"{kind} {name!r} of plugin {offer.plugin!r} ({offer.origin}) made a {type(built).__name__}, not a {base.__name__}"
             )
+        check_part(kind, built, base)
         return built, offer
 
     def tracker(self, text: str) -> Callable[[str, str], Any]:
@@ -384,70 +393,6 @@ def progress_bar() -> Any:
     return importlib.import_module("fabricate.builtin.progress_bar").ProgressBar()
 
 
-def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
-    """Split "name:option=value,other=value" into the name and its options as text."""
-    name, _, tail = text.partition(":")
-    options: dict[str, str] = {}
-    for item in filter(None, (part.strip() for part in tail.split(","))):
-        key, equals, value = item.partition("=")
-        if not equals:
-            other = " (in FABRICATE_PLUGINS another plugin comes after a ;)" if argument == "plugins" else ""
-            raise ConfigurationError(
-                f"{argument}={text!r}: option {item!r} has no value; write {name}:{key}=VALUE{other}"
-            )
-        options[key.strip().replace("-", "_")] = value.strip()
-    if not name.strip():
-        raise ConfigurationError(f"{argument}={text!r}: the name is empty")
-    return name.strip(), options
-
-
-def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, str], **given: Any) -> Any:
-    """Call `factory` with `given` and `options`, each option converted by the type that the factory declares for it."""
-    try:
-        hints = typing.get_type_hints(
-            factory if not inspect.isclass(factory) or dataclasses.is_dataclass(factory) else factory.__init__
-        )
-        parameters = dict(inspect.signature(factory).parameters)
-    except (TypeError, ValueError, NameError):
-        hints, parameters = {}, {}
-    arguments = {}
-    for key, text in options.items():
-        if parameters and key not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            known = ", ".join(parameters) or "none"
-            raise ConfigurationError(
-                f"{kind}={name!r} has no option {key!r}{did_you_mean(key, parameters)}; options: {known}"
-            )
-        arguments[key] = _convert(text, hints.get(key, str), f"{kind}={name!r}: option {key}={text!r}")
-    return factory(**given, **arguments)
-
-
-def _convert(text: str, hint: Any, where: str) -> Any:
-    kinds = typing.get_args(hint) or (hint,)
-    lowered = text.lower()
-    if type(None) in kinds and lowered == "none":
-        return None
-    literals = [v for kind in kinds for v in typing.get_args(kind) or () if typing.get_origin(kind) is typing.Literal]
-    if typing.get_origin(hint) is typing.Literal:
-        literals = list(typing.get_args(hint))
-    for literal in literals:
-        if lowered == str(literal).lower():
-            return literal
-    if bool in kinds and lowered in ("true", "false", "yes", "no", "on", "off"):
-        return lowered in ("true", "yes", "on")
-    for number in (int, float):
-        if number in kinds:
-            try:
-                return number(text)
-            except ValueError:
-                continue
-    if str in kinds or hint is Any:
-        return text
-    wanted = ", ".join(map(str, literals)) or " or ".join(
-        getattr(k, "__name__", str(k)) for k in kinds if k is not type(None)
-    )
-    raise ConfigurationError(f"{where} is not {wanted}")
-
-
 def distribution_of(plugin: object) -> Origin:
     """The installed distribution that a plugin object's class comes from; the script's own classes have none."""
     package = type(plugin).__module__.partition(".")[0]
@@ -465,4 +410,4 @@ def _version() -> str:
     return fabricate.__version__
 
 
-__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "build", "distribution_of", "parse_name"]
+__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "distribution_of"]

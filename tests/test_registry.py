@@ -15,7 +15,8 @@ import pytest
 
 import fabricate
 from fabricate import DDP, FSDP, Callback, ConfigurationError, PluginError, Precision, Single, Strategy
-from fabricate.registry import Registry, build, parse_name
+from fabricate.naming import build, parse_name
+from fabricate.registry import Registry
 
 Install = Callable[..., None]
 
@@ -216,7 +217,7 @@ def test_a_factory_given_as_text_is_imported_only_when_chosen(install: Install) 
     install(
         "fabricate-lazy", "@hookimpl\ndef register_strategies(register): register('lazy', 'fabricate_lazy_part:Lazy')"
     )
-    install("fabricate-lazy-part", "class Lazy(Strategy): pass", name="part")
+    install("fabricate-lazy-part", "class Lazy(Strategy): name = 'lazy'", name="part")
     registry = Registry()
     offer = registry.find("strategy", "lazy")
     assert type(registry.resolve("strategy", "lazy")[0]).__name__ == "Lazy"
@@ -288,6 +289,25 @@ def test_a_named_plugin_is_active(how: str, install: Install, monkeypatch: pytes
     assert str(manager.origins["moon"]) == "fabricate-moon 1.0"
 
 
+def test_a_plugin_that_only_offers_names_is_no_plugin_to_activate(install: Install) -> None:
+    install("fabricate-mars", MARS, name="mars")
+    with pytest.raises(
+        PluginError, match="plugins='mars': it hears no hook, it offers names: choose with strategy='mars'"
+    ):
+        Registry(["mars"])
+
+
+def test_a_listener_asked_for_as_a_strategy_is_told_from_a_misspelt_name(install: Install) -> None:
+    install("fabricate-moon", "class Moon(Callback):\n    def on_step(self): pass", name="moon", attribute="Moon")
+    with pytest.raises(ConfigurationError, match=r"'moon' is a plugin that hears hooks: use plugins=\['moon'\]"):
+        Registry().resolve("strategy", "moon")
+
+
+def test_an_option_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="option 'a' is given twice"):
+        parse_name("strategy", "mine:a=1,a=2")
+
+
 def test_a_module_of_functions_is_a_plugin(install: Install) -> None:
     install("fabricate-print", "@hookimpl\ndef on_step(step): pass", name="print")
     assert Registry(["print"]).activate([]).table() == [["on_step", ["print"]]]
@@ -314,7 +334,7 @@ def test_an_unknown_plugin_is_refused_with_the_nearest(install: Install) -> None
 
 
 def test_a_plugin_listed_twice_is_refused(install: Install) -> None:
-    install("fabricate-moon", MARS, name="moon")
+    install("fabricate-moon", "class Moon(Callback):\n    def on_step(self): pass", name="moon", attribute="Moon")
     with pytest.raises(PluginError, match="plugins: 'moon' is listed twice; remove one"):
         Registry(["moon", "moon"])
 

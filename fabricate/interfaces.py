@@ -1,0 +1,60 @@
+"""What a strategy or a precision that users bring has to be, checked before a run takes it.
+
+Its methods are called by the loop, so that a misspelt one would never be called, and one with other arguments would fail in
+the first step or later. Must not know: any one strategy or precision, hooks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fabricate.errors import PluginError
+
+
+def check_part(kind: str, part: Any, base: type) -> None:
+    """Raise `PluginError` for what in the class of `part`, a `base`, could not work as it is meant. `kind`: for messages."""
+    own = type(part)
+    if not isinstance(part.name, str) or not part.name:
+        raise PluginError(f'{kind}: {own.__name__} has no name; write name: ClassVar[str] = "..." in the class')
+    known = {name: value for name, value in vars(base).items() if not name.startswith("_")}
+    options = {field.name for field in dataclasses.fields(part)} if dataclasses.is_dataclass(part) else set()
+    for cls in own.__mro__[: own.__mro__.index(base)]:
+        for name, value in vars(cls).items():
+            if name in known and inspect.isfunction(known[name]) and inspect.isfunction(value):
+                _check_signature(cls, name, value, known[name])
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            if near and not name.startswith("_") and name not in options and not hasattr(base, name):
+                raise PluginError(f"{kind}: {cls.__name__}.{name} would never be looked at; did you mean {near[0]!r}?")
+
+
+def _check_signature(cls: type, name: str, own: Any, wanted: Any) -> None:
+    arguments = list(inspect.signature(wanted).parameters)
+    try:
+        inspect.signature(own).bind(*arguments)
+    except TypeError:
+        raise PluginError(
+            f"{cls.__name__}.{name}{inspect.signature(own)}: it is called as {name}({', '.join(arguments[1:])})"
+        ) from None
+
+
+def reasons(part: Any, answered: Any) -> Iterable[str]:
+    """What `part.check(...)` answered, if it is what it may be."""
+    if isinstance(answered, str) or not isinstance(answered, Iterable):
+        raise PluginError(
+            f"{type(part).__name__}.check returned {type(answered).__name__}; yield each reason, or return a list of them"
+        )
+    return answered
+
+
+def lines(part: Any) -> Mapping[str, str]:
+    """What `part.describe()` answers, if it is what it may be."""
+    answered = part.describe()
+    if not isinstance(answered, Mapping):
+        raise PluginError(
+            f"{type(part).__name__}.describe returned {type(answered).__name__}; return a mapping of topics to text"
+        )
+    return answered
