@@ -42,10 +42,10 @@ def _check_signature(cls: type, name: str, own: Any, wanted: Any) -> None:
 
 
 def reasons(part: Any, answered: Any) -> Iterable[str]:
-    """What `part.check(...)` answered, if it is what it may be."""
+    """What `part.check(...)` or `part.check_optimizer(...)` answered, if it is what it may be."""
     if isinstance(answered, str) or not isinstance(answered, Iterable):
         raise PluginError(
-            f"{type(part).__name__}.check returned {type(answered).__name__}; yield each reason, or return a list of them"
+            f"{type(part).__name__}: a check returned {type(answered).__name__}; yield each reason, or return a list of them"
         )
     return answered
 

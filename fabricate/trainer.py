@@ -30,6 +30,7 @@ from fabricate.dispatch import Calls, Manager, Origin
 from fabricate.engine import Engine, check_trackers
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
+from fabricate.interfaces import reasons
 from fabricate.launch import detect, tell_preempted
 from fabricate.memory import need, need_ahead
 from fabricate.metrics import Metrics
@@ -375,7 +376,11 @@ class Trainer:
         where = f"{type(module).__name__}.configure_optimizers"
         configured = configured_optimizers(where, module)
         run.optimizers, run.schedulers = read_optimizers(where, configured, run.total_steps)
-        if problems := [text for o in run.optimizers.values() for text in engine.precision.check_optimizer(o)]:
+        if problems := [
+            text
+            for o in run.optimizers.values()
+            for text in reasons(engine.precision, engine.precision.check_optimizer(o))
+        ]:
             raise ConfigurationError("; ".join(dict.fromkeys(problems)))
         if not settings.fast_dev_run:
             run.notes += notes_of_length(run.schedulers, run.total_steps, settings.max_epochs)

@@ -74,8 +74,8 @@ class DescribesText(Mine):
         (MisspeltFlag, "MisspeltFlag.exposes_gradient would never be looked at; did you mean 'exposes_gradients'?"),
         (OtherArguments, "it is called as backward(loss)"),
         (PreparesNothing, "PreparesNothing.prepare returned NoneType; return the module that the loop runs"),
-        (AnswersText, "AnswersText.check returned str; yield each reason"),
-        (AnswersNothing, "AnswersNothing.check returned NoneType; yield each reason"),
+        (AnswersText, "AnswersText: a check returned str; yield each reason"),
+        (AnswersNothing, "AnswersNothing: a check returned NoneType; yield each reason"),
         (DescribesText, "DescribesText.describe returned str; return a mapping"),
     ],
 )

@@ -155,7 +155,7 @@ def test_built_in_names_give_built_in_objects() -> None:
         "fsdp": FSDP,
         "single": Single,
     }
-    assert registry.names("precision") == ["bf16", "fp16", "fp32", "no"]
+    assert registry.names("precision") == ["bf16", "bf16-true", "fp16", "fp32", "no", "tf32"]
 
 
 def test_a_name_with_options_sets_them_and_tells_its_origin() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import optimi
 import pytest
 import torch
 
 from fabricate import FSDP, ConfigurationError, EarlyStopping
+from fabricate.registry import Registry
 from fabricate.testing import KitFailure, check_plugin, check_precision, check_strategy, run_ranks
 from fabricate.testing.reference import Case, Fit, Subject, by_hand, rows, run_fits
 
@@ -26,6 +28,22 @@ def test_a_precision_is_checked_beside_the_strategies_asked_for() -> None:
 
 def test_built_in_plugins_pass() -> None:
     check_plugin(EarlyStopping, strategies=["single", "ddp", "fsdp"])
+
+
+def kahan(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = optimi.AdamW(parameters, lr=0.01)
+    return optimizer
+
+
+def test_pure_bfloat16_passes_with_an_optimizer_that_it_takes() -> None:
+    check_precision("bf16-true", rtol=0.1, strategies=["single", "ddp", "fsdp"], optimizer=kahan)
+
+
+def test_every_built_in_name_is_checked() -> None:
+    """Here or above; TF32 needs an NVIDIA GPU."""
+    registry = Registry()
+    assert registry.names("strategy") == ["ddp", "fsdp", "single"]
+    assert registry.names("precision") == ["bf16", "bf16-true", "fp16", "fp32", "no", "tf32"]
 
 
 def test_a_name_that_nobody_offers_is_a_failure_that_names_it() -> None:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fabricate.testing.judge import (
     Report,
@@ -25,9 +25,14 @@ from fabricate.testing.judge import (
     judge_resumed,
     judge_saved,
     judge_shards,
+    subject,
     subjects,
 )
-from fabricate.testing.reference import SAVE_STEP, Case, Fit, Subject, by_hand, named
+from fabricate.testing.reference import SAVE_STEP, Case, Fit, Subject, adam, by_hand, named
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
 
 
 def check_strategy(
@@ -85,12 +90,15 @@ def check_precision(
     rtol: float = 0.05,
     strategies: Sequence[str] = ("single", "ddp"),
     plugins: Sequence[str | Callable[[], Any]] = (),
+    optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
     timeout: float = 60.0,
 ) -> None:
     """Check a precision beside each of `strategies` ("single" on one rank, others on two); raises `KitFailure`.
 
     precision: a name with options as for ``Trainer(precision=...)``, or a class or factory without arguments, defined at the
-    top level of a file. rtol: how far the validation loss after a dozen updates may be from fp32's, relatively.
+    top level of a file. rtol: how far the validation loss after a dozen updates may be from fp32's, relatively. optimizer:
+    what makes it of a list of parameters, a class or function at the top level of a file, for a precision that refuses SGD
+    with momentum.
 
     Checked: import, closeness to fp32, the dtype in which layers really compute against the one declared, checkpoint names,
     equal replicas, exact resume.
@@ -105,7 +113,8 @@ def check_precision(
     for strategy in strategies:
         world_size = _world_size(strategy)
         where = _where(strategy, world_size)
-        case = Case(4 * world_size, accumulation=2, steps=12, val_rows=16)
+        made = subject("check_precision", optimizer) if optimizer else None
+        case = Case(4 * world_size, accumulation=2, steps=12, val_rows=16, optimizer=made)
         plain = Fit(where, case, Subject(strategy), plugins=beside)
         with tempfile.TemporaryDirectory(prefix="fabricate-kit-") as directory:
             root = Path(directory)
@@ -185,7 +194,7 @@ def _resumable(world_size: int) -> Case:
         accumulation=2,
         ragged=True,
         by_token=True,
-        adam=True,
+        optimizer=subject("the kit", adam),
         dropout=0.1,
         shuffle=True,
         val_rows=1,

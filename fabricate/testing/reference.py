@@ -9,7 +9,7 @@ import hashlib
 import operator
 import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,11 @@ class Subject:
 
     def make(self) -> Any:
         """The name itself, or a fresh object: runs must not share state."""
-        return operator.attrgetter(self.qualname)(_load(self.module, self.file))() if self.module else self.text
+        return self.load()() if self.module else self.text
+
+    def load(self) -> Any:
+        """The class or factory itself."""
+        return operator.attrgetter(self.qualname)(_load(self.module, self.file))
 
     def __str__(self) -> str:
         return self.qualname or repr(self.text)
@@ -49,14 +53,19 @@ class Learner(TrainModule):
     """Per-token regression on rows of `TOKENS` tokens; about 1,100 parameters in several units, and a buffer.
 
     by_token: rows have unequal numbers of tokens, and the loss is the mean over tokens. several: one optimizer for the blocks
-    and one for the head, which take turns.
+    and one for the head, which take turns. optimizer: what makes it of the parameters.
     """
 
     def __init__(
-        self, *, dropout: float = 0.0, by_token: bool = False, several: bool = False, adam: bool = False
+        self,
+        *,
+        dropout: float = 0.0,
+        by_token: bool = False,
+        several: bool = False,
+        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
         super().__init__()
-        self.by_token, self.several, self.adam = by_token, several, adam
+        self.by_token, self.several, self.optimizer = by_token, several, optimizer or _momentum
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)])
         self.head = torch.nn.Linear(WIDTH, 1)
         self.dropout = torch.nn.Dropout(dropout)
@@ -97,14 +106,18 @@ class Learner(TrainModule):
         return ("blocks", "head")[step % 2]
 
     def configure_optimizers(self) -> Any:
-        def build(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-            if self.adam:
-                return torch.optim.AdamW(parameters, lr=0.01)
-            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # unlike Adam it shows gradients of a wrong scale
-
         if self.several:
-            return {"blocks": build(self.blocks.parameters()), "head": build(self.head.parameters())}
-        return build(self.parameters())
+            return {name: self.optimizer(list(getattr(self, name).parameters())) for name in ("blocks", "head")}
+        return self.optimizer(list(self.parameters()))
+
+
+def _momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # unlike Adam it shows gradients of a wrong scale
+
+
+def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer with state of its own for each parameter."""
+    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def rows(number: int) -> TensorDataset:
@@ -128,7 +141,7 @@ class Case:
     ragged: bool = False
     by_token: bool = False
     several: bool = False
-    adam: bool = False
+    optimizer: Subject | None = None
     dropout: float = 0.0
     shuffle: bool = False
     steps: int = 6
@@ -137,7 +150,8 @@ class Case:
     def module(self) -> Learner:
         """The module with its first weights, the same every time."""
         torch.manual_seed(SEED)
-        return Learner(dropout=self.dropout, by_token=self.by_token, several=self.several, adam=self.adam)
+        optimizer = self.optimizer.load() if self.optimizer else None
+        return Learner(dropout=self.dropout, by_token=self.by_token, several=self.several, optimizer=optimizer)
 
     def data(self) -> TensorDataset:
         """Three windows an epoch; when ragged, the third holds one row, which all ranks but one do without."""
