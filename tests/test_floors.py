@@ -17,8 +17,30 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
-    | {"console", "group", "lock", "naming", "plugin_template", "rehearsal", "resources", "stopwatch", "transfer", "weighing"},
-    {"progress", "manifest", "writing", "checkpoint", "dispatch", "interfaces", "data", "settings", "schedules", "schema"},
+    | {
+        "console",
+        "group",
+        "lock",
+        "naming",
+        "plugin_template",
+        "rehearsal",
+        "resources",
+        "stopwatch",
+        "transfer",
+        "weighing",
+    },
+    {
+        "progress",
+        "manifest",
+        "writing",
+        "checkpoint",
+        "dispatch",
+        "interfaces",
+        "data",
+        "settings",
+        "schedules",
+        "schema",
+    },
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
     | {
         "comparing",
