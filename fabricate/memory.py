@@ -67,7 +67,7 @@ def outline(module: TrainModule) -> TrainModule:
 def _shadow(part: torch.nn.Module, copies: dict[int, Any]) -> Any:
     if id(part) in copies:
         return copies[id(part)]
-    made = copies[id(part)] = type(part).__new__(type(part))
+    made = copies[id(part)] = object.__new__(type(part))  # no constructor, whatever the class
     made.__dict__.update((k, copy.copy(v) if type(v) in (list, dict, set) else v) for k, v in part.__dict__.items())
     for table in ("_parameters", "_buffers"):
         tensors = {

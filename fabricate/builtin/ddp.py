@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -93,6 +94,7 @@ class DDP(Strategy):
         if self._looks and self.find_unused_parameters == "auto":
             _warn_about_unused_once()
         model = accelerator.prepare_model(root)
+        self._learned = False
         if self.communication_hook is not None:
             self.communicate(model, module)
         return cast("torch.nn.Module", model)
@@ -106,7 +108,13 @@ class DDP(Strategy):
         model.register_comm_hook(None, rounded(torch.bfloat16 if self.communication_hook == "bf16" else torch.float16))
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        if self.static_graph and not self._learned:
+            return contextlib.nullcontext()  # DDP learns the graph while it averages; averaging twice changes nothing
         return cast("Callable[[], AbstractContextManager[object]]", model.no_sync)()
+
+    def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._learned = True
+        super().clear_gradients(parameters)
 
     def communication_seconds(self, model: torch.nn.Module) -> float | None:
         # DDP itself times the first ten backwards and every hundredth, in nanoseconds; no public door leads there.
