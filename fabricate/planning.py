@@ -28,7 +28,7 @@ from fabricate.precision import Precision
 from fabricate.registry import Registry, distribution_of
 from fabricate.schedules import Schedule
 from fabricate.settings import Settings
-from fabricate.strategy import Settled, Strategy
+from fabricate.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _rows(data: object) -> bool:
 def settle(settings: Settings, found: Resolved, data: Data) -> None:
     """Tell the strategy what came out of all settings. Pure."""
     found.strategy.settle(
-        Settled(
+        Strategy.Settled(
             world_size=found.launch.world_size,
             device=found.device,
             precision=found.precision,

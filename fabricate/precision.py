@@ -23,6 +23,7 @@ class Precision(Listener):
     """Base of every precision. Override what differs; the defaults compute in the parameters' own dtype (fp32)."""
 
     name: ClassVar[str] = ""
+    """What users call it, in settings, the plan and messages. It has to be given."""
     mixed_precision: ClassVar[str] = "no"
     """What Accelerate is told ("no", "fp16", "bf16", "fp8"), so that `trainer.accelerator` agrees with what runs."""
     compute_dtype: ClassVar[str] = "float32"

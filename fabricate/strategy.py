@@ -23,26 +23,25 @@ if TYPE_CHECKING:
     from fabricate.precision import Precision
 
 
-@dataclass(frozen=True)
-class Settled:
-    """What is settled before anything is built. None: not set, or not known."""
-
-    world_size: int
-    device: torch.device
-    precision: Precision
-    micro_batch_size: int | None
-    gradient_accumulation_steps: int
-    max_grad_norm: float | None
-    nonfinite: str
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the precision needs a loss scale."""
-        return self.precision.loss_scaler(self.device) is not None
-
-
 class Strategy(Listener):
     """Base of every strategy. Override what differs; the defaults are those of one process."""
+
+    @dataclass(frozen=True)
+    class Settled:
+        """What is settled before anything is built. None: not set, or not known."""
+
+        world_size: int
+        device: torch.device
+        precision: Precision
+        micro_batch_size: int | None
+        gradient_accumulation_steps: int
+        max_grad_norm: float | None
+        nonfinite: str
+
+        @property
+        def scales_loss(self) -> bool:
+            """Whether the precision needs a loss scale."""
+            return self.precision.loss_scaler(self.device) is not None
 
     class Part(NamedTuple):
         """What this rank holds of a logical tensor: a range of its elements in row-major order."""
@@ -61,8 +60,11 @@ class Strategy(Listener):
         """How many they are."""
 
     name: ClassVar[str] = ""
+    """What users call it, in settings, the plan and messages. It has to be given."""
     min_world_size: ClassVar[int] = 1
+    """The fewest processes that it runs on."""
     max_world_size: ClassVar[int | None] = None
+    """The most processes that it runs on; None: any number."""
     exposes_gradients: ClassVar[bool] = True
     """Whether `parameter.grad` holds this rank's part of the global gradient before the update (`on_before_step` needs it)."""
     lockstep: ClassVar[bool] = False
@@ -77,6 +79,7 @@ class Strategy(Listener):
     divides: ClassVar[tuple[str, ...]] = ()
     """The kinds of memory of which a rank holds a part: "parameters", "gradients", "optimizer state", "master weights"."""
     several_optimizers: ClassVar[bool] = True
+    """Whether a module may train with more than one optimizer."""
     scales_loss: ClassVar[bool] = False
     """Whether the strategy's engine scales the loss itself where the precision needs it, and skips updates on overflow."""
     skips_nonfinite: ClassVar[bool] = False
@@ -105,7 +108,7 @@ class Strategy(Listener):
         What the Trainer leaves unset is adopted, two values that differ are an error. Pure."""
         return {}
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: Strategy.Settled) -> None:
         """Called once before anything is built, with what came out of all settings. Raises `ConfigurationError`. Pure."""
 
     def accelerator_arguments(self) -> dict[str, Any]:

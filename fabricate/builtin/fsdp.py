@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-    from fabricate.strategy import Settled
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -78,7 +77,7 @@ class FSDP(Strategy):
         if self.shard is not None and world_size % self.shard:
             yield f"fsdp: shard={self.shard} is no divisor of {world_size} processes; choose one, or leave it out"
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: Strategy.Settled) -> None:
         self._world_size = settled.world_size
         computes = settled.precision.mixed_precision.replace("no", "fp32")
         if self.param_dtype not in (None, "fp32", computes):

@@ -17,7 +17,7 @@ from fabricate import ConfigurationError
 from fabricate_deepspeed import keys
 
 if TYPE_CHECKING:
-    from fabricate.strategy import Settled
+    from fabricate import Strategy
 
 AUTO = "auto"
 _OFFLOAD = ("offload_optimizer", "offload_param")
@@ -65,7 +65,7 @@ class Configuration:
                 raise ConfigurationError(f"{self.where}: {key}={value!r} is no positive number; correct it, or 'auto'")
             yield name, (kind(value), f"{key} in {self.where}")
 
-    def fill(self, settled: Settled, offload: Mapping[str, str | None]) -> None:
+    def fill(self, settled: Strategy.Settled, offload: Mapping[str, str | None]) -> None:
         """Make `content` of what was given and what is settled. Raises `ConfigurationError` for two values that differ."""
         self.content, self.filled = copy.deepcopy(self._given), {}
         zero = self._section("zero_optimization")
@@ -113,7 +113,7 @@ class Configuration:
                 f"{self.where}: 'auto' has no meaning for {', '.join(left)}; give a value, or leave it out"
             )
 
-    def describe(self, settled: Settled) -> dict[str, str]:
+    def describe(self, settled: Strategy.Settled) -> dict[str, str]:
         """Lines for the plan: what of the file was filled, what has no effect, how the loss is scaled."""
         lines = {}
         filled = ", ".join(f"{path}={value}" for path, value in self.filled.items())
@@ -169,7 +169,7 @@ class Configuration:
             elif key not in group and key not in keys.OPTIMIZER_SWITCHES:
                 raise ConfigurationError(f"{self.where}: optimizer.params.{key} is unknown to {own}; remove it")
 
-    def _fill_batch(self, settled: Settled) -> None:
+    def _fill_batch(self, settled: Strategy.Settled) -> None:
         micro, number = settled.micro_batch_size, settled.gradient_accumulation_steps
         self._set(self.content, "gradient_accumulation_steps", number, f"gradient_accumulation_steps={number}")
         if micro is None:  # batches as they come, or an evaluation: DeepSpeed only wants numbers that agree
@@ -182,7 +182,7 @@ class Configuration:
         product = f"{micro} rows x {number} micro-batches x {settled.world_size} ranks"
         self._set(self.content, "train_batch_size", micro * number * settled.world_size, product)
 
-    def _fill_loss_scale(self, settled: Settled) -> None:
+    def _fill_loss_scale(self, settled: Strategy.Settled) -> None:
         scaler = settled.precision.loss_scaler(settled.device)
         usual = type(settled.precision)().loss_scaler(settled.device)
         assert scaler is not None

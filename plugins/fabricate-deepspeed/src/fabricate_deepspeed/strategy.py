@@ -27,8 +27,6 @@ from fabricate_deepspeed.optimizers import check_elementwise
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fabricate.strategy import Settled
-
 
 @dataclasses.dataclass(eq=False)
 class ZeRO(Strategy, abc.ABC):
@@ -81,7 +79,7 @@ class ZeRO(Strategy, abc.ABC):
     def asks(self) -> Mapping[str, tuple[Any, str]]:
         return dict(self._configuration.asks())
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: Strategy.Settled) -> None:
         if settled.precision.name not in ("fp32", "fp16", "bf16"):  # one that changes layers: DeepSpeed flattens them
             raise ConfigurationError(
                 f"strategy={self.name!r} does not compute in precision={settled.precision.name!r}; use 'fp32', 'fp16' or 'bf16'"

@@ -1,0 +1,112 @@
+"""Writes docs/hooks.md and docs/interfaces.md from the source: `python docs/reference.py`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+from fabricate import Precision, Strategy, hooks
+
+DOCS = Path(__file__).parent
+_INTRODUCTION = """\
+# Hooks
+
+Written by `docs/reference.py` from `fabricate/hooks.py`; change the text there.
+
+A module or a plugin hears a hook by defining a method of its name, and takes any of the arguments below, by name. Objects
+that do not inherit from `Callback`, `Strategy`, `Precision` or `TrainModule` mark their functions with `@fabricate.hookimpl`.
+[Plugins](plugins.md) has the order of listeners; [Write a plugin](write-a-plugin.md) is the place to start.
+"""
+_INTERFACES = """\
+# Strategies and precisions: what to override
+
+Written by `docs/reference.py` from `fabricate/strategy.py` and `fabricate/precision.py`; change the text there.
+
+A strategy or a precision inherits from the classes below, or from one that fabricate ships, and overrides what differs; every method has
+a default that works. Attributes are those of the class; options are the fields of a `@dataclass(eq=False)`. Both are plugin objects
+too: they hear [hooks](hooks.md) and keep state. What could never be called or looked at, a misspelt name above all, is an error before
+the first step. [Write a plugin](write-a-plugin.md) is the place to start, [Testing plugins](testing-plugins.md) tells how to prove one.
+"""
+_SECTIONS = {
+    "Wrappable work": (
+        hooks.ACTIONS,
+        "The first answer counts. Wrap it with `@hookimpl(wrapper=True)`: a generator that yields once, receives the answer and "
+        "returns it.",
+    ),
+    "A listener's own state": (
+        hooks.PER_LISTENER,
+        "Called for each listener by itself, so they cannot be wrapped. A checkpoint that holds the state of a plugin which is "
+        "not active, or has none for one that is, is an error; `Trainer(accept_changes=('plugins',))` accepts it.",
+    ),
+    "Events": (
+        tuple(n for n in hooks.EVENTS if n not in hooks.ACTIONS + hooks.PER_LISTENER),
+        "They return nothing; a returned value is an error. To ask for something there is `trainer.request_save()`, "
+        "`trainer.request_eval()` and `trainer.stop(reason)`, which act at the next update boundary.",
+    ),
+    "Registrations": (
+        hooks.REGISTRATIONS,
+        "What an installed distribution offers. Nothing here runs in a training loop.",
+    ),
+}
+
+
+def hooks_page() -> str:
+    """docs/hooks.md, ending in a newline."""
+    loop = (hooks.__doc__ or "").partition("as the hooks see it:\n")[2].partition("\nEvery hook runs")[0]
+    parts = [_INTRODUCTION, "## The loop\n", "```text\n" + inspect.cleandoc(loop) + "\n```\n"]
+    parts.append("Every hook runs on every rank, in the same order on each, unless its text says otherwise.\n")
+    for title, (names, text) in _SECTIONS.items():
+        parts += [f"## {title}\n", text + "\n", *map(_entry, names)]
+    return "\n".join(parts)
+
+
+def _entry(name: str) -> str:
+    function = getattr(hooks.Registrations if name in hooks.REGISTRATIONS else hooks.Events, name)
+    arguments = ", ".join(p for p in inspect.signature(function).parameters if p != "self")
+    return f"### `{name}({arguments})`\n\n{inspect.getdoc(function)}\n"
+
+
+def interfaces_page() -> str:
+    """docs/interfaces.md, ending in a newline."""
+    parts = [_INTERFACES]
+    for kind in (Strategy, Precision):
+        (tree,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(tree, ast.ClassDef)
+        parts += [f"## {kind.__name__}\n", f"{inspect.getdoc(kind)}\n", *_members(tree, "###")]
+    return "\n".join(parts)
+
+
+def _members(tree: ast.ClassDef, level: str) -> list[str]:
+    """The attributes of a class as a list, then its methods and inner classes, each with what its source says of it."""
+    attributes, entries = [], []
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            told = after.value if isinstance(after, ast.Expr) else None
+            text = f": {inspect.cleandoc(told.value)}" if isinstance(told, ast.Constant) else ""
+            default = f" = {ast.unparse(node.value)}" if node.value else ""
+            kind = (
+                ast.unparse(node.annotation)
+                .removeprefix("ClassVar[")
+                .removesuffix("]" * ("ClassVar" in ast.unparse(node)))
+            )
+            attributes.append(f"- `{ast.unparse(node.target)}: {kind}{default}`{text}")
+        elif isinstance(node, ast.ClassDef):
+            entries += [
+                f"{level} `{tree.name}.{node.name}`\n",
+                f"{ast.get_docstring(node)}\n",
+                *_members(node, level + "#"),
+            ]
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            arguments = ", ".join(a.arg for a in node.args.args[1:])
+            title = node.name if node.decorator_list else f"{node.name}({arguments})"
+            entries.append(f"{level} `{title}`\n\n{ast.get_docstring(node)}\n")
+    return (["\n".join(attributes) + "\n"] if attributes else []) + entries
+
+
+PAGES: dict[str, Callable[[], str]] = {"hooks.md": hooks_page, "interfaces.md": interfaces_page}
+
+if __name__ == "__main__":
+    for name, render in PAGES.items():
+        (DOCS / name).write_text(render(), encoding="utf-8")
