@@ -201,16 +201,16 @@ from accelerate.tracking import GeneralTracker  # type: ignore[import-untyped]
 class @Class@(GeneralTracker):  # type: ignore[misc]
     """Made on rank 0 when a fit begins; `log` is called there at every log boundary. Put your own work in its place.
 
-    Arguments after the first two are options: Trainer(trackers=["@name@:indent=2"]).
+    Arguments after the first two are options: Trainer(trackers=["@name@:prefix=a/"]).
     """
 
     name = "@name@"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: str, indent: int | None = None) -> None:
+    def __init__(self, run_name: str, logging_dir: str, prefix: str = "") -> None:
         super().__init__()
         self._file = (Path(logging_dir) / f"{run_name}-@name@.jsonl").open("a")
-        self._indent = indent
+        self._prefix = prefix
 
     @property
     def tracker(self) -> Any:
@@ -220,13 +220,13 @@ class @Class@(GeneralTracker):  # type: ignore[misc]
         self._write({"settings": values})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._write({"step": step, **values})
+        self._write({"step": step, **{self._prefix + name: value for name, value in values.items()}})
 
     def finish(self) -> None:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, indent=self._indent) + "\\n")
+        self._file.write(json.dumps(line) + "\\n")
 ''',
 }
 
