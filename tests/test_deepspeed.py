@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -455,3 +456,76 @@ def test_a_rank_builds_little_more_than_its_part_from_the_same_initial_weights()
     assert parts[0][1] == whole[0][1]
     assert [peak < 150 for peak, _ in parts] == [True, True], parts
     assert [peak > 195 for peak, _ in whole] == [True, True], whole
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        return {name: torch.optim.SGD(getattr(self, name).parameters(), lr=0.1) for name in ("first", "second")}
+
+
+class Factored(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Gathered(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters())
+
+
+class Editing(Callback):
+    def on_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        raise AssertionError("there is nothing to edit")
+
+
+def _refused(strategy: str, **arguments: Any) -> list[str]:
+    told = []
+    cases: list[tuple[type[Net], dict[str, Any]]] = [
+        (Two, {}),
+        (Factored, {}),
+        (Gathered, {}),
+        (Net, {"plugins": [Editing()]}),
+    ]
+    for kind, options in cases:
+        trainer = Trainer(strategy=strategy, max_steps=1, seed=1, precision="fp32", progress=False, **options)
+        with pytest.raises(ConfigurationError) as caught:
+            trainer.fit(kind(), ROWS, batch_size=4)
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
+    two, factored, gathered, editing = run_ranks(_refused, 2, "zero2", timeout=60)[0]
+    assert "trains with one optimizer and there are 2 (first, second)" in two
+    assert "Adafactor is not known to treat every element by itself" in factored
+    assert "zero2:allow_untested_optimizer=true" in factored
+    assert "Adagrad" in gathered
+    assert "strategy='zero2' hides gradients from on_before_step, which Editing hears" in editing
+
+
+def _scaled(root: Path, strategies: tuple[str, ...]) -> Any:
+    """A loss scale that doubles after each clean update, and the same resumed after the third under another strategy."""
+    growing = "fp16:init_scale=4,growth_interval=1"
+    found = {}
+    for strategy in strategies:
+        fixed, doubled = (
+            _fit(strategy, "sgd", precision=precision, max_grad_norm=None)
+            for precision in ("fp16:init_scale=4", growing)
+        )
+        _saved(root / strategy, strategy, precision=growing)
+        found[strategy] = (fixed.losses, doubled.losses)
+    resumed = {}
+    for saved, strategy in (("zero3", "fsdp"), ("fsdp", "zero3"), ("zero2", "zero1")):
+        run_dir = root / f"{saved}-{strategy}"
+        path = root / saved / "checkpoints" / "step-00000003"
+        _fit(strategy, precision=growing, run_dir=run_dir, resume=str(path))
+        text = (run_dir / "checkpoints" / "step-00000005" / "state.json").read_text()
+        resumed[saved, strategy] = json.loads(text)["scaler"]["scale"]
+    return found, resumed
+
+
+def test_a_loss_scale_that_grows_changes_no_update_and_is_resumed(tmp_path: Path) -> None:
+    found, resumed = run_ranks(_scaled, 2, tmp_path, (*STAGES, "fsdp"), timeout=120)[0]
+    for fixed, doubled in found.values():
+        assert doubled == pytest.approx(fixed, rel=2e-3)  # rounded elsewhere
+    assert set(resumed.values()) <= {64.0, 128.0}, resumed
