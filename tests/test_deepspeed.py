@@ -529,3 +529,68 @@ def test_a_loss_scale_that_grows_changes_no_update_and_is_resumed(tmp_path: Path
     for fixed, doubled in found.values():
         assert doubled == pytest.approx(fixed, rel=2e-3)  # rounded elsewhere
     assert set(resumed.values()) <= {64.0, 128.0}, resumed
+
+
+TOKENS = torch.randint(0, 40, (24, 8), generator=torch.Generator().manual_seed(2))
+
+
+class Language(TrainModule):
+    """A small transformers model with tied embeddings: from its configuration, or read from `path`."""
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.path = path
+
+    def configure_model(self) -> None:
+        from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=40, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+        self.model = AutoModelForCausalLM.from_pretrained(self.path) if self.path else GPT2LMHeadModel(config)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Adam would make whole steps of the rounding errors that are the gradient of attention's key biases.
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _language(strategy: str, run_dir: Path, path: str = "") -> Seen:
+    seen = Seen()
+    trainer = Trainer(
+        strategy=strategy, max_steps=3, seed=3, precision="fp32", run_dir=run_dir, progress=False, plugins=[seen]
+    )
+    trainer.fit(Language(path), TOKENS, batch_size=8 // int(os.environ["WORLD_SIZE"]), shuffle=False)
+    return seen
+
+
+def _languages(root: Path, cases: dict[str, tuple[str, str]]) -> dict[str, Seen]:
+    return {name: _language(strategy, root / name, path) for name, (strategy, path) in cases.items()}
+
+
+def _exported(paths: list[Path]) -> list[dict[str, torch.Tensor]]:
+    from transformers import GPT2LMHeadModel
+
+    return [{n: p.detach() for n, p in GPT2LMHeadModel.from_pretrained(path).named_parameters()} for path in paths]
+
+
+def test_a_transformers_model_is_built_read_trained_and_exported_in_parts(tmp_path: Path) -> None:
+    path, zero3 = str(tmp_path / "built" / "model"), f"zero3:config={_persist_nothing(tmp_path)}"
+    alone = {"built": ("single", ""), "read": ("single", path)}
+    hand = run_ranks(_languages, 1, tmp_path, alone, timeout=120)[0]
+    cases = {"built in zero2": ("zero2", ""), "built in zero3": (zero3, ""), "read in zero3": (zero3, path)}
+    parts = run_ranks(_languages, 2, tmp_path, cases, timeout=120)[0]
+    exported = run_ranks(_exported, 1, [tmp_path / case / "model" for case in cases], timeout=120)[0]
+    for (case, seen), weights in zip(parts.items(), exported, strict=True):
+        assert _apart(seen, hand[case.split()[0]]) < TOLERANCE, case
+        assert all(torch.equal(value, seen.weights[f"model.{name}"]) for name, value in weights.items()), case
+
+
+def _persist_nothing(directory: Path) -> Path:
+    """A file that has stage 3 gather every parameter, however small."""
+    file = directory / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    return file
