@@ -40,7 +40,8 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The innermost submodules."""
     if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
         return
-    children = list(module.children())
+    # A forward of its own is a compiled unit's: hooks inside would be traced, and the unit compiled again without them.
+    children = [] if "forward" in vars(module) else list(module.children())
     for child in children:
         yield from _layers(child)
     if not children:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -166,7 +167,8 @@ def test_no_memory_is_kept_from_step_to_step() -> None:
 
     fit(120, Counts(), log_every=10)
     assert len(blocks) == 12
-    assert blocks[-1] - blocks[5] < 50  # six boundaries and 60 steps later
+    growth = sorted(after - before for before, after in itertools.pairwise(blocks[4:]))
+    assert growth[len(growth) // 2] < 10, growth  # 10 steps each; other threads of the process allocate now and then
 
 
 def test_a_long_way_to_the_next_log_boundary_keeps_little() -> None:
