@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import inspect
 import json
 import os
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate import evaluation, exporting, loop, resuming, saving
+from fabricate.alike import check_alike
 from fabricate.committing import Background
 from fabricate.construct import build_model
 from fabricate.data import Loading, describe
@@ -400,7 +400,6 @@ class Trainer:
         plan = make_plan(settings, found, module, data, run.optimizers, run.schedulers, run.notes, needed)
         if engine.rank == 0:
             print(plan, flush=True)
-        _same_on_every_rank(run)
         resuming.occupy(run, _warn)
         path = resuming.choose(run, os.fspath(resume), _warn)
         if run.run_dir is not None and settings.save == "async":
@@ -512,6 +511,7 @@ class Trainer:
                     raise ConfigurationError(
                         f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
                     )
+                check_alike(run)  # before anything is broadcast
                 engine.prepare(module, stages, run.seed)
                 run.notes += engine.notes
                 yield run
@@ -628,29 +628,6 @@ def _refuse_after_signal() -> None:
     if name := told_to_end():
         print(f"{name} asked this process to end: no further fit is begun; exit code {EXIT_PREEMPTED}", file=sys.stderr)
         raise SystemExit(EXIT_PREEMPTED)
-
-
-def _same_on_every_rank(run: Run) -> None:
-    """All ranks hear the same hooks in the same order and train the same parameters, or every rank says which differs."""
-    if run.engine.world_size == 1:
-        return
-    names = [[n, list(p.shape), p.requires_grad] for n, p in run.module.named_parameters()]
-    versions = {n: importlib.metadata.version(n) for n in ("torch", "accelerate")}
-    mine = {
-        "hooks": run.calls.manager.table(),
-        "parameters": names,
-        "versions": versions,
-        "seed": run.seed,
-        "run_dir": str(run.settings.run_dir),
-        "total steps": run.total_steps,
-    }
-    everyone = run.engine.gather_json(mine)
-    for topic in mine:
-        different = [r for r, theirs in enumerate(everyone) if theirs[topic] != everyone[0][topic]]
-        if different:
-            raise RankError(
-                f"ranks {different} have other {topic} than rank 0: start every rank with the same script, plugins and packages"
-            )
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ FLOORS = [
         "retention",
         "returned",
     },
-    {"evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
+    {"alike", "evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
     | {"cli_checkpoints", "cli_checks", "cli_launch", "cli_report", "committing", "interop", "resume_check", "runner"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
