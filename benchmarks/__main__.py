@@ -19,18 +19,14 @@ from benchmarks.tables import machine, tables
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-PARTS = ("overhead", "startup", "compiling", "scaling", "data", "checkpoint", "dispatch")
-PLAIN = ("checkpoint", "dispatch")
-"""These print their own table; the others write JSON."""
-
-
-def _present() -> list[str]:
-    return [part for part in PARTS if (ROOT / "benchmarks" / f"{part}.py").exists()]
+PARTS = ("overhead", "startup", "compiling", "scaling", "checkpoint", "dispatch")
+FIGURES = ("overhead", "startup")
+"""These write figures, for several tables; the others print their own."""
 
 
 def _run(part: str) -> Any:
     """What `part` found, from a process of its own."""
-    if part in PLAIN:
+    if part not in FIGURES:
         done = subprocess.run([sys.executable, "-m", f"benchmarks.{part}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         print(done.stdout)
         if done.returncode:
@@ -57,10 +53,12 @@ def write_page(results: dict[str, Any]) -> None:
 def main() -> None:
     """Run the parts that were named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all that are there")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for part in options.parts or _present():
+    for part in options.parts or PARTS:
         print(f"== {part}", file=sys.stderr, flush=True)
         results[part] = {"machine": machine(), "found": _run(part)}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

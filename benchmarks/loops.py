@@ -17,6 +17,9 @@ from benchmarks.works import Clock, Work
 def bare(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
     """Plain PyTorch, by hand; with output: tqdm, TensorBoard and torch.save at the same moments."""
     model = work.build(clock)
+    if work.compile:
+        for block in model.gpt.transformer.h:
+            block.compile(dynamic=None)
     optimizer = work.optimizer(model)
     scheduler = work.schedule(optimizer)
     loader = work.loader()
@@ -125,6 +128,7 @@ def fabricated(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
         precision="fp32",
         gradient_accumulation_steps=work.accumulation,
         max_grad_norm=work.clip,
+        compile=work.compile,
         plugins=[Steps(), MicroBatches()] if work.listeners else (),
         **arguments,
     )

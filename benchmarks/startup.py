@@ -76,11 +76,14 @@ def first_steps(times: int) -> dict[str, Any]:
     from benchmarks.peers import available
 
     command = ["-m", "benchmarks.startup", "--first-step"]
-    return {name: _fresh([*command, name], times) for name in {**LOOPS, **available()}}
+    found = {name: _fresh([*command, name, "quiet"], times) for name in {**LOOPS, **available()}}
+    for name, figures in found.items():
+        figures["peak_mib_gpt"] = _fresh([*command, name, "gpt"], 1)["peak_mib"]
+    return found
 
 
-def _first_step(name: str) -> None:
-    """Runs in a process of its own: 440 micro-batches; the second forward begins when the first step is done."""
+def _first_step(name: str, case: str) -> None:
+    """Runs in a process of its own: one whole case; the second forward begins when the first step is done."""
     import resource
 
     import torch
@@ -92,7 +95,7 @@ def _first_step(name: str) -> None:
     torch.set_num_threads(1)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        {**LOOPS, **available()}[name](WORKS["quiet"], clock, Path(folder))
+        {**LOOPS, **available()}[name](WORKS[case], clock, Path(folder))
     own = f"{os.sep}{PACKAGES.get(name, 'no package')}{os.sep}"
     result = {
         "cpu_seconds": clock.stamps[1] / 1e9,
@@ -148,12 +151,12 @@ def resuming() -> dict[str, Any]:
 def main() -> None:
     """Measure everything, or be the process of one first step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--first-step", metavar="LOOP")
+    parser.add_argument("--first-step", nargs=2, metavar=("LOOP", "CASE"))
     parser.add_argument("--times", type=int, default=5, help="fresh processes per figure")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     if options.first_step:
-        _first_step(options.first_step)
+        _first_step(*options.first_step)
         return
     results = {"imports": imports(options.times), "first_step": first_steps(options.times), "resume": resuming()}
     text = json.dumps(results, indent=1)

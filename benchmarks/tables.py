@@ -81,6 +81,7 @@ def _startup(found: dict[str, Any]) -> dict[str, str]:
             f"{f['cpu_seconds']:.2f}",
             f"{f['cpu_seconds'] - base['cpu_seconds']:+.2f}",
             f"{f['peak_mib']:.0f}",
+            f"{f['peak_mib_gpt']:.0f}",
             f"{f['frames']:.0f}",
         ]
         for name, f in found["first_step"].items()
@@ -90,7 +91,15 @@ def _startup(found: dict[str, Any]) -> dict[str, str]:
     return {
         "imports": table(["statement", "CPU seconds", "modules", "peak MiB"], imports),
         "first step": table(
-            ["loop", "CPU seconds to the end of step 1", "over bare", "peak MiB", "frames above the step"], first
+            [
+                "loop",
+                "CPU seconds to the end of step 1",
+                "over bare",
+                "peak MiB",
+                "peak MiB, language model",
+                "frames above the step",
+            ],
+            first,
         ),
         "resume": table(["method", *(f"at {share}" for share in shares)], resume),
     }

@@ -86,6 +86,7 @@ class Work:
     cosine: bool = False
     output: bool = False
     listeners: bool = False
+    compile: bool = False
     log_every: int = 50
     save_every: int = 500
     batch_size: int = 8

@@ -1,0 +1,120 @@
+"""Weak and strong scaling over the ranks of this machine, with where the time goes, as fabricate itself measures it.
+
+    python -m benchmarks.scaling [--ranks 1 2] [--json FILE]
+
+Weak: 8 rows per rank whatever the number of ranks. Strong: 16 rows in all. Wall-clock time: run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import table
+
+STEPS, LOG_EVERY = 120, 20
+ROWS = {"weak": 8, "strong": 16}
+
+
+def train(strategy: str, rows: int, folder: Path) -> None:
+    """One rank of a fit; what is measured ends up in `folder`/metrics.jsonl."""
+    import torch
+
+    from benchmarks.module import Module
+    from benchmarks.works import WORKS, Clock
+    from fabricate import Trainer
+
+    torch.set_num_threads(1)
+    work = dataclasses.replace(
+        WORKS["gpt"], steps=STEPS * rows // WORKS["gpt"].batch_size * int(os.environ["WORLD_SIZE"])
+    )
+    trainer = Trainer(
+        max_steps=STEPS, strategy=strategy, precision="fp32", log_every=LOG_EVERY, save_every=None, run_dir=folder, progress=False
+    )  # fmt: skip
+    trainer.fit(Module(work, Clock()), work.dataset(), batch_size=rows)
+
+
+def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
+    """Medians over the log intervals of one fit but the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-port",
+            "29571",
+        ]
+        command += ["-m", "benchmarks.scaling", "--train", strategy, str(rows), folder]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command[3:])} failed:\n{done.stderr[-3000:]}")
+        lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    laps = [line["clock"] for line in lines if line["stage"] == "train"][1:]
+    return {name: statistics.median(lap[name] for lap in laps) for name in laps[0] if name not in ("time", "seconds")}
+
+
+def main() -> None:
+    """Measure and print the table, or be one rank."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--train", nargs=3, metavar=("STRATEGY", "ROWS", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        strategy, rows, folder = options.train
+        train(strategy, int(rows), Path(folder))
+        return
+    found: list[dict[str, Any]] = []
+    for kind, total in ROWS.items():
+        for ranks in options.ranks:
+            for strategy in ("ddp", "fsdp") if ranks > 1 else ("single",):
+                own = total if kind == "weak" else total // ranks
+                found.append(
+                    {"kind": kind, "strategy": strategy, "ranks": ranks, "rows": own, **measure(strategy, ranks, own)}
+                )
+    alone = {f["kind"]: f["samples_per_second"] for f in found if f["ranks"] == 1}
+    rows = []
+    for f in found:
+        faster = f["samples_per_second"] / alone[f["kind"]]
+        share = f.get("communication_share")
+        rows.append(
+            [
+                f"{f['kind']}, {f['strategy']}",
+                str(f["ranks"]),
+                str(f["rows"]),
+                f"{1000 * f['seconds_per_step']:.1f}",
+                f"{faster:.2f}",
+                f"{faster / f['ranks']:.0%}",
+                f"{f['data_share']:.1%}",
+                f"{share:.1%}" if share is not None else "not known",
+            ]
+        )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    header = [
+        "scaling",
+        "ranks",
+        "rows per rank",
+        "ms per step",
+        "throughput",
+        "efficiency",
+        "waiting for data",
+        "communication",
+    ]
+    print(table(header, rows))
+    print(f"Medians over log intervals of {LOG_EVERY} steps, {STEPS} steps each; gloo, one thread per rank.")
+
+
+if __name__ == "__main__":
+    main()
