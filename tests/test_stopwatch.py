@@ -12,6 +12,7 @@ import torch
 
 from fabricate import Trainer, TrainModule
 from fabricate.stopwatch import Stopwatch
+from fabricate.testing import run_ranks
 
 
 class Slow(torch.utils.data.Dataset):
@@ -93,3 +94,18 @@ def test_communication_is_a_share_of_the_step() -> None:
     stopwatch = Stopwatch()
     time.sleep(0.05)
     assert 0.5 < stopwatch.lap(2, 16, communicated=0.02)["communication_share"] <= 0.8
+
+
+def _shares(strategy: str) -> list[dict[str, float]]:
+    module = Works()
+    trainer = Trainer(max_epochs=4, strategy=strategy, precision="fp32", log_every=4, progress=False)
+    trainer.fit(module, Slow(), batch_size=1)
+    return module.rates
+
+
+def test_ddp_tells_the_share_of_communication_and_fsdp_does_not_know() -> None:
+    for rates in run_ranks(_shares, 2, "ddp"):
+        assert all(0 <= lap["communication_share"] <= 1 for lap in rates)
+        assert max(lap["communication_share"] for lap in rates) > 0
+    for rates in run_ranks(_shares, 2, "fsdp"):
+        assert rates[-1].keys() == {"seconds_per_step", "steps_per_second", "samples_per_second", "data_share"}
