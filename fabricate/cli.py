@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from fabricate.cli_checkpoints import ckpt
-from fabricate.cli_checks import verify_resume
+from fabricate.cli_checks import check_invariance, verify_resume
 from fabricate.cli_launch import launching, prepared
 from fabricate.cli_plugins import PluginCommands, plugins
 from fabricate.cli_report import report
@@ -95,4 +95,5 @@ def _start(*, plan_only: bool, **options: Any) -> NoReturn:
 main.add_command(plugins)
 main.add_command(ckpt)
 main.add_command(verify_resume)
+main.add_command(check_invariance)
 main.add_command(report)

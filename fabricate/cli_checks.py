@@ -1,11 +1,14 @@
-"""`fabricate verify-resume`: checks that start the user's own script. Owns what is printed and the exit codes: 1 where a check
-fails, 2 for a wrong command or a script that fails by itself. Must not know how the checks work; imports no torch.
+"""`fabricate verify-resume` and `check-invariance`: checks that start the user's own script.
+
+Owns what is printed and the exit codes: 1 where a check fails, 2 for a wrong command or a script that fails by itself. Must
+not know how the checks work; imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import click
 
 from fabricate.cli_checkpoints import print_differences
 from fabricate.cli_launch import launching, prepared
+from fabricate.console import print_table
 from fabricate.errors import ConfigurationError
 
 
@@ -57,6 +61,75 @@ def verify_resume(ctx: click.Context, /, at: int, into: Path | None, as_json: bo
         click.echo(_HINTS[verdict.when])
         print_differences(verdict.differences)
     if verdict.differences:
+        ctx.exit(1)
+
+
+@click.command("check-invariance", context_settings={"ignore_unknown_options": True})
+@click.option("--global-batch", type=click.IntRange(1), default=12, metavar="N", help="Rows per update; default: 12.")
+@click.option("--steps", type=click.IntRange(1), default=4, metavar="N", help="Updates; default: 4.")
+@click.option("--worlds", default="1,2,3", metavar="N,N", help="Numbers of ranks; default: 1,2,3.")
+@click.option("--strategy", default="ddp", metavar="NAME", help="Of more than one rank; default: ddp.")
+@click.option("--precision", default="fp32", metavar="NAME", help="Default: fp32.")
+@click.option("--tolerance", type=float, default=1e-5, metavar="X", help="What still is rounding; default: 1e-5.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def check_invariance(
+    ctx: click.Context,
+    /,
+    script: Path,
+    arguments: tuple[str, ...],
+    global_batch: int,
+    steps: int,
+    worlds: str,
+    strategy: str,
+    precision: str,
+    tolerance: float,
+    as_json: bool,
+) -> None:
+    """Check that SCRIPT learns the same however its batches are split: into ranks, micro-batches and accumulation steps.
+
+    Runs its fit with the same global batches in every split, and prints the largest relative difference of losses and
+    final weights from one process that takes them whole. Exit code 1 if one is over the tolerance. For the check, batch
+    sizes, strategy, precision and run_dir are replaced, dropout is switched off and validation left out.
+
+    \b
+    Examples:
+      fabricate check-invariance train.py
+      fabricate check-invariance train.py --worlds 1,2 --strategy fsdp --global-batch 8 -- --epochs 1
+    """
+    from fabricate.invariance import measure
+
+    counts = worlds.split(",")
+    if not all(count.strip().isdecimal() for count in counts):
+        raise ConfigurationError(f"--worlds {worlds!r}: give numbers of ranks joined by commas, such as 1,2,3")
+    tell = (lambda text: None) if as_json else click.echo
+    with tempfile.TemporaryDirectory(prefix="fabricate-invariance-") as folder:
+        found = measure(
+            script,
+            arguments,
+            Path(folder),
+            dict(os.environ),
+            global_batch_size=global_batch,
+            steps=steps,
+            world_sizes=[int(count) for count in counts],
+            strategy=strategy,
+            precision=precision,
+            tell=tell,
+        )
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        rows = [(str(s), f"{s.loss:.1e}", f"{s.weights:.1e}", s.tensor) for s in found.splits]
+        print_table(("ranks x micro-batch x accumulation", "losses", "weights", "largest in"), rows)
+        for note in found.notes:
+            click.echo(f"note: {note}")
+        verdict = "at most" if found.largest <= tolerance else "NOT at most"
+        click.echo(
+            f"largest relative difference over {found.steps} updates: {found.largest:.1e}, {verdict} {tolerance:.0e}"
+        )
+    if found.largest > tolerance:
         ctx.exit(1)
 
 

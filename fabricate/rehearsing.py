@@ -1,6 +1,6 @@
-"""A fit that a tool looks at: its files go elsewhere, it saves where asked, may be killed, and leaves notes.
+"""A fit that a tool looks at: its files go elsewhere, it saves where asked, may be killed or split, and leaves notes.
 
-Owns the plugin that does it and how the state of user objects is described in text. Must not know what the tool compares.
+Owns the plugins that do it and how the state of user objects is described in text. Must not know what the tool compares.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import BatchSampler, DataLoader
 
+from fabricate.checkpoint import Reader
+from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
-from fabricate.rehearsal import TRAIN_DATA, Rehearsal
+from fabricate.rehearsal import TRAIN_DATA, Rehearsal, Trial
+from fabricate.state import load_model
 from fabricate.strategy import is_sharded
 
 if TYPE_CHECKING:
@@ -29,18 +35,96 @@ if TYPE_CHECKING:
     from fabricate.settings import Settings
     from fabricate.trainer import Trainer
 
-__all__ = ["rehearsed"]
+__all__ = ["rehearsed", "resplit"]
 
 _fits = itertools.count()
 
 
 def rehearsed(settings: Settings, environ: Mapping[str, str]) -> Settings:
     """`settings` as they are, or as the tool that started this process wants them."""
-    wishes = Rehearsal.from_environment(environ)
-    if wishes is None:
-        return settings
-    run_dir = wishes.run_dir(settings.run_dir) if settings.run_dir is not None else None
-    return replace(settings, run_dir=run_dir, plugins=(*settings.plugins, Rehearsing(wishes)))
+    if wishes := Rehearsal.from_environment(environ):
+        run_dir = wishes.run_dir(settings.run_dir) if settings.run_dir is not None else None
+        return replace(settings, run_dir=run_dir, plugins=(*settings.plugins, Rehearsing(wishes)))
+    if trial := Trial.from_environment(environ):
+        steps = trial.steps if settings.max_steps is None else min(trial.steps, settings.max_steps)
+        return replace(
+            settings,
+            strategy="auto",  # the tool's own word comes by way of the launcher
+            precision="auto",
+            max_steps=steps,
+            gradient_accumulation_steps=trial.accumulation,
+            global_batch_size=None,
+            seed=1 if settings.seed is None else settings.seed,
+            run_dir=None,
+            validate_every=None,
+            validate_first=False,
+            trackers=(),
+            limit_train_batches=None,
+            plugins=(*settings.plugins, Trying(trial)),
+        )
+    return settings
+
+
+def resplit(train: Any, batch_size: int | None, resume: Any, environ: Mapping[str, str]) -> tuple[Any, int | None, Any]:
+    """The data, rows per rank and resume of a fit as they are, or in the split that is tried, which begins anew."""
+    trial = Trial.from_environment(environ)
+    if trial is None:
+        return train, batch_size, resume
+    if not isinstance(train, DataLoader):
+        return train, trial.micro_batch, "auto"
+    if type(train.batch_sampler) is not BatchSampler:
+        raise ConfigurationError(
+            "check-invariance cannot split these batches: the DataLoader has a batch sampler of its own, or none; let it have batch_size="
+        )
+    loader = DataLoader(
+        train.dataset,
+        batch_size=trial.micro_batch,
+        sampler=train.batch_sampler.sampler,
+        num_workers=train.num_workers,
+        collate_fn=train.collate_fn,
+        drop_last=train.batch_sampler.drop_last,
+        worker_init_fn=train.worker_init_fn,
+    )
+    return loader, None, "auto"
+
+
+class Trying(Callback):
+    """Begins with the weights that every split begins with, takes down each update's loss, leaves the final weights."""
+
+    name = "trial"
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.losses: list[float] = []
+        self.notes: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        begin = Path(self.trial.begin)
+        if begin.exists():
+            with Reader(begin) as reader:
+                load_model(reader, module, trainer.strategy)
+        else:
+            trainer.save(begin)
+        dropout = [child for child in module.modules() if isinstance(child, _DropoutNd)]
+        for child in dropout:
+            child.p = 0.0
+        norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+        if dropout:
+            self.notes.append(f"dropout is off during the check ({len(dropout)} layers)")
+        if norms:
+            self.notes.append(
+                f"{norms[0]} is a BatchNorm, which takes its statistics from each micro-batch: it depends on the split by design"
+            )
+
+    def on_step(self, loss: torch.Tensor) -> None:
+        self.losses.append(float(loss))
+
+    @hookimpl(trylast=True)
+    def on_fit_end(self, trainer: Trainer) -> None:
+        trainer.save(Path(self.trial.notes, "end"))
+        if trainer.is_main:
+            notes = {"losses": self.losses, "notes": self.notes}
+            Path(self.trial.notes, "notes.json").write_text(json.dumps(notes))
 
 
 class Rehearsing(Callback):

@@ -43,7 +43,7 @@ from fabricate.progress import Progress
 from fabricate.randomness import derive_seed, seed_everything
 from fabricate.records import EXIT_PREEMPTED, Every, FitResult
 from fabricate.registry import progress_bar
-from fabricate.rehearsing import rehearsed
+from fabricate.rehearsing import rehearsed, resplit
 from fabricate.run import Run
 from fabricate.settings import check_arguments
 from fabricate.state import optimizer_groups
@@ -341,6 +341,7 @@ class Trainer:
         if settings.run_dir is not None and settings.run_dir.exists() and not settings.run_dir.is_dir():
             raise ConfigurationError(f"run_dir={str(settings.run_dir)!r} is a file; give a directory")
         found = resolve(settings, module)
+        train, batch_size, resume = resplit(train, batch_size, resume, os.environ)
         data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))
         if data.validation and not overrides(module, "validation_step"):
             raise ConfigurationError(

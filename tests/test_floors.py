@@ -50,11 +50,22 @@ FLOORS = [
         "observing",
         "preemption",
         "rehearsing",
+        "repeating",
         "retention",
         "returned",
     },
     {"alike", "evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
-    | {"cli_checkpoints", "cli_checks", "cli_launch", "cli_report", "committing", "interop", "resume_check", "runner"},
+    | {
+        "cli_checkpoints",
+        "cli_checks",
+        "cli_launch",
+        "cli_report",
+        "committing",
+        "interop",
+        "invariance",
+        "resume_check",
+        "runner",
+    },
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fabricate import ConfigurationError, Trainer
-from fabricate.rehearsal import VARIABLE, Rehearsal
+from fabricate.rehearsal import Rehearsal
 from fabricate.rehearsing import _generators, _values
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
@@ -100,7 +100,7 @@ def test_a_run_directory_keeps_its_place_below_another_folder(monkeypatch: pytes
         monkeypatch.setenv(name, value)
     assert Trainer(run_dir="/runs/first").run_dir == Path("/else/runs/first")
     assert Trainer().run_dir is None
-    monkeypatch.setenv(VARIABLE, "{}")
+    monkeypatch.setenv(Rehearsal.VARIABLE, "{}")
     with pytest.raises(ConfigurationError, match="is not understood; unset it"):
         Trainer()
 
