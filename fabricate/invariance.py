@@ -7,9 +7,7 @@ that `fabricate.rehearsing` leaves.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.rehearsal import Trial
 from fabricate.repeating import TRIALS
 
-__all__ = ["Invariance", "Split", "check_invariance", "measure"]
+__all__ = ["Invariance", "Split", "measure"]
 
 _SHOWN_LINES = 30
 
@@ -64,63 +62,6 @@ class Invariance:
         return {"largest": self.largest, **vars(self), "splits": [vars(split) for split in self.splits]}
 
 
-def check_invariance(
-    script: str | Path,
-    arguments: Sequence[str] = (),
-    *,
-    global_batch_size: int = 12,
-    steps: int = 4,
-    world_sizes: Sequence[int] = (1, 2, 3),
-    strategy: str = "ddp",
-    precision: str = "fp32",
-    tolerance: float = 1e-5,
-) -> Invariance:
-    """Run `script` with the same global batches split in every way, and raise `KitFailure` if results differ.
-
-    The script is an ordinary one that calls `Trainer.fit`; its run_dir, batch sizes, strategy and precision are replaced
-    for the check, dropout layers are switched off, validation is left out. One process that takes the global batch whole is
-    the reference. Call it from one process; ranks are started.
-
-    Args:
-        script, arguments: as for `python SCRIPT ARGUMENTS`.
-        global_batch_size: rows per update; each split is world size x micro-batch x accumulation.
-        steps: updates, or as many as the script makes if that is fewer.
-        world_sizes: numbers of ranks; those that do not divide the global batch are left out.
-        strategy: of more than one rank; one process is "single".
-        tolerance: the largest relative difference of a loss or a weight that is rounding.
-
-    Raises ConfigurationError for a script that cannot be split, FabricateError where it fails by itself.
-
-    Example::
-
-        def test_accumulation_is_exact():
-            fabricate.testing.check_invariance("train.py", world_sizes=(1, 2))
-    """
-    with tempfile.TemporaryDirectory(prefix="fabricate-invariance-") as folder:
-        found = measure(
-            Path(script),
-            arguments,
-            Path(folder),
-            dict(os.environ),
-            global_batch_size=global_batch_size,
-            steps=steps,
-            world_sizes=world_sizes,
-            strategy=strategy,
-            precision=precision,
-        )
-    worst = max(found.splits, key=lambda split: max(split.loss, split.weights))
-    if found.largest > tolerance:
-        from fabricate.testing import KitFailure
-
-        raise KitFailure(
-            f"{script}: split as {worst} (ranks x micro-batch x accumulation), losses differ by {worst.loss:.1e} and weights by "
-            f"{worst.weights:.1e} ({worst.tensor}) from one process that takes the batch of {global_batch_size} whole; expected at most "
-            f"{tolerance:.0e}. If training_step returns a mean over something other than rows, return its weight too: "
-            f"{{'loss': loss, 'weight': number}}. {' '.join(found.notes)}"
-        )
-    return found
-
-
 def measure(
     script: Path,
     arguments: Sequence[str],
@@ -134,7 +75,14 @@ def measure(
     precision: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Invariance:
-    """As `check_invariance`, without a judgement. folder: an empty one; tell: gets a line per start."""
+    """Run `script` with the same global batches in every split, and compare with one process that takes them whole.
+
+    folder: an empty one. environment: for all starts. world_sizes: those that do not divide the global batch are left out.
+    strategy: of more than one rank. steps: updates, or as many as the script makes if that is fewer. tell: gets a line per
+    start.
+
+    Raises ConfigurationError for a script that cannot be split, FabricateError where it fails by itself.
+    """
     if not script.is_file():
         raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file; give a Python script")
     splits = _factorisations(global_batch_size, world_sizes)

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fabricate.invariance import check_invariance
     from fabricate.testing.checks import check_plugin, check_precision, check_strategy
+    from fabricate.testing.invariance import check_invariance
     from fabricate.testing.judge import KitFailure
     from fabricate.testing.ranks import close_pools, run_ranks
 
@@ -26,7 +26,7 @@ __all__ = [
 
 _MODULE_OF = {
     "KitFailure": "fabricate.testing.judge",
-    "check_invariance": "fabricate.invariance",
+    "check_invariance": "fabricate.testing.invariance",
     "check_plugin": "fabricate.testing.checks",
     "check_precision": "fabricate.testing.checks",
     "check_strategy": "fabricate.testing.checks",
