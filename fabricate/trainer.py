@@ -32,7 +32,7 @@ from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.interfaces import reasons
 from fabricate.launch import detect, tell_preempted
-from fabricate.memory import need, need_ahead
+from fabricate.memory import need, need_ahead, outline
 from fabricate.metrics import Metrics
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
 from fabricate.optimization import configured_optimizers, notes_of_length, read_optimizers
@@ -289,9 +289,10 @@ class Trainer:
         """The resolved plan, without training: `str(plan)` is its text. `loading`: batch_size, num_workers, collate_fn,
         shuffle as for `fit`. Nothing is built on a device and no rank talks to another."""
         check_methods(module)
-        found = resolve(self.settings, module)
-        data = open_data(self.settings, found, train, val, Loading(**loading))
-        return self._plan_ahead(found, module, data)
+        with _environment_restored():
+            found = resolve(self.settings, module)
+            data = open_data(self.settings, found, train, val, Loading(**loading))
+            return self._plan_ahead(found, module, data)
 
     def _plan_ahead(self, found: Resolved, module: TrainModule, data: Data) -> Plan:
         """The plan of a module that is neither built nor changed for it."""
@@ -396,6 +397,7 @@ class Trainer:
             for name, optimizer in run.optimizers.items()
         }
         needed = need(module, run.optimizers, lambda tensor: engine.strategy.local_part(tensor).shape)
+        needed = dataclasses.replace(needed, module=outline(module))  # an engine may hide shapes from now on
         engine.prepare_optimizers(run.optimizers)
         found = dataclasses.replace(found, seed=(run.seed, found.seed[1]))
         plan = make_plan(settings, found, module, data, run.optimizers, run.schedulers, run.notes, needed)

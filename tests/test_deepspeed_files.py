@@ -29,12 +29,17 @@ class Line(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.01)
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on rank 0 of two, so that a plan can be made; nothing is opened for it."""
-    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def _launch(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """As on rank 0, so that a plan can be made; nothing is opened for it."""
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     for name, value in (told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks."""
+    _launch(monkeypatch, 2)
 
 
 def _plan(strategy: Any, data: Any = ROWS, batch_size: int | None = 3, **arguments: Any) -> Plan:
@@ -199,3 +204,28 @@ def test_the_files_of_the_tutorials_train_as_they_are(tmp_path: Path) -> None:
         assert plan["precision"]["value"] == "fp16"
         assert plan["clipping"]["value"] == "to the norm 1"
         assert (tmp_path / stage / "model" / "model.safetensors").exists()
+
+
+class Billions(TrainModule):
+    """7 billion parameters, described and never built."""
+
+    def configure_model(self) -> None:
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(50_000, 20_000, bias=False) for _ in range(7))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_the_memory_of_each_stage_is_what_it_divides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 billion parameters in half precision on 4 ranks, float32 masters counted: 49, 38.5 and 28 GB, next to 112 for replicas."""
+    _launch(monkeypatch, 4)
+    for stage, gigabytes in (("zero1", 49.0), ("zero2", 38.5), ("zero3", 28.0)):
+        trainer = Trainer(strategy=stage, precision="bf16", max_steps=1, progress=False)
+        held, _ = _setting(trainer.plan(Billions(), ROWS, batch_size=3), "memory_per_rank")
+        assert (held["total"] - held["bucket"]) / 1e9 == pytest.approx(gigabytes)
+    offloaded = Trainer(strategy="zero2:offload_optimizer=cpu", precision="bf16", max_steps=1, progress=False)
+    held, _ = _setting(offloaded.plan(Billions(), ROWS, batch_size=3), "memory_per_rank")
+    assert (held["host master weights"] + held["host optimizer state"]) / 1e9 == pytest.approx(21.0)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fabricate import Strategy
 
 AUTO = "auto"
+_BUCKET = 500_000_000
+"""DeepSpeed's own default, in elements."""
 _OFFLOAD = ("offload_optimizer", "offload_param")
 _TRAINERS = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
@@ -97,7 +99,7 @@ class Configuration:
         defaults; never a bucket larger than the model, whose memory would be taken for nothing."""
         zero = self.content["zero_optimization"]
         square = hidden_size**2 if hidden_size else None
-        sizes = {"reduce_bucket_size": square or 500_000_000, "allgather_bucket_size": 500_000_000}
+        sizes = {"reduce_bucket_size": square or _BUCKET, "allgather_bucket_size": _BUCKET}
         if self.stage == 3:
             sizes["stage3_prefetch_bucket_size"] = int(0.9 * square) if square else 50_000_000
             sizes["stage3_param_persistence_threshold"] = 10 * hidden_size if hidden_size else 100_000
@@ -135,6 +137,11 @@ class Configuration:
             lines["offload"] = ", ".join(f"{name} {device}" for name, device in offload.items() if device)
         lines["looks at the gradient"] = "one wait for the device per update; one that is not finite is not applied"
         return lines
+
+    def bucket(self, num_elements: int) -> int:
+        """Elements of the bucket in which gradients of a model of `num_elements` are averaged."""
+        size = (self.content or self._given)["zero_optimization"].get("reduce_bucket_size", AUTO)
+        return min(_BUCKET, num_elements) if size == AUTO else int(size)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Compare the sections `optimizer` and `scheduler` with the module's own, which train; they leave `content`."""

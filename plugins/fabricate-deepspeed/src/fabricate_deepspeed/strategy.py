@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
 @dataclasses.dataclass(eq=False)
 class ZeRO(Strategy, abc.ABC):
     """Base of the three stages.
@@ -54,6 +57,7 @@ class ZeRO(Strategy, abc.ABC):
         for option, device in self._offload().items():
             if device not in (None, "cpu"):
                 raise ConfigurationError(f"{self.name}: {option}={device!r}: give 'cpu' or leave it out")
+        self._settled: Strategy.Settled | None = None
         self._engine: Any = None
         self._slices: dict[int, shards.Slice] = {}
         self._groups: list[list[torch.nn.Parameter]] = []
@@ -86,6 +90,24 @@ class ZeRO(Strategy, abc.ABC):
             )
         self._settled = settled
         self._configuration.fill(settled, self._offload())
+
+    def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
+        """Parameters and gradients in the dtype of the precision, float32 masters and state in shards, one bucket."""
+        precision = self._settled.precision.mixed_precision if self._settled is not None else "no"
+        width, parameters = (2 if precision in _HALF else 4), list(module.parameters())
+        every = sum(math.prod(self.local_part(p).shape) for p in parameters)
+        trained = sum(math.prod(self.local_part(p).shape) for p in parameters if p.requires_grad)
+        part = 1 / world_size
+        held = {"parameters": every * width * (part if self.stage == 3 else 1)}
+        if "gradients" in whole:
+            held["gradients"] = trained * width * (part if self.stage >= 2 else 1)
+            host = "host " if self.offload_optimizer else ""
+            # Under stage 3 in float32 the shard of a parameter is its own master.
+            masters = self.stage < 3 or width == 2 or bool(host)
+            held[f"{host}master weights"] = trained * 4 * part if masters else 0
+            held[f"{host}optimizer state"] = whole["optimizer state"] * part
+            held["bucket"] = self._configuration.bucket(trained) * width
+        return {kind: math.ceil(count) for kind, count in held.items()}
 
     def describe(self) -> dict[str, str]:
         return self._describe_shards() | self._configuration.describe(self._settled)
@@ -133,7 +155,7 @@ class ZeRO(Strategy, abc.ABC):
         self._configuration.check_optimizer(optimizer)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._before = {p: (p.dtype, set(vars(p))) for p in self._root.parameters()}
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._settled.precision.mixed_precision)
+        half = _HALF.get(self._settled.precision.mixed_precision)
         masters = {parameter: self.local_part(parameter) for parameter in self._before if half is not None}
         self._convert(half)
         engine = self._initialize(self._configuration.content, optimizer=optimizer)
