@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -135,8 +136,10 @@ class TrainModule(torch.nn.Module, Listener):
         return {**self.__dict__, "_trainer": None, "_logged": []}
 
     def print(self, *values: object) -> None:
-        """Print on rank 0 only."""
-        if self._trainer is None or self._trainer.is_main:
+        """Print on rank 0 only, also before and after a fit."""
+        from fabricate.launch import detect
+
+        if self._trainer.is_main if self._trainer is not None else detect(os.environ).rank == 0:
             print(*values, flush=True)
 
     @classmethod

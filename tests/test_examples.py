@@ -105,8 +105,9 @@ def test_a_llama_in_shards_learns_the_same_under_zero3_and_fsdp(tmp_path: Path) 
         options = ("--dataset", "rhyme.txt", "--run-dir", strategy, "--max-steps", "6", "--global-batch-size", "16")
         launch = ("-m", "fabricate", "run", str(EXAMPLES / "llama.py"), "--nproc", "2", "--strategy", strategy)
         printed = run(*launch, "--", *options, "--batch-size", "4", directory=tmp_path)
-        found = re.search(r"step 6: validation loss (\S+)", printed)
+        found = re.search(r"step 6: validation loss (\d+\.\d+)", printed)
         assert found is not None
+        assert printed.count("validation loss") == 1, "rank 0 alone prints"
         losses.append(float(found[1]))
         assert (tmp_path / strategy / "model" / "config.json").exists()
     assert abs(losses[0] - losses[1]) < 1e-4 * losses[0]

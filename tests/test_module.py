@@ -120,9 +120,17 @@ def test_the_trainer_is_gone_after_the_fit_even_if_it_failed() -> None:
     assert Regression().device == torch.device("cpu")
 
 
-def test_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_alone_prints_outside_of_a_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Regression().print("here", 1)
     assert capsys.readouterr().out == "here 1\n"
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    Regression().print("here", 1)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
