@@ -60,6 +60,7 @@ def train(loop: Loop, work: Work) -> tuple[Clock, torch.Tensor]:
 def measure(work: Work, loops: dict[str, Loop], rounds: int) -> dict[str, Any]:
     """Figures by loop, all in microseconds per micro-batch. Raises when a loop did not train the same weights."""
     times: dict[str, list[float]] = {name: [] for name in loops}
+    typical: dict[str, list[float]] = {name: [] for name in loops}
     equal: dict[str, str] = {}
     names = list(loops)
     reference = train(loops[names[0]], work)[1]
@@ -77,7 +78,9 @@ def measure(work: Work, loops: dict[str, Loop], rounds: int) -> dict[str, Any]:
         shift = number % len(names)
         order = names[shift:] + names[:shift]
         for name in order if number % 2 else reversed(order):
-            times[name].append(train(loops[name], work)[0].mean())
+            clock, _ = train(loops[name], work)
+            times[name].append(clock.mean())
+            typical[name].append(clock.typical())
     base = times[names[0]]
     figures = {}
     for name in names:
@@ -88,6 +91,9 @@ def measure(work: Work, loops: dict[str, Loop], rounds: int) -> dict[str, Any]:
             "overhead": quarters[1],
             "quartiles": [quarters[0], quarters[2]],
             "best_case": min(times[name]) - min(base),
+            "typical": statistics.median(
+                own - other for own, other in zip(typical[name], typical[names[0]], strict=True)
+            ),
             "ratio": statistics.median(own / other for own, other in zip(times[name], base, strict=True)),
             "weights": equal[name],
         }
@@ -119,7 +125,7 @@ def main() -> None:
             low, high = row["quartiles"]
             print(
                 f"  {name:22} {row['micro_batch']:9.1f} us  {row['overhead']:+8.1f} [{low:+.1f}, {high:+.1f}]"
-                f"  best {row['best_case']:+.1f}  x{row['ratio']:.3f}  {row['weights']}",
+                f"  best {row['best_case']:+.1f}  typical {row['typical']:+.1f}  x{row['ratio']:.3f}  {row['weights']}",
                 file=sys.stderr,
                 flush=True,
             )

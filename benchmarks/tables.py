@@ -61,11 +61,20 @@ def _overhead(case: dict[str, Any]) -> str:
                 f"{found['micro_batch']:.1f}",
                 over,
                 f"{found['best_case']:+.1f}",
+                f"{found['typical']:+.1f}",
                 f"{found['ratio']:.3f}",
                 found["weights"],
             ]
         )
-    head = ["loop", "us per micro-batch", "over bare, median [quartiles]", "best case", "ratio", "final weights"]
+    head = [
+        "loop",
+        "us per micro-batch",
+        "over bare, median [quartiles]",
+        "best case",
+        "median step",
+        "ratio",
+        "final weights",
+    ]
     return table(head, rows) + f"\n{case['rounds']} rounds of {case['micro_batches']} micro-batches.\n"
 
 
