@@ -16,7 +16,7 @@ env: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[tensorboard,metrics,optimi,demo,examples,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[tensorboard,metrics,optimi,peft,demo,examples,test]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(PLUGINS)
 	touch $@
 

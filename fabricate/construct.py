@@ -48,11 +48,17 @@ def _pretrained(module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+def adapted_models(module: torch.nn.Module) -> list[Any]:
+    """The peft models inside `module`, with the adapters around a model's layers (peft is not imported for this)."""
+    peft = sys.modules.get("peft")
+    return [] if peft is None else [child for child in module.modules() if isinstance(child, peft.PeftModel)]
+
+
 def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
     """Of the one transformers model inside `module`: what its names begin with, its configuration and that of generation,
-    as its own `save_pretrained` writes them. None where there is none, or several."""
+    as its own `save_pretrained` writes them. None where there is none, or several, or adapters are around its layers."""
     found = _pretrained(module)
-    if len(found) != 1:
+    if len(found) != 1 or adapted_models(module):
         return None
     ((name, model),) = found.items()
     config = json.loads(model.config.to_json_string(use_diff=True))
@@ -74,7 +80,10 @@ def build_model(module: TrainModule, seed: int) -> str:
     if not overrides(module, "configure_model") or getattr(module, "_built", False):
         return ""
     try:
-        return build_on_meta(module)
+        note = build_on_meta(module)
+        if adapted_models(module):
+            raise NotImplementedError("peft initialises its layers itself")
+        return note
     except (RuntimeError, NotImplementedError) as exc:
         # Code that reads or sets values: it needs real tensors. Seeded, so the same on every rank.
         seed_everything(derive_seed(seed, "configure_model"))

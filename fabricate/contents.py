@@ -45,7 +45,7 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
     """The state of `run` between two updates; `buffers` are from `own_buffers`. All ranks, no collectives: it may fail on
     one of them, for a listener's sake."""
     saver = Saver(run.engine.strategy, run.engine.rank, run.engine.world_size)
-    aliases = saver.model(run.module)
+    aliases = saver.model(run.module, without=run.frozen_digests)
     shared = _shared_state(run, saver)
     own = _own_state(run, saver, buffers)
     manifest = {
@@ -88,6 +88,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
             "arguments": held,
             "unrecorded": lost,
             "transient": sorted(transient_names(run.module)),
+            "frozen": run.frozen_digests,
             "pretrained": saver.encode(pretrained_record(run.module), "module.pretrained", saver.whole),
         },
         "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optimizers.items()},

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate import checkpoint as format
-from fabricate.construct import pretrained_models
+from fabricate.construct import adapted_models, pretrained_models
 from fabricate.module import overrides
 from fabricate.state import export_tensors, whole_chunk
 
 if TYPE_CHECKING:
     from fabricate.run import Run
+    from fabricate.strategy import Strategy
 
 
 def export(run: Run) -> Path | None:
@@ -45,11 +46,13 @@ def export(run: Run) -> Path | None:
 
 
 def _export(run: Run, path: Path) -> None:
-    models = pretrained_models(run.module)
-    model: Any = models[0] if len(models) == 1 else run.module
+    models, adapted = pretrained_models(run.module), adapted_models(run.module)
+    model: Any = models[0] if len(models) == 1 and not adapted else run.module
     main = run.engine.rank == 0
     strategy = run.engine.strategy
-    if model is not run.module and not strategy.shards_parameters:
+    if len(adapted) == 1:
+        _export_adapter(adapted[0], strategy, path if main else None)
+    elif model is not run.module and not strategy.shards_parameters:
         if main:
             model.save_pretrained(path)
     else:
@@ -73,3 +76,14 @@ def _export(run: Run, path: Path) -> None:
                 and not isinstance(attribute, torch.nn.Module)
             ):
                 attribute.save_pretrained(path)
+
+
+def _export_adapter(model: Any, strategy: Strategy, path: Path | None) -> None:
+    """What peft saves of its model, in its own layout: the adapter and its configuration. All ranks; `path` on rank 0."""
+    from peft import get_peft_model_state_dict
+
+    live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    saved = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=live).values()}
+    whole = {name: strategy.gather(tensor).cpu() for name, tensor in live.items() if id(tensor) in saved}
+    if path is not None:
+        model.save_pretrained(path, state_dict=whole)

@@ -205,6 +205,8 @@ def fit(run: Run) -> str:
             if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
                 late_stop, _, _, late_save = _agree(run, ())
                 stop, saving = stop or late_stop, saving or late_save
+            if logging or saving or stop or finished:
+                _check_frozen(run)
             if saving or stop or finished:
                 _check_weights(run)
             run.at_boundary = True
@@ -328,6 +330,16 @@ def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None, epoch: 
     run.write_metrics("train", metrics, epoch)
     if run.calls.on_log is not None:
         run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)
+
+
+def _check_frozen(run: Run) -> None:
+    """Optimizers and strategies took over what was trainable when the fit began."""
+    for name, parameter in run.frozen.items():
+        if parameter.requires_grad:
+            raise ConfigurationError(
+                f"{name} was frozen when the fit began and requires a gradient at step {run.progress.step}: neither the optimizer nor the "
+                "strategy knows of it. End the fit, unfreeze it, and fit again with a larger max_steps or max_epochs"
+            )
 
 
 def _check_weights(run: Run) -> None:

@@ -117,6 +117,18 @@ def _named(where: str, optimizer: torch.optim.Optimizer, text: str, total: int |
     return Schedule(made, "step", f"{text} over {options.get('total', total)} updates")
 
 
+def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
+    """Take parameters that are not trained out of the optimizers' groups; the groups stay. Notes for the plan."""
+    notes = []
+    for name, optimizer in optimizers.items():
+        before = sum(len(group["params"]) for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p.requires_grad]
+        if left_out := before - sum(len(group["params"]) for group in optimizer.param_groups):
+            notes.append(f"optimizer {name!r}: {left_out} of {before} parameters are frozen and left out")
+    return notes
+
+
 def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, max_epochs: int | None) -> list[str]:
     """Notes for the plan about schedulers that were made for another number of updates than come. `ConfigurationError` for
     one that would raise on the way. Nothing is said where several optimizers share the updates."""

@@ -423,6 +423,11 @@ def make_plan(
             if settings.save == "async"
             else []
         ),
+        *(
+            []
+            if settings.save_frozen
+            else [Setting("save_frozen", False, "argument; a resume needs the same frozen weights")]
+        ),
         Setting("save_every", str(settings.save_every) if settings.save_every and written else None, ""),
         Setting(
             "validate_every", str(settings.validate_every) if settings.validate_every and data.validation else None

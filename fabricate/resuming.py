@@ -25,6 +25,7 @@ from fabricate.retention import best_checkpoints
 from fabricate.saving import checkpoints
 from fabricate.schema import own_state, saved_world_size, shared_state
 from fabricate.state import (
+    compare_frozen,
     compare_model,
     compare_optimizer,
     decode_mapping,
@@ -183,6 +184,7 @@ def restore(run: Run, path: Path) -> None:
         world_size = saved_world_size(reader)
         _compare(run, path, tree, run.settings.accept_changes)
         compare_model(reader, run.module, engine.strategy)
+        compare_frozen(reader, run.module, engine.strategy)
         groups = optimizer_groups(run.module, run.optimizers, engine.strategy)
         for label, optimizer in run.optimizers.items():
             compare_optimizer(path, label, optimizer, tree["optimizers"][label], groups[label])
@@ -287,6 +289,8 @@ def load_weights_only(run: Run, path: Path) -> None:
     """Load a checkpoint's weights into the prepared module, for evaluation. All ranks."""
     with Reader(format.find(path)) as reader:
         reader.verify()
+        compare_model(reader, run.module, run.engine.strategy)
+        compare_frozen(reader, run.module, run.engine.strategy)
         load_model(reader, run.module, run.engine.strategy)
 
 

@@ -68,6 +68,10 @@ class Run:
     schedulers: dict[str, Schedule] = field(default_factory=dict)
     parameters: dict[str, list[torch.nn.Parameter]] = field(default_factory=dict)
     """The trainable parameters of each optimizer, listed once: nothing walks the module per step."""
+    frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    """Parameters that were not trainable when the fit began."""
+    frozen_digests: dict[str, str] = field(default_factory=dict)
+    """Of those that checkpoints leave out."""
     total_steps: int | None = None
     run_dir: Path | None = None
     run_id: str = ""

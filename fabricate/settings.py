@@ -73,6 +73,7 @@ class Settings:
     save: str
     save_every: Every | None
     keep: dict[str, Any]
+    save_frozen: bool
     validate_every: Every | None
     validate_first: bool
     log_every: Every
@@ -107,6 +108,8 @@ def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: A
         raise ConfigurationError(
             f"max_grad_norm={given['max_grad_norm']!r} and max_grad_value={given['max_grad_value']!r} are both set; choose one of them"
         )
+    if not isinstance(given["save_frozen"], bool):
+        raise ConfigurationError(f"save_frozen={given['save_frozen']!r}: give True or False")
     if given["nonfinite"] not in ("stop", "skip"):
         hint = did_you_mean(str(given["nonfinite"]), ("stop", "skip"))
         raise ConfigurationError(f"nonfinite={given['nonfinite']!r}{hint}; give 'stop' or 'skip'")

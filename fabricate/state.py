@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +180,15 @@ class Saver:
         if values.dtype in _CODES:  # others are refused where they are written
             self.tensors[name] = TensorRecord(_CODES[values.dtype], shape)
 
-    def model(self, module: torch.nn.Module) -> dict[str, str]:
-        """All parameters and buffers; returns the aliases of shared ones."""
+    def model(self, module: torch.nn.Module, without: Container[str] = ()) -> dict[str, str]:
+        """All parameters and buffers, `without` some parameters; returns the aliases of shared ones."""
         parameters, buffers, aliases = named_tensors(module)
         for name, tensor in parameters.items():
-            self.shared(f"model/{name}", tensor)
+            if name not in without:
+                self.shared(f"model/{name}", tensor)
         for name, tensor in buffers.items():
             self.whole(f"model/{name}", tensor)
-        return {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
+        return {f"model/{alias}": f"model/{name}" for alias, name in aliases.items() if name not in without}
 
     def optimizer(self, label: str, optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
         """State and groups of one optimizer. Returns the JSON part."""
@@ -271,6 +272,33 @@ def optimizer_groups(
     return found
 
 
+def frozen_digests(frozen: Mapping[str, torch.Tensor], strategy: Strategy) -> dict[str, str]:
+    """By name, a digest of the whole values. All ranks gather; one whole tensor exists at a time."""
+    return {name: digest(strategy.gather(parameter)) for name, parameter in frozen.items()}
+
+
+def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> None:
+    """`CheckpointError` unless what the checkpoint left out, because it was not trained, is in `module` to the last bit. All
+    ranks, as `frozen_digests`. After `compare_model`."""
+    parameters, _, others = named_tensors(module)
+    left_out = _left_out(reader)
+    names = {others.get(name, name): name for name in left_out}
+    found = frozen_digests({name: parameters[name] for name in names if name in parameters}, strategy)
+    wrong = [name for name, value in found.items() if value != left_out[names[name]]]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint {reader.path} was saved without the weights that were not trained (save_frozen=False), and this module has "
+            f"others than it was trained with: {_some(wrong)}; load the same pretrained weights, in the same precision"
+        )
+
+
+def _left_out(reader: Reader) -> dict[str, str]:
+    found = shared_state(reader)["module"].get("frozen", {})
+    if not isinstance(found, dict):
+        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: frozen: fabricate did not write it so")
+    return found
+
+
 def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> dict[str, str]:
     """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit.
 
@@ -286,8 +314,11 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
         candidates[f"model/{name}"].append(f"model/{other}")
     source = {name: next((n for n in names if n in saved), "") for name, names in candidates.items()}
     transient = {f"model/{n}" for n in transient_names(module)}
-    missing = [n for n in live if not source[n] and n not in transient]
+    left_out = {f"model/{n}" for n in _left_out(reader)}
+    outside = {name for name, names in candidates.items() if left_out.intersection(names)}
+    missing = [n for n in live if not source[n] and n not in transient and n not in outside]
     surplus = [n for n in saved if n not in set(source.values())]
+    surplus += sorted(left_out.difference(*candidates.values()))
     if missing or surplus:
         raise CheckpointError(
             f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
@@ -399,6 +430,8 @@ def load_weights(path: Path, module: torch.nn.Module) -> None:
         from_meta = [n for n, p in module.named_parameters() if p.is_meta]
         if from_meta:
             raise CheckpointError(f"{from_meta[0]} is on the meta device; build it in configure_model or on the CPU")
+        compare_model(reader, module, Strategy())
+        compare_frozen(reader, module, Strategy())
         load_model(reader, module)
 
 

@@ -35,7 +35,7 @@ from fabricate.launch import detect, tell_preempted
 from fabricate.memory import need, need_ahead, outline
 from fabricate.metrics import Metrics
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
-from fabricate.optimization import configured_optimizers, notes_of_length, read_optimizers
+from fabricate.optimization import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.plan import Plan
 from fabricate.planning import Data, Resolved, make_plan, open_data, resolve, settle
 from fabricate.preemption import Watch, signals_heard, told_to_end
@@ -46,7 +46,7 @@ from fabricate.registry import progress_bar
 from fabricate.rehearsing import rehearsed, resplit
 from fabricate.run import Run
 from fabricate.settings import check_arguments
-from fabricate.state import optimizer_groups
+from fabricate.state import frozen_digests, optimizer_groups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -102,6 +102,7 @@ class Trainer:
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
     save_every, validate_every, log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens"); None for never.
     keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}.
+    save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
     validate_first: evaluate once before the first step. progress: a progress bar (or plain lines) on rank 0.
     plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
     or offered by an installed plugin.
@@ -131,6 +132,7 @@ class Trainer:
         save: str = "sync",
         save_every: str | int | Every | None = "1 epoch",
         keep: int | str | Mapping[str, Any] = 3,
+        save_frozen: bool = True,
         validate_every: str | int | Every | None = "1 epoch",
         validate_first: bool = False,
         log_every: str | int | Every = "10 steps",
@@ -165,6 +167,7 @@ class Trainer:
             save=save,
             save_every=save_every,
             keep=keep,
+            save_frozen=save_frozen,
             validate_every=validate_every,
             validate_first=validate_first,
             log_every=log_every,
@@ -384,6 +387,8 @@ class Trainer:
             for text in reasons(engine.precision, engine.precision.check_optimizer(o))
         ]:
             raise ConfigurationError("; ".join(dict.fromkeys(problems)))
+        run.notes += leave_out_frozen(run.optimizers)
+        run.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         if not settings.fast_dev_run:
             run.notes += notes_of_length(run.schedulers, run.total_steps, settings.max_epochs)
         for schedule in run.schedulers.values():
@@ -420,6 +425,8 @@ class Trainer:
             run.calls.on_fit_start(self, module)
         if path is not None:
             resuming.restore(run, path)
+        if run.run_dir is not None and not settings.save_frozen:
+            run.frozen_digests = frozen_digests(run.frozen, engine.strategy)
         run.start_clock()
 
     def _finish_fit(self, run: Run, reason: str) -> None:

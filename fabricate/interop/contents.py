@@ -27,6 +27,11 @@ class Contents:
         state: Any = reader.json("state.json")
         self.state = state
         module = state["module"]
+        if frozen := module.get("frozen"):
+            raise CheckpointError(
+                f"checkpoint {reader.path} holds the trained weights only (save_frozen=False: {len(frozen)} others are left out), which is "
+                "no whole model; the one in RUN_DIR/model is"
+            )
         left_out = set(module.get("transient", ()))
         model = [n for n in reader.manifest.tensors if n.startswith("model/")]
         self.weights = {n.removeprefix("model/"): n for n in model if n.removeprefix("model/") not in left_out}
