@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fabricate.cli import main
+from fabricate.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="fabricate")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate.codec import decode, encode
+from fabricate.checkpoint.codec import decode, encode
 from fabricate.data import rows_of, token_labels
 from fabricate.errors import ConfigurationError
 from fabricate.metrics import Metrics, snapshot_torchmetrics

@@ -1,7 +1,7 @@
 """How this process was started, what its launcher was told, and how to start one per rank.
 
 Owns the variables that torchrun, `accelerate launch`, `srun` and `fabricate run` leave behind, Accelerate's YAML and
-DeepSpeed's JSON files, and what is handed to `fabricate.runner`, which starts the script. It must not know plugins,
+DeepSpeed's JSON files, and what is handed to `fabricate.cli.runner`, which starts the script. It must not know plugins,
 devices or the loop, and imports no torch.
 """
 
@@ -23,7 +23,7 @@ _FALSE = ("", "0", "false", "no", "off")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _MPI = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
 PREEMPTED_FILE = "FABRICATE_PREEMPTED_FILE"
-"""The variable that names the file by which a fit tells `fabricate.runner`, its launcher, that it was told to end."""
+"""The variable that names the file by which a fit tells `fabricate.cli.runner`, its launcher, that it was told to end."""
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # SLURM numbers its batch, interactive and extern steps from here: one process each
 _HOW_TO_START = (
     "`fabricate run script.py --nproc N`, `torchrun --nproc-per-node N script.py` or "
@@ -472,7 +472,7 @@ def _count(where: str, content: dict[str, Any], key: str) -> int | None:
 
 
 def tell_preempted(environ: Mapping[str, str], by: str) -> None:
-    """Leave `by`, the signal that ended a fit, where `fabricate.runner` finds it; empty: the last fit was not told to end.
+    """Leave `by`, the signal that ended a fit, where `fabricate.cli.runner` finds it; empty: the last fit was not told to end.
 
     Nothing happens under other launchers. One process of each node calls it.
     """
@@ -497,7 +497,7 @@ def command(
 
     Raises ConfigurationError for counts that cannot be, and for several nodes without the address of the first.
 
-        command("train.py", ["--lr", "0.1"], nproc=1)[2:] == ["fabricate.runner", "--alone", "--", "train.py", "--lr", "0.1"]
+        command("train.py", ["--lr", "0.1"], nproc=1)[2:] == ["fabricate.cli.runner", "--alone", "--", "train.py", "--lr", "0.1"]
     """
     if nproc < 1 or nnodes < 1:
         raise ConfigurationError(f"--nproc {nproc} --nnodes {nnodes}: a run has one process on one node at least")
@@ -508,14 +508,14 @@ def command(
             f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same everywhere"
         )
     if nproc == nnodes == 1:
-        return [python, "-m", "fabricate.runner", "--alone", "--", script, *arguments]
+        return [python, "-m", "fabricate.cli.runner", "--alone", "--", script, *arguments]
     if nnodes == 1 and master_addr is None and master_port is None:
         meeting = ["--standalone"]
     else:
         meeting = ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
         meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
     # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
-    return [python, "-m", "fabricate.runner", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
+    return [python, "-m", "fabricate.cli.runner", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
 
 
 def listed_plugins(text: str) -> list[str]:

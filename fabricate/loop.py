@@ -18,7 +18,7 @@ from fabricate.metrics import MOST_PENDING
 from fabricate.observing import Activations, observe
 from fabricate.progress import Due
 from fabricate.returned import check_logged, check_loss, check_window, choose, other_weight, unpack, weigh
-from fabricate.saving import save_requested, settle
+from fabricate.state.saving import save_requested, settle
 from fabricate.weighing import last_operation
 
 if TYPE_CHECKING:

@@ -149,7 +149,7 @@ class TrainModule(torch.nn.Module, Listener):
         Recorded constructor arguments are used, `overrides` win. Raises `CheckpointError` when there is none, when it is
         damaged, or when an argument was not recorded (not JSON) and is not overridden.
         """
-        from fabricate.state import load_weights, recorded_arguments
+        from fabricate.state.logical import load_weights, recorded_arguments
 
         recorded, missing = recorded_arguments(Path(path))
         unknown = [name for name in missing if name not in overrides]

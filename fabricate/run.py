@@ -1,6 +1,6 @@
 """One live run: everything the loop, saving and evaluation share while a Trainer is at work. Data, and writing its logs.
 
-Must not know: in which order things happen (fabricate.loop) or how a checkpoint is made (fabricate.saving).
+Must not know: in which order things happen (fabricate.loop) or how a checkpoint is made (fabricate.state.saving).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from fabricate.stopwatch import Stopwatch
 if TYPE_CHECKING:
     import torch
 
-    from fabricate.committing import Background
     from fabricate.data import Source
     from fabricate.dispatch import Calls
     from fabricate.engine import Engine
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from fabricate.progress import Progress
     from fabricate.schedules import Schedule
     from fabricate.settings import Settings
+    from fabricate.state.committing import Background
     from fabricate.trainer import Trainer
 
 

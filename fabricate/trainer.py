@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate import evaluation, exporting, loop, resuming, saving
+from fabricate import evaluation, loop
 from fabricate.alike import check_alike
-from fabricate.committing import Background
 from fabricate.construct import build_model
 from fabricate.data import Loading, describe
 from fabricate.dispatch import Calls, Manager, Origin
@@ -43,10 +42,12 @@ from fabricate.progress import Progress
 from fabricate.randomness import derive_seed, seed_everything
 from fabricate.records import EXIT_PREEMPTED, Every, FitResult
 from fabricate.registry import progress_bar
-from fabricate.rehearsing import rehearsed, resplit
+from fabricate.rehearsal.plugins import rehearsed, resplit
 from fabricate.run import Run
 from fabricate.settings import check_arguments
-from fabricate.state import frozen_digests, optimizer_groups
+from fabricate.state import exporting, resuming, saving
+from fabricate.state.committing import Background
+from fabricate.state.logical import frozen_digests, optimizer_groups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

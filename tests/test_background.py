@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule
-from fabricate.checkpoint import Reader
-from fabricate.files import Files, Writer
+from fabricate.checkpoint.directory import Reader
+from fabricate.checkpoint.files import Files, Writer
 from fabricate.testing import run_ranks
 
 STEPS = 10
@@ -215,7 +215,7 @@ def test_the_state_at_the_end_is_saved_though_the_save_of_that_step_had_failed(
 def test_an_error_beside_the_training_is_raised_at_a_following_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fabricate import committing
+    from fabricate.state import committing
 
     def broken(*args: object) -> None:
         raise ZeroDivisionError("in the thread")

@@ -19,8 +19,9 @@ import xxhash
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from fabricate import checkpoint, writing
-from fabricate.checkpoint import (
+from fabricate.checkpoint import directory as checkpoint
+from fabricate.checkpoint import writing
+from fabricate.checkpoint.directory import (
     Chunk,
     FileRecord,
     Manifest,
@@ -39,8 +40,8 @@ from fabricate.checkpoint import (
     write_plain_safetensors,
     write_tensors,
 )
+from fabricate.checkpoint.files import LOCAL, Files, Source, Writer
 from fabricate.errors import CheckpointError
-from fabricate.files import LOCAL, Files, Source, Writer
 
 CODES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint8": "U8", "bool": "BOOL", "float16": "F16"}
 SAVED = Path("step-00000500")

@@ -18,7 +18,8 @@ from click.testing import CliRunner, Result
 from torch.utils.data import TensorDataset
 
 from fabricate import Callback, Trainer, TrainModule, lock
-from fabricate.checkpoint import (
+from fabricate.checkpoint.comparing import compare, numbers
+from fabricate.checkpoint.directory import (
     Chunk,
     Manifest,
     Reader,
@@ -29,8 +30,7 @@ from fabricate.checkpoint import (
     write_json,
     write_tensors,
 )
-from fabricate.cli import main
-from fabricate.comparing import compare, numbers
+from fabricate.cli.main import main
 
 STEPS = 6
 
@@ -359,7 +359,7 @@ def test_prune_deletes_nothing_while_a_run_is_at_work(run_dir: Path, monkeypatch
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.1)
     code = f"""
 from pathlib import Path
-from fabricate.lock import locked
+from fabricate.checkpoint.lock import locked
 with locked(Path({str(run_dir)!r})):
     print("held", flush=True)
     input()
@@ -390,7 +390,7 @@ def test_no_command_that_only_reads_needs_torch(run_dir: Path, runs: Path) -> No
     code = f"""
 import sys
 sys.modules["torch"] = sys.modules["accelerate"] = None  # importing them is an error now
-from fabricate.cli import main
+from fabricate.cli.main import main
 for command in {[list(map(str, command)) for command in commands]}:
     main(["ckpt", *command], standalone_mode=False)
 """

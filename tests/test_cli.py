@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fabricate
-from fabricate import checkpoint
-from fabricate.cli import main
+from fabricate.checkpoint import directory as checkpoint
+from fabricate.cli.main import main
 
 SCRIPT = """
 import os, sys, time
@@ -71,7 +71,7 @@ def test_the_version_is_printed() -> None:
 
 
 def test_importing_it_does_not_import_torch() -> None:
-    code = "import sys, fabricate.cli; assert not {'torch', 'accelerate', 'rich', 'yaml'} & sys.modules.keys()"
+    code = "import sys, fabricate.cli.main; assert not {'torch', 'accelerate', 'rich', 'yaml'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from fabricate.codec import MAXIMUM_DEPTH, decode, dumps, encode, loads
+from fabricate.checkpoint.codec import MAXIMUM_DEPTH, decode, dumps, encode, loads
 from fabricate.errors import CheckpointError
 
 
@@ -348,8 +348,8 @@ def test_random_trees_decode_or_are_refused_and_nothing_else() -> None:
 
 def test_neither_torch_nor_numpy_nor_pickle_is_imported() -> None:
     code = (
-        "import sys, fabricate.codec, fabricate.files, fabricate.checkpoint;"
-        "fabricate.codec.dumps(fabricate.codec.encode({1: (2.0, b'x')}, lambda path, value: None));"
+        "import sys, fabricate.checkpoint.codec, fabricate.checkpoint.files, fabricate.checkpoint.directory;"
+        "fabricate.checkpoint.codec.dumps(fabricate.checkpoint.codec.encode({1: (2.0, b'x')}, lambda path, value: None));"
         "print([name for name in ('torch', 'numpy', 'pickle', 'shelve') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -13,7 +13,7 @@ import torch._dynamo
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fabricate import ConfigurationError, Strategy, Trainer, TrainModule
-from fabricate.checkpoint import Reader
+from fabricate.checkpoint.directory import Reader
 from fabricate.testing import run_ranks
 
 # What torch's compiler warns about in its own code.

@@ -210,7 +210,7 @@ def test_importing_the_trainer_imports_what_accelerate_does_and_ourselves() -> N
 def test_no_command_imports_torch_to_say_what_it_does() -> None:
     statement = """
 import click, contextlib, io
-from fabricate.cli import main
+from fabricate.cli.main import main
 def every(command, path):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         main([*path, "--help"], standalone_mode=False)

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule, lock
-from fabricate.checkpoint import Reader
-from fabricate.files import Files, Writer
+from fabricate.checkpoint.directory import Reader
+from fabricate.checkpoint.files import Files, Writer
 
 STEPS = 10
 
@@ -269,7 +269,7 @@ def test_a_slow_disk_only_takes_longer(
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from fabricate.lock import locked
+from fabricate.checkpoint.lock import locked
 with locked(Path(sys.argv[1])):
     child = os.fork()
     if not child:

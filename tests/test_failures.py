@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fabricate import Callback, PluginError, Trainer, TrainModule
-from fabricate.checkpoint import Reader
+from fabricate.checkpoint.directory import Reader
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 

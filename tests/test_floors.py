@@ -16,56 +16,12 @@ import fabricate.testing
 # Files and folders of fabricate/. A file imports from lower floors, and from its own where that makes no cycle.
 FLOORS = [
     {"errors", "hooks"},
-    {"records", "metrics", "launch", "codec", "files", "order", "plan", "randomness", "strategy", "precision"}
-    | {
-        "console",
-        "group",
-        "lock",
-        "naming",
-        "plugin_template",
-        "rehearsal",
-        "resources",
-        "stopwatch",
-        "transfer",
-        "weighing",
-    },
-    {
-        "progress",
-        "manifest",
-        "writing",
-        "checkpoint",
-        "dispatch",
-        "interfaces",
-        "data",
-        "settings",
-        "schedules",
-        "schema",
-    },
-    {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "state", "run"}
-    | {
-        "comparing",
-        "compiling",
-        "contents",
-        "memory",
-        "observing",
-        "preemption",
-        "rehearsing",
-        "repeating",
-        "retention",
-        "returned",
-    },
-    {"alike", "evaluation", "loop", "saving", "resuming", "exporting", "cli", "cli_plugins", "__main__"}
-    | {
-        "cli_checkpoints",
-        "cli_checks",
-        "cli_launch",
-        "cli_report",
-        "committing",
-        "interop",
-        "invariance",
-        "resume_check",
-        "runner",
-    },
+    {"records", "metrics", "launch", "order", "plan", "randomness", "strategy", "precision", "console", "group"}
+    | {"naming", "resources", "stopwatch", "transfer", "weighing"},
+    {"progress", "checkpoint", "dispatch", "interfaces", "data", "settings", "schedules"},
+    {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "run"}
+    | {"compiling", "memory", "observing", "preemption", "returned"},
+    {"alike", "evaluation", "loop", "state", "interop", "rehearsal", "cli", "__main__"},
     {"trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]

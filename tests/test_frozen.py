@@ -16,8 +16,8 @@ import transformers
 from click.testing import CliRunner
 
 from fabricate import Callback, CheckpointError, ConfigurationError, Trainer, TrainModule
-from fabricate.checkpoint import Reader
-from fabricate.cli import main
+from fabricate.checkpoint.directory import Reader
+from fabricate.cli.main import main
 from fabricate.testing import run_ranks
 
 # Of transformers, where peft asks for a property by its older name.

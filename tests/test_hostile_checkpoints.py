@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from torch.utils.data import TensorDataset
 
 from fabricate import Callback, CheckpointError, Trainer, TrainModule
-from fabricate.cli import main
+from fabricate.cli.main import main
 
 DATA = "data-00000-of-00001.safetensors"
 

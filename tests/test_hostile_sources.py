@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import fabricate
 from fabricate import CheckpointError, ConfigurationError
-from fabricate.cli import main
+from fabricate.cli.main import main
 
 
 class Payload:

@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 
 import fabricate
 from fabricate import CheckpointError, ConfigurationError, Trainer, TrainModule
-from fabricate.checkpoint import Chunk, Manifest, Reader, commit, stage, tensors_of, write_json, write_tensors
-from fabricate.cli import main
+from fabricate.checkpoint.directory import Chunk, Manifest, Reader, commit, stage, tensors_of, write_json, write_tensors
+from fabricate.cli.main import main
 
 STEPS = 4
 SAVED = f"checkpoints/step-{STEPS:08d}"
@@ -205,7 +205,7 @@ def test_accelerate_loads_an_exported_folder_with_optimizer_schedule_and_generat
     assert groups[0]["lr"] == pytest.approx(0.005 * (1 + math.cos(math.pi * STEPS / 20)))
     assert found["scheduler"]["last_epoch"] == STEPS
     from fabricate.randomness import rng_state, set_rng_state
-    from fabricate.state import decode_with
+    from fabricate.state.logical import decode_with
 
     before = rng_state()
     with Reader(root / SAVED) as reader:

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from fabricate import ConfigurationError, FabricateError, Trainer, TrainModule
-from fabricate.checkpoint import Reader
-from fabricate.cli import main
-from fabricate.invariance import _factorisations
-from fabricate.rehearsal import Trial
-from fabricate.rehearsing import resplit
+from fabricate.checkpoint.directory import Reader
+from fabricate.cli.main import main
+from fabricate.rehearsal.invariance import _factorisations
+from fabricate.rehearsal.plugins import resplit
+from fabricate.rehearsal.wishes import Trial
 from fabricate.testing import KitFailure, check_invariance
 
 SCRIPT = Path(__file__).parent / "scripts" / "weighted.py"

@@ -400,7 +400,7 @@ def test_one_rank_needs_no_torchrun() -> None:
     assert command("s.py", ["--lr", "1"], nproc=1, python="py") == [
         "py",
         "-m",
-        "fabricate.runner",
+        "fabricate.cli.runner",
         "--alone",
         "--",
         "s.py",
@@ -411,7 +411,7 @@ def test_one_rank_needs_no_torchrun() -> None:
 
 def test_the_ranks_of_one_node_meet_by_themselves() -> None:
     line = command("s.py", ["--log"], nproc=2, python="py")
-    assert line == ["py", "-m", "fabricate.runner", "--standalone", "--nproc-per-node", "2", "--", "s.py", "--log"]
+    assert line == ["py", "-m", "fabricate.cli.runner", "--standalone", "--nproc-per-node", "2", "--", "s.py", "--log"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from fabricate.cli import main
-from fabricate.plugin_template import KINDS
+from fabricate.cli.main import main
+from fabricate.cli.plugin_template import KINDS
 
 Install = Callable[..., None]
 
@@ -114,7 +114,7 @@ def test_looking_at_plugins_imports_no_torch(arguments: list[str], install: Inst
     install("light", "", attribute="Heard")
     (tmp_path / "light.py").write_text("from fabricate import Callback\n" + LISTENER.format("on_step"))
     code = (
-        "import sys\nfrom fabricate.cli import main\n"
+        "import sys\nfrom fabricate.cli.main import main\n"
         f"try: main({arguments})\nexcept SystemExit as end: assert not end.code\n"
         "assert 'fabricate.dispatch' in sys.modules\n"
         "assert not {'accelerate', 'numpy', 'torch'} & sys.modules.keys()"

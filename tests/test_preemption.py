@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule, preemption
-from fabricate.checkpoint import Reader
+from fabricate.checkpoint.directory import Reader
 from fabricate.testing import run_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"

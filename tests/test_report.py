@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from torch.utils.data import TensorDataset
 
 from fabricate import Trainer, TrainModule
-from fabricate.cli import main
+from fabricate.cli.main import main
 
 STEPS = 6
 
@@ -190,7 +190,7 @@ def test_a_report_needs_no_torch(run: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = None
-from fabricate.cli import main
+from fabricate.cli.main import main
 main(["report", {str(run)!r}], standalone_mode=False)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fabricate import ConfigurationError, Trainer
-from fabricate.rehearsal import Rehearsal
-from fabricate.rehearsing import _generators, _values
+from fabricate.rehearsal.plugins import _generators, _values
+from fabricate.rehearsal.wishes import Rehearsal
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumable.py"
 

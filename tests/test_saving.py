@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
 from fabricate import Callback, CheckpointError, Trainer, TrainModule
-from fabricate.checkpoint import Reader
+from fabricate.checkpoint.directory import Reader
 from fabricate.testing import run_ranks
 
 STEPS, SAVED, CRASH = 8, 4, 6
@@ -315,7 +315,7 @@ def test_an_altered_byte_is_found_wherever_it_is(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_version_is_left_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabricate.manifest.VERSION", 2)
+    monkeypatch.setattr("fabricate.checkpoint.manifest.VERSION", 2)
     fit(tmp_path, SAVED)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="upgrade fabricate"):

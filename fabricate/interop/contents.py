@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabricate import codec
-from fabricate.checkpoint import Chunk, Reader
+from fabricate.checkpoint import codec
+from fabricate.checkpoint.directory import Chunk, Reader
 from fabricate.errors import CheckpointError
 
 __all__ = ["Contents"]

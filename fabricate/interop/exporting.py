@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from fabricate.checkpoint import Reader, find, write_plain_safetensors
+from fabricate.checkpoint.directory import Reader, find, write_plain_safetensors
 from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
 from fabricate.interop.contents import Contents
 

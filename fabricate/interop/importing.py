@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fabricate import checkpoint as format
-from fabricate import codec
-from fabricate.checkpoint import ITEM_SIZES, Chunk, Manifest, TensorRecord
+from fabricate.checkpoint import codec
+from fabricate.checkpoint import directory as format
+from fabricate.checkpoint.directory import ITEM_SIZES, Chunk, Manifest, TensorRecord
+from fabricate.checkpoint.files import LOCAL
+from fabricate.checkpoint.writing import HEADER_LIMIT
 from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
-from fabricate.files import LOCAL
-from fabricate.writing import HEADER_LIMIT
 
 if TYPE_CHECKING:
     import torch
@@ -320,7 +320,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _fill(found: _Found, path: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    from fabricate.state import chunk
+    from fabricate.state.logical import chunk
 
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fabricate.checkpoint import write_plain_safetensors
-from fabricate.comparing import rank_files
+from fabricate.checkpoint.comparing import rank_files
+from fabricate.checkpoint.directory import write_plain_safetensors
 from fabricate.errors import ConfigurationError
 from fabricate.interop.contents import Contents
-from fabricate.state import decode_with, read_whole
+from fabricate.state.logical import decode_with, read_whole
 
 __all__ = ["write_accelerate", "write_deepspeed", "write_state_dict"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fabricate.checkpoint import Reader
+from fabricate.checkpoint.directory import Reader
 from fabricate.errors import CheckpointError
 from fabricate.progress import Progress
 

@@ -1,7 +1,7 @@
 """How the ranks make one checkpoint durable together: each writes its files, rank 0 proves that all is there and commits.
 
 Owns: the order of writing, agreeing and committing, the same in the loop and beside it, and what a failure on any rank
-means for all. Must not know: runs, hooks, retention (fabricate.saving), what the state consists of (fabricate.contents).
+means for all. Must not know: runs, hooks, retention (fabricate.state.saving), what the state consists of (fabricate.state.contents).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fabricate import checkpoint as format
-from fabricate import files
-from fabricate.checkpoint import ITEM_SIZES, FileRecord, Manifest
-from fabricate.contents import Content
+from fabricate.checkpoint import directory as format
+from fabricate.checkpoint import files
+from fabricate.checkpoint.directory import ITEM_SIZES, FileRecord, Manifest
+from fabricate.checkpoint.files import LOCAL, StorageError
 from fabricate.errors import CheckpointError
-from fabricate.files import LOCAL, StorageError
 from fabricate.group import Group
-from fabricate.state import Staging
+from fabricate.state.contents import Content
+from fabricate.state.logical import Staging
 
 _MARGIN = 2**20  # for what a file system needs besides the data, and for the JSON files
 

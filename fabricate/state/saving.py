@@ -1,7 +1,7 @@
 """When a run saves and what follows: the checkpoint is announced, older ones go, a disk that refuses is lived with for a while.
 
-Must not know: the loop's order; what the state consists of (fabricate.contents); how it becomes durable
-(fabricate.committing); how it is read back (fabricate.resuming).
+Must not know: the loop's order; what the state consists of (fabricate.state.contents); how it becomes durable
+(fabricate.state.committing); how it is read back (fabricate.state.resuming).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabricate import checkpoint as format
-from fabricate import committing
-from fabricate.contents import Content, assemble, own_buffers
-from fabricate.files import StorageError
-from fabricate.retention import kept
+from fabricate.checkpoint import directory as format
+from fabricate.checkpoint.files import StorageError
+from fabricate.checkpoint.retention import kept
+from fabricate.state import committing
+from fabricate.state.contents import Content, assemble, own_buffers
 
 if TYPE_CHECKING:
     from fabricate.run import Run

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from fabricate.randomness import seed_everything
-from fabricate.rehearsal import Trial
+from fabricate.rehearsal.wishes import Trial
 
 __all__ = ["TRIALS", "repeat"]
 

@@ -1,7 +1,7 @@
 """Does the batch size mean what it says? The same global batches, split in every way, compared with one process.
 
 Owns the factorisations, their starts, and the comparison. Must not know torch or the loop: it sees the losses and weights
-that `fabricate.rehearsing` leaves.
+that `fabricate.rehearsal.plugins` leaves.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fabricate import launch
-from fabricate.checkpoint import Reader
-from fabricate.comparing import compare
+from fabricate.checkpoint.comparing import compare
+from fabricate.checkpoint.directory import Reader
 from fabricate.errors import ConfigurationError, FabricateError
-from fabricate.rehearsal import Trial
-from fabricate.repeating import TRIALS
+from fabricate.rehearsal.repeating import TRIALS
+from fabricate.rehearsal.wishes import Trial
 
 __all__ = ["Invariance", "Split", "measure"]
 
@@ -86,7 +86,7 @@ def measure(
     if not script.is_file():
         raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file; give a Python script")
     splits = _factorisations(global_batch_size, world_sizes)
-    (folder / "start.py").write_text("from fabricate.repeating import repeat\n\nrepeat()\n")
+    (folder / "start.py").write_text("from fabricate.rehearsal.repeating import repeat\n\nrepeat()\n")
     for world_size in dict.fromkeys(split.world_size for split in splits):
         mine = [split for split in splits if split.world_size == world_size]
         tell(f"{world_size} rank{'s' if world_size > 1 else ''}: {', '.join(map(str, mine))}")

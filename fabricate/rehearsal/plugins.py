@@ -23,11 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import BatchSampler, DataLoader
 
-from fabricate.checkpoint import Reader
+from fabricate.checkpoint.directory import Reader
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
-from fabricate.rehearsal import TRAIN_DATA, Rehearsal, Trial
-from fabricate.state import load_model
+from fabricate.rehearsal.wishes import TRAIN_DATA, Rehearsal, Trial
+from fabricate.state.logical import load_model
 from fabricate.strategy import is_sharded
 
 if TYPE_CHECKING:

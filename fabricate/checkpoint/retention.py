@@ -1,6 +1,6 @@
 """Which checkpoints of a run directory are kept: the last ones, and the best ones by a recorded metric.
 
-Reads manifests only, without torch; deletes nothing (fabricate.checkpoint does). Must not know: when a run saves.
+Reads manifests only, without torch; deletes nothing (fabricate.checkpoint.directory does). Must not know: when a run saves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fabricate.checkpoint import Reader
+from fabricate.checkpoint.directory import Reader
 
 __all__ = ["best_checkpoints", "kept"]
 

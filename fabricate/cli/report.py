@@ -152,7 +152,7 @@ def _rates(trained: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _checkpoints(run_dir: Path) -> dict[str, Any]:
     """Their number, sizes and newest; "progress": the counters of the newest good one. Only manifests are read."""
-    from fabricate.checkpoint import Reader, committed
+    from fabricate.checkpoint.directory import Reader, committed
 
     root = run_dir / "checkpoints"
     steps, size, damaged, progress = [], 0, 0, {}

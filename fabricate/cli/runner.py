@@ -1,4 +1,4 @@
-"""`python -m fabricate.runner ARGUMENTS`: runs a script as `fabricate run` asks, on one process or through torchrun.
+"""`python -m fabricate.cli.runner ARGUMENTS`: runs a script as `fabricate run` asks, on one process or through torchrun.
 
 Owns how a script is started once everything is decided, and the exit code: the script's own, or that of the first rank
 that failed; 128 + N where signal N ended it; `EXIT_PREEMPTED` where a fit was told to end, saved its state, and the script

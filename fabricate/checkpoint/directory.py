@@ -1,6 +1,6 @@
 """The checkpoint directory: how it is staged, committed at once, listed, deleted, verified and read in ranges.
 
-With `fabricate.manifest` (what it says about itself) and `fabricate.writing` (its files) this is the format of
+With `fabricate.checkpoint.manifest` (what it says about itself) and `fabricate.checkpoint.writing` (its files) this is the format of
 `docs/checkpoint-format.md`: a flat directory of safetensors and JSON files and a manifest, written last, that lists
 every file with its size and digests. All names of the format are importable from here.
 
@@ -29,11 +29,10 @@ from typing import Final
 
 import xxhash
 
-from fabricate import codec
-from fabricate.codec import JsonValue
-from fabricate.errors import CheckpointError, did_you_mean
-from fabricate.files import LOCAL, Files, Source, explained
-from fabricate.manifest import (
+from fabricate.checkpoint import codec
+from fabricate.checkpoint.codec import JsonValue
+from fabricate.checkpoint.files import LOCAL, Files, Source, explained
+from fabricate.checkpoint.manifest import (
     ITEM_SIZES,
     MANIFEST_NAME,
     NONCE,
@@ -48,7 +47,8 @@ from fabricate.manifest import (
     tensors_of,
     text,
 )
-from fabricate.writing import HEADER_LIMIT, write_json, write_plain_safetensors, write_tensors
+from fabricate.checkpoint.writing import HEADER_LIMIT, write_json, write_plain_safetensors, write_tensors
+from fabricate.errors import CheckpointError, did_you_mean
 
 __all__ = [
     "ITEM_SIZES",

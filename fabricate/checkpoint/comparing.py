@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fabricate.checkpoint import ITEM_SIZES, Reader
-from fabricate.codec import JsonValue
+from fabricate.checkpoint.codec import JsonValue
+from fabricate.checkpoint.directory import ITEM_SIZES, Reader
 
 __all__ = ["COMPONENTS", "Difference", "compare", "component_of", "numbers", "rank_files"]
 

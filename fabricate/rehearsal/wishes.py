@@ -1,6 +1,6 @@
 """What a tool asks of every fit of a script that it starts: where files go, when to be killed, how to split a batch.
 
-One environment variable each carries it to the ranks. Data only; `fabricate.rehearsing` acts on it. Must not know torch.
+One environment variable each carries it to the ranks. Data only; `fabricate.rehearsal.plugins` acts on it. Must not know torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Does a script resume exactly? It runs whole, runs again until it is killed, resumes, and what differs is named.
 
 Owns the three starts, the order in which they are compared and the verdict. Must not know torch or the loop: it sees the
-checkpoints and notes that `fabricate.rehearsing` leaves.
+checkpoints and notes that `fabricate.rehearsal.plugins` leaves.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fabricate.checkpoint import Reader
-from fabricate.comparing import Difference, compare
+from fabricate.checkpoint.comparing import Difference, compare
+from fabricate.checkpoint.directory import Reader
 from fabricate.errors import ConfigurationError, FabricateError
-from fabricate.rehearsal import TRAIN_DATA, Rehearsal
+from fabricate.rehearsal.wishes import TRAIN_DATA, Rehearsal
 
 __all__ = ["Verdict", "verify_resume"]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fabricate.cli.plugin_template import KINDS, write
 from fabricate.console import print_table
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
-from fabricate.plugin_template import KINDS, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,7 +4,7 @@ Logical names: "model/NAME", "optimizer/OPTIMIZER/NAME/KEY", "plugin/PLUGIN/..."
 are those of `module.named_parameters()`, under every strategy. state.json holds what is one value for all ranks,
 rank-00000.json what each rank has for itself.
 
-Must not know: the loop, when to save, directories and commits (fabricate.checkpoint).
+Must not know: the loop, when to save, directories and commits (fabricate.checkpoint.directory).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import xxhash
 
-from fabricate.checkpoint import Chunk, Reader, TensorRecord, find
-from fabricate.codec import decode, encode
+from fabricate.checkpoint.codec import decode, encode
+from fabricate.checkpoint.directory import Chunk, Reader, TensorRecord, find
+from fabricate.checkpoint.schema import shared_state
 from fabricate.errors import CheckpointError, ConfigurationError
-from fabricate.schema import shared_state
 from fabricate.strategy import Strategy, is_sharded
 
 _CODES = {

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from fabricate import codec
+from fabricate.checkpoint import codec
+from fabricate.checkpoint.files import LOCAL, Files, explained
+from fabricate.checkpoint.manifest import FILE_NAME, ITEM_SIZES, Chunk, ChunkRecord, FileRecord, require, text
 from fabricate.errors import CheckpointError
-from fabricate.files import LOCAL, Files, explained
-from fabricate.manifest import FILE_NAME, ITEM_SIZES, Chunk, ChunkRecord, FileRecord, require, text
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import click
 
-from fabricate.cli_checkpoints import ckpt
-from fabricate.cli_checks import check_invariance, verify_resume
-from fabricate.cli_launch import launching, prepared
-from fabricate.cli_plugins import PluginCommands, plugins
-from fabricate.cli_report import report
+from fabricate.cli.checkpoints import ckpt
+from fabricate.cli.checks import check_invariance, verify_resume
+from fabricate.cli.launch import launching, prepared
+from fabricate.cli.plugins import PluginCommands, plugins
+from fabricate.cli.report import report
 from fabricate.errors import FabricateError
 
 

@@ -2,7 +2,7 @@
 is verified.
 
 Owns: the choice, what is set or moved aside, what has to be the same, the order in which state comes back. Must not know:
-the loop's order; what a save does (fabricate.saving); the format's bytes (fabricate.checkpoint).
+the loop's order; what a save does (fabricate.state.saving); the format's bytes (fabricate.checkpoint.directory).
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabricate import checkpoint as format
-from fabricate.checkpoint import Reader
-from fabricate.contents import data_identity
+from fabricate.checkpoint import directory as format
+from fabricate.checkpoint.directory import Reader
+from fabricate.checkpoint.files import explained
+from fabricate.checkpoint.lock import locked
+from fabricate.checkpoint.retention import best_checkpoints
+from fabricate.checkpoint.schema import own_state, saved_world_size, shared_state
 from fabricate.errors import CheckpointError
-from fabricate.files import explained
-from fabricate.lock import locked
 from fabricate.metrics import load_torchmetrics_state
 from fabricate.randomness import derive_seed, seed_everything, set_rng_state
-from fabricate.retention import best_checkpoints
-from fabricate.saving import checkpoints
-from fabricate.schema import own_state, saved_world_size, shared_state
-from fabricate.state import (
+from fabricate.state.contents import data_identity
+from fabricate.state.logical import (
     compare_frozen,
     compare_model,
     compare_optimizer,
@@ -34,6 +33,7 @@ from fabricate.state import (
     optimizer_groups,
     read_whole,
 )
+from fabricate.state.saving import checkpoints
 
 if TYPE_CHECKING:
     from fabricate.run import Run

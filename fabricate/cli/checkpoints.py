@@ -19,8 +19,8 @@ from fabricate.console import print_table, size_text
 from fabricate.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
-    from fabricate.checkpoint import Reader
-    from fabricate.comparing import Difference
+    from fabricate.checkpoint.comparing import Difference
+    from fabricate.checkpoint.directory import Reader
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
 _MOST_ROWS = 12  # of one component, in a table
@@ -47,7 +47,7 @@ def ls(path: Path) -> None:
     Example:
       fabricate ckpt ls runs/first
     """
-    from fabricate.checkpoint import Reader
+    from fabricate.checkpoint.directory import Reader
 
     rows = []
     for checkpoint in _checkpoints(path):
@@ -110,7 +110,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
       fabricate ckpt inspect runs/first
       fabricate ckpt inspect runs/first/checkpoints/step-00000500 --json
     """
-    from fabricate.checkpoint import Reader, find
+    from fabricate.checkpoint.directory import Reader, find
 
     with Reader(find(checkpoint)) as reader:
         found = _contents(reader)
@@ -135,8 +135,8 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
 
 
 def _contents(reader: Reader) -> dict[str, Any]:
-    from fabricate.checkpoint import ITEM_SIZES
-    from fabricate.comparing import component_of
+    from fabricate.checkpoint.comparing import component_of
+    from fabricate.checkpoint.directory import ITEM_SIZES
 
     manifest = reader.manifest
     files = {record.name: record.size for record in manifest.files}
@@ -180,7 +180,7 @@ def _contents(reader: Reader) -> dict[str, Any]:
 
 def _options(tree: Any) -> dict[str, Any]:
     """A parameter group's options; what is neither a number nor text is shown as text."""
-    from fabricate import codec
+    from fabricate.checkpoint import codec
 
     options: Any = codec.decode(tree, lambda name: f"tensor {name}")
     return {k: v if isinstance(v, int | float | str | None) else str(v) for k, v in options.items()}
@@ -203,8 +203,8 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
       fabricate ckpt diff runs/first runs/second
       fabricate ckpt diff runs/first/checkpoints/step-00000500 runs/second --only weights
     """
-    from fabricate.checkpoint import Reader, find
-    from fabricate.comparing import COMPONENTS, compare
+    from fabricate.checkpoint.comparing import COMPONENTS, compare
+    from fabricate.checkpoint.directory import Reader, find
 
     for component in only:
         if component.partition(" ")[0] not in {known.partition(" ")[0] for known in COMPONENTS}:
@@ -322,10 +322,10 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
       fabricate ckpt prune runs/first --keep last=3,best=1
       fabricate ckpt prune runs/first --keep last=1,best=2,metric=accuracy,mode=max --yes
     """
-    from fabricate.checkpoint import committed
-    from fabricate.checkpoint import prune as delete
-    from fabricate.lock import locked
-    from fabricate.retention import kept
+    from fabricate.checkpoint.directory import committed
+    from fabricate.checkpoint.directory import prune as delete
+    from fabricate.checkpoint.lock import locked
+    from fabricate.checkpoint.retention import kept
 
     rule, root = _rule(keep), _root(run_dir)
     with locked(root.parent) if yes else contextlib.nullcontext():
@@ -370,7 +370,7 @@ def _rule(text: str) -> dict[str, Any]:
 
 
 def _check_metric(found: list[Path], rule: Mapping[str, Any]) -> None:
-    from fabricate.checkpoint import Reader
+    from fabricate.checkpoint.directory import Reader
 
     recorded: set[str] = set()
     for path in found if "best" in rule else ():
@@ -385,7 +385,7 @@ def _check_metric(found: list[Path], rule: Mapping[str, Any]) -> None:
 
 def _damage(path: Path, thoroughly: bool = True) -> CheckpointError | None:
     """What is wrong with a checkpoint: with all of it, or with its manifest and the sizes of its files."""
-    from fabricate.checkpoint import Reader
+    from fabricate.checkpoint.directory import Reader
 
     try:
         with Reader(path) as reader:
@@ -397,7 +397,7 @@ def _damage(path: Path, thoroughly: bool = True) -> CheckpointError | None:
 
 
 def _fault(error: CheckpointError) -> str:
-    from fabricate.checkpoint import NewerFormatError
+    from fabricate.checkpoint.directory import NewerFormatError
 
     return f"{'too new' if isinstance(error, NewerFormatError) else 'damaged'}: {error}"
 
@@ -408,7 +408,7 @@ def _root(path: Path) -> Path:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    from fabricate.checkpoint import committed
+    from fabricate.checkpoint.directory import committed
 
     if path.name.startswith("step-") or (path / "manifest.json").exists():
         return [path]

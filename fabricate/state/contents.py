@@ -1,7 +1,7 @@
 """What a checkpoint of a run holds. Called on every rank; nothing is written here.
 
 Owns: which tensors and values belong to the state of a run, and under which heading. Must not know: files, commits, when
-to save (fabricate.saving).
+to save (fabricate.state.saving).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate.checkpoint import Chunk, TensorRecord
+from fabricate.checkpoint.directory import Chunk, TensorRecord
 from fabricate.construct import pretrained_record
 from fabricate.metrics import torchmetrics_state
 from fabricate.module import recorded
 from fabricate.randomness import rng_state
-from fabricate.state import Saver, digest, named_tensors, optimizer_groups, transient_names
+from fabricate.state.logical import Saver, digest, named_tensors, optimizer_groups, transient_names
 
 if TYPE_CHECKING:
     from fabricate.run import Run

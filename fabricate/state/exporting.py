@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate import checkpoint as format
+from fabricate.checkpoint import directory as format
 from fabricate.construct import adapted_models, pretrained_models
 from fabricate.module import overrides
-from fabricate.state import export_tensors, whole_chunk
+from fabricate.state.logical import export_tensors, whole_chunk
 
 if TYPE_CHECKING:
     from fabricate.run import Run

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from fabricate import codec
-from fabricate.codec import JsonValue
+from fabricate.checkpoint import codec
+from fabricate.checkpoint.codec import JsonValue
 from fabricate.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The command line: `main` gathers the commands; each imports what it needs only when it runs, so that help costs nothing."""
