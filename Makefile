@@ -44,6 +44,7 @@ bench: env
 # The long forms of what `make test` samples.
 campaign: env
 	$(BIN)/python -m campaigns.parity --out docs/parity.md
+	$(BIN)/python -m campaigns.invariance --out docs/invariance.md
 	$(BIN)/python -m campaigns.matrix --out docs/matrix.md
 	$(BIN)/python -m campaigns.precision --out docs/precision.md
 

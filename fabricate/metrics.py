@@ -88,16 +88,16 @@ class Metrics:
         logged.clear()
 
     def reduce(self) -> dict[str, float]:
-        """Means (or sums) since the last `reduce`, over micro-batches and ranks, as floats. All ranks; the one wait for
-        the device."""
+        """Means (or sums) since the last `reduce`, over micro-batches and ranks, as floats; a mean over nothing is left out.
+        All ranks; the one wait for the device."""
         self._fold()
         since, self._since = self._since, {}
-        return {name: total.value() for name, total in since.items()}
+        return _values(since)
 
     def look(self) -> dict[str, float]:
         """What `reduce` would return, leaving everything as it is. All ranks; one wait for the device."""
         fresh = self._sums()
-        return {n: (self._since.get(n, Total()) + fresh.get(n, Total())).value() for n in {**self._since, **fresh}}
+        return _values({n: self._since.get(n, Total()) + fresh.get(n, Total()) for n in {**self._since, **fresh}})
 
     def finish(self) -> dict[str, float]:
         """Means over everything since the last `finish` (an epoch, an evaluation), torchmetrics objects computed and
@@ -197,6 +197,10 @@ class Metrics:
         self._since = {name: Total(*total) for name, total in state["since"].items()}
         self._totals = {name: Total(*total) for name, total in state["totals"].items()}
         self.pending = [(n, v, w, r) for n, v, w, r in state["pending"]] if same_rank else []
+
+
+def _values(totals: dict[str, Total]) -> dict[str, float]:
+    return {name: total.value() for name, total in totals.items() if total.weight or not total.mean}
 
 
 def _kind(entry: list[Any]) -> tuple[str, str]:

@@ -59,8 +59,10 @@ def test_a_weight_of_zero_hides_any_value() -> None:
     assert metrics.reduce() == {"a": 4.0}
 
 
-def test_no_weight_at_all_gives_not_a_number() -> None:
-    assert math.isnan(_metrics(("a", 1.0, 0, "mean")).reduce()["a"])
+def test_a_mean_over_nothing_is_left_out_between_and_not_a_number_at_the_end() -> None:
+    metrics = _metrics(("a", 1.0, 0, "mean"))
+    assert metrics.look() == metrics.reduce() == {}
+    assert math.isnan(metrics.finish()["a"])
 
 
 def test_nothing_pending_reduces_to_nothing() -> None:

@@ -163,6 +163,22 @@ def test_a_micro_batch_weighs_its_labels_and_a_mean_over_them_is_that_of_all() -
         assert metrics["val_loss"] == pytest.approx(float(module.loss(rows)), rel=1e-6)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_update_over_no_label_changes_nothing_and_its_loss_is_not_taken_for_a_failure(accumulation: int) -> None:
+    rows, logged = tokens(), {}
+    for row in rows[:4]:
+        row["labels"] = torch.full((6,), -100)
+
+    class Looks(Tagger):
+        def on_log(self, metrics: dict[str, float], step: int) -> None:
+            logged[step] = "loss" in metrics, torch.equal(self.layer.weight, Tagger().layer.weight)
+
+    trainer = Trainer(max_epochs=1, progress=False, log_every=1, gradient_accumulation_steps=accumulation)
+    trainer.fit(Looks(), rows, batch_size=2, shuffle=False)
+    empty = 2 // accumulation
+    assert logged == {step: (step > empty, step <= empty) for step in range(1, 2 * empty + 1)}
+
+
 def test_a_loss_of_several_terms_weighs_rows_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     module = Tagger("sum")
     fit(module, validate_every="1 step")

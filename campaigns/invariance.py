@@ -1,0 +1,353 @@
+"""Invariance: the same global batches of 12 rows under every split, against one loop written by hand in float64.
+
+12 = ranks x micro-batch x accumulation, in every way with 1, 2 and 3 ranks, under every strategy that runs there. Rows have unequal
+numbers of labels, some none; the last window of an epoch has 7 rows. Two modules: a tagger (AdamW, clipping, a schedule) and
+transformers' GPT-2 with its own loss (SGD with momentum), the latter under raw Accelerate and transformers.Trainer too.
+
+    python -m campaigns.invariance             # --out FILE writes the tables in Markdown
+    python -m campaigns.invariance --strategies ddp --no-peers
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, default_collate
+
+from fabricate import Callback, Trainer, TrainModule
+from fabricate.testing import close_pools, run_ranks
+
+GLOBAL_BATCH, ROWS, TOKENS, KINDS, EPOCHS, TOLERANCE = 12, 31, 6, 16, 2, 1e-5
+STRATEGIES = {"single": (1,), **dict.fromkeys(("ddp", "fsdp", "zero1", "zero2", "zero3"), (2, 3))}
+"""By name, the numbers of ranks it runs on."""
+PEERS = ("Accelerate", "transformers.Trainer")
+
+PAGE = f"""# Invariance: one global batch, however it is split
+
+`python -m campaigns.invariance --out docs/invariance.md` wrote this page, on CPU ranks over gloo. {GLOBAL_BATCH} rows = ranks x
+micro-batch x accumulation, in every way with 1, 2 and 3 ranks; {ROWS} rows, so that every third window has {ROWS % GLOBAL_BATCH}; {EPOCHS}
+epochs; rows with 0 to {TOKENS} labels, and micro-batches with none at all. Each line is compared with one loop written by hand in float64,
+which takes whole global batches in one process: the largest relative difference of an update's loss, and the distance of all weights
+at the end, relative to the way they went. Training is in float32, whose own rounding is some 1e-7; above {TOLERANCE:g} the command fails.
+
+"Tagger": two layers, AdamW, the global gradient clipped, a linear schedule. "GPT-2": transformers' model and its own loss, of which
+`training_step` returns nothing but the loss; SGD with momentum.
+"""
+BESIDE = f"""
+## The same with others
+
+GPT-2 again, in the way their documentation shows: `accelerator.accumulate`, `backward`, `step` with a prepared `DataLoader` (Accelerate
+{accelerate.__version__}); `gradient_accumulation_steps` of `transformers.Trainer` ({transformers.__version__}). The distance of all weights
+at the end, as above.
+
+What differs: Accelerate averages the means of micro-batches and ranks, whatever they were taken over; divides by the accumulation
+steps where the last window has fewer; and on several ranks repeats rows at the end of the data, so that all have as many batches.
+transformers.Trainer counts the labels of the whole window, and is exact but for the rows that are repeated.
+"""
+
+
+# ------------------------------------------------------------------------------------------------------ what is trained
+
+
+class Tagger(TrainModule):
+    """A class for each of `TOKENS` tokens, of those that have a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = torch.nn.Embedding(KINDS, 8)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)])
+        self.head = torch.nn.Linear(8, KINDS)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        hidden = self.embedding(batch["input_ids"])
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01), "linear"
+
+
+class Causal(TrainModule):
+    """GPT-2 with random weights. Its loss is over the labels but the first of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        config = transformers.GPT2Config(
+            n_positions=TOKENS, n_embd=16, n_layer=2, n_head=2, vocab_size=KINDS, bos_token_id=0, eos_token_id=0
+        )
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        self.model = transformers.GPT2LMHeadModel(config)
+        self.model.loss_type = "ForCausalLM"
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+MODULES: dict[str, Callable[[], TrainModule]] = {"tagger": Tagger, "gpt2": Causal}
+MAX_GRAD_NORM = {"tagger": 0.1, "gpt2": None}
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Rows 4 to 7 have no label, which is a whole micro-batch of 1, 2 or 4 rows."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, KINDS, (ROWS, TOKENS), generator=generator)
+    lengths = torch.randint(0, TOKENS + 1, (ROWS,), generator=generator)
+    lengths[4:8] = 0
+    labels = torch.where(torch.arange(TOKENS) < lengths[:, None], tokens, -100)
+    return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+
+
+Result = tuple[list[float], dict[str, torch.Tensor]]
+"""The loss of every update, and the weights at the end, whole."""
+
+
+def by_hand(name: str) -> Result:
+    """Whole global batches in float64: logits of the module, everything else written out."""
+    module = copy.deepcopy(MODULES[name]()).double()
+    losses: list[float] = []
+    starts = [*range(0, ROWS, GLOBAL_BATCH)] * EPOCHS
+    if name == "tagger":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step, start in enumerate(starts):
+        batch = default_collate(rows()[start : start + GLOBAL_BATCH])
+        if name == "tagger":
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / len(starts))
+            loss = module.training_step(batch)
+        else:  # the model's own loss would be rounded to float32
+            logits = module.model(input_ids=batch["input_ids"]).logits
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        if (clip := MAX_GRAD_NORM[name]) is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {n: p.detach() for n, p in module.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------------ by fabricate
+
+
+class Recorder(Callback):
+    """The losses that `on_step` gets, and the whole weights at the end. All ranks gather."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_step(self, loss: torch.Tensor) -> None:
+        self.losses.append(loss)
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.weights = {n: trainer.strategy.gather(p).clone() for n, p in module.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to make a global batch."""
+
+    ranks: int
+    micro_batch: int
+    accumulation: int
+
+    def cells(self) -> list[str]:
+        """For a table."""
+        return [str(self.ranks), str(self.micro_batch), str(self.accumulation)]
+
+
+def splits(ranks: int) -> Iterator[Split]:
+    """Every way to make `GLOBAL_BATCH` rows on `ranks` ranks."""
+    each = GLOBAL_BATCH // ranks
+    yield from (Split(ranks, size, each // size) for size in range(1, each + 1) if each % size == 0)
+
+
+def train(strategy: str, name: str, split: Split) -> Result:
+    """One fit. All ranks."""
+    recorder = Recorder()
+    trainer = Trainer(
+        strategy=strategy,
+        precision="fp32",
+        max_epochs=EPOCHS,
+        gradient_accumulation_steps=split.accumulation,
+        max_grad_norm=MAX_GRAD_NORM[name],
+        progress=False,
+        plugins=[recorder],
+    )
+    trainer.fit(MODULES[name](), rows(), batch_size=split.micro_batch, shuffle=False)
+    return [float(loss) for loss in recorder.losses], recorder.weights
+
+
+# ---------------------------------------------------------------------------------------------------------- by others
+
+
+class Bare(torch.nn.Module):
+    """The same GPT-2 without fabricate around it, its parameters under the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Causal().model
+
+
+def by_accelerate(split: Split) -> dict[str, torch.Tensor]:
+    """As Accelerate's documentation shows it."""
+    accelerator = Accelerator(gradient_accumulation_steps=split.accumulation, cpu=True)
+    bare = Bare()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(
+        bare.model,
+        optimizer,
+        DataLoader(rows(), batch_size=split.micro_batch),  # type: ignore[arg-type]
+    )
+    for _ in range(EPOCHS):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in bare.named_parameters()}
+
+
+def by_transformers(split: Split) -> dict[str, torch.Tensor]:
+    """As transformers' documentation shows it, with what it does besides turned off: clipping, another order."""
+    bare = Bare()
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = transformers.TrainingArguments(
+            directory,
+            use_cpu=True,
+            ddp_backend="gloo" if split.ranks > 1 else None,
+            per_device_train_batch_size=split.micro_batch,
+            gradient_accumulation_steps=split.accumulation,
+            num_train_epochs=EPOCHS,
+            max_grad_norm=0.0,
+            train_sampling_strategy="sequential",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        transformers.Trainer(
+            bare.model,
+            arguments,
+            train_dataset=rows(),  # type: ignore[arg-type]
+            data_collator=default_collate,
+            optimizers=(optimizer, constant),
+        ).train()
+    return {n: p.detach().clone() for n, p in bare.named_parameters()}
+
+
+def by_peer(peer: str, split: Split) -> dict[str, torch.Tensor]:
+    """The weights at the end; nothing of Accelerate's shared state is left."""
+    try:
+        return (by_accelerate if peer == "Accelerate" else by_transformers)(split)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+
+def distance(name: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """How far apart the weights are, relative to the way that they went in training."""
+    first = {n: p.detach() for n, p in MODULES[name]().named_parameters()}
+
+    def norm(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+        return float(torch.stack([(left[n].double() - right[n].double()).norm() for n in wanted]).norm())
+
+    return norm(found, wanted) / norm(first, wanted)
+
+
+def compare(strategy: str, split: Split) -> dict[str, tuple[float, float]]:
+    """By module, the largest relative difference of a loss and the distance of the weights."""
+    found = {}
+    for name in MODULES:
+        wanted_losses, wanted = by_hand(name)
+        alone = split.ranks == 1
+        results = [train(strategy, name, split)] if alone else run_ranks(train, split.ranks, strategy, name, split)
+        losses = [
+            abs(loss - want) / abs(want) for got, _ in results for loss, want in zip(got, wanted_losses, strict=True)
+        ]
+        found[name] = (max(losses), max(distance(name, weights, wanted) for _, weights in results))
+    return found
+
+
+def beside(split: Split) -> dict[str, float]:
+    """By peer, the distance of GPT-2's weights."""
+    wanted = by_hand("gpt2")[1]
+    found = {}
+    for peer in PEERS:
+        results = [by_peer(peer, split)] if split.ranks == 1 else run_ranks(by_peer, split.ranks, peer, split)
+        found[peer] = max(distance("gpt2", weights, wanted) for weights in results)
+    return found
+
+
+def markdown(lines: Iterable[list[str]]) -> str:
+    """Lines of cells, the first of them the heads, as a table."""
+    heads, *others = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *others]) + "\n"
+
+
+def main() -> int:
+    """Print the tables; 1 when something of fabricate's is further away than the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lines = [
+        [
+            "strategy",
+            "ranks",
+            "micro-batch",
+            "accumulation",
+            *(f"{n}: {w}" for n in MODULES for w in ("loss", "weights")),
+        ]
+    ]
+    worst = 0.0
+    for strategy in options.strategies:
+        for split in (split for ranks in STRATEGIES[strategy] for split in splits(ranks)):
+            found = [value for pair in compare(strategy, split).values() for value in pair]
+            worst = max(worst, *found)
+            lines.append([f"`{strategy}`", *split.cells(), *(f"{value:.1e}" for value in found)])
+            print(*lines[-1], flush=True)
+    text = f"{markdown(lines)}\nThe largest of all: {worst:.1e}.\n"
+    if not options.no_peers:
+        others = [["ranks", "micro-batch", "accumulation", *PEERS]]
+        for split in (split for ranks in (1, 2, 3) for split in splits(ranks)):
+            others.append([*split.cells(), *(f"{value:.1e}" for value in beside(split).values())])
+            print(*others[-1], flush=True)
+        text += f"{BESIDE}\n{markdown(others)}"
+    close_pools()
+    print(f"\n{text}")
+    if options.out is not None:
+        options.out.write_text(f"{PAGE}\n{text}", encoding="utf-8")
+    return 0 if worst <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
