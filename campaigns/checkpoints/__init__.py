@@ -1,0 +1,10 @@
+"""Campaigns against checkpoints: crashes at every operation, real kills, altered bytes, and checks taken out one by one.
+
+Each prints what it did and ends with exit code 1 at the first thing that was lost or went unnoticed. Seeds are fixed.
+
+    python -m campaigns.checkpoints crash      every operation of a save as the end of a process or machine, unsynced data lost
+    python -m campaigns.checkpoints corrupt    altered, swapped and forged checkpoints
+    python -m campaigns.checkpoints mutants    the code without one fsync, rename or check: do the campaigns notice?
+    python -m campaigns.checkpoints kill       real SIGKILLs of whole runs, which then have to end bit by bit as if unharmed
+    python -m campaigns.checkpoints            all of them; --long for the full number
+"""

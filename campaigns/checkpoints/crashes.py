@@ -1,0 +1,192 @@
+"""Every operation of saving, deleting and setting aside as the last one of a process or of a machine.
+
+What has to hold whenever it ends: every checkpoint that is listed is whole; the newest from before is there until a newer
+one is; a save that has returned is there for good; and the next run cleans up and saves as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from campaigns.checkpoints.disk import Disk, Hasty, Recording, put
+from campaigns.checkpoints.example import content, expected, save
+from fabricate.checkpoint import clean, committed, prune, set_aside
+from fabricate.errors import CheckpointError
+from fabricate.files import LOCAL
+
+ROOT = Path("run") / "checkpoints"
+
+
+def first(files: Recording) -> None:
+    """The first save of a run, which also makes its directories."""
+    save(files.root / ROOT, 1, files)
+    files.mark("1 is durable")
+
+
+def next_one(files: Recording) -> None:
+    """A save, and the deletion of the one before it."""
+    save(files.root / ROOT, 2, files)
+    files.mark("2 is durable")
+    prune([files.root / ROOT / "step-00000001"], files)
+    files.mark("1 is gone")
+
+
+def after_a_kill(files: Recording) -> None:
+    """The start of a run that finds what a killed one left, and its first save."""
+    clean(files.root / ROOT, files)
+    save(files.root / ROOT, 2, files)
+    files.mark("2 is durable")
+
+
+def after_damage(files: Recording) -> None:
+    """The start of a run whose newest checkpoint is damaged."""
+    set_aside(files.root / ROOT / "step-00000003", "torn", files)
+    files.mark("3 is gone")
+    save(files.root / ROOT, 2, files)
+    files.mark("2 is durable")
+
+
+def _nothing(root: Path) -> None:
+    """No run yet."""
+
+
+def _one(root: Path) -> None:
+    save(root / ROOT, 1)
+
+
+def _one_and_a_leftover(root: Path) -> None:
+    save(root / ROOT, 1)
+    save(root / ROOT, 2).rename(root / ROOT / ".tmp-step-00000002-dead")
+    (root / ROOT / ".trash-step-00000000").mkdir()
+    (root / ROOT / ".trash-step-00000000" / "state.json").write_text("{}")
+
+
+def _one_and_a_damaged(root: Path) -> None:
+    save(root / ROOT, 1)
+    (save(root / ROOT, 3) / "state.json").write_text("{}")
+
+
+SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Recording], None], set[int]]] = {
+    "the first save": (_nothing, first, set()),
+    "a save that replaces another": (_one, next_one, {1}),
+    "a start after a kill": (_one_and_a_leftover, after_a_kill, {1}),
+    "a start after damage": (_one_and_a_damaged, after_damage, {1}),
+}
+"""What is there before, what is done, and the steps that are safe before it."""
+
+
+def run(states: int, seed: int = 0) -> dict[str, int]:
+    """Every scenario, ended after each of its operations: killed, killed in the midst of a write, and stopped in the least
+    and in `states` further ways. Returns how many ends there were, by scenario. Raises AssertionError with the end that was
+    not survived."""
+    counts = {}
+    for name, (before, work, safe) in SCENARIOS.items():
+        rng = random.Random(f"{seed} {name}")
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder, "disk")
+            root.mkdir()
+            before(root)
+            disk, files = Disk(root), Recording(root)
+            work(files)
+            counts[name] = 0
+            for number in range(len(files.operations) + 1):
+                if number:
+                    disk.apply(files.operations[number - 1])
+                for end, state in _ends(disk, files, number, states, rng):
+                    where = f"{name}, {end} after operation {number} of {len(files.operations)}"
+                    _check(state, Path(folder, "found"), where, number, files.marks, safe)
+                    counts[name] += 1
+    return counts
+
+
+def system_calls() -> dict[str, int]:
+    """The file system's methods really ask the system. Returns how often, by call; AssertionError where one does not."""
+    asked: Counter[str] = Counter()
+    real = {name: getattr(os, name) for name in ("fsync", "rename")}
+
+    def counting(name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            asked[name] += 1
+            return real[name](*arguments)
+
+        return call
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "disk")
+        root.mkdir()
+        files = Recording(root)
+        try:
+            for name in real:
+                setattr(os, name, counting(name))
+            next_one_after_first(files)
+            LOCAL.fsync_path(root / ROOT / "step-00000002" / "state.json")
+        finally:
+            for name, function in real.items():
+                setattr(os, name, function)
+        kinds = Counter(kind for kind, _, _ in files.operations)
+    done = {"fsync": kinds["fsync"] + kinds["sync"] + 1, "rename": kinds["rename"]}
+    assert dict(asked) == done, f"the system was asked {dict(asked)}, {done} was done"
+    return done
+
+
+def next_one_after_first(files: Recording) -> None:
+    """Two saves and a deletion."""
+    first(files)
+    next_one(files)
+
+
+def _ends(
+    disk: Disk, files: Recording, number: int, states: int, rng: random.Random
+) -> Iterator[tuple[str, dict[Path, bytes | None]]]:
+    done = disk.after_a_kill()
+    yield "killed", done
+    if number < len(files.operations):
+        kind, path, data = files.operations[number]
+        if kind == "write":
+            assert isinstance(data, bytes)
+            yield "killed while writing", done | {path: (done[path] or b"") + data[: len(data) // 2]}
+    yield "stopped, all lost", disk.after_a_stop(None)
+    for _ in range(states):
+        yield "stopped", disk.after_a_stop(rng)
+
+
+def _check(
+    state: dict[Path, bytes | None], root: Path, where: str, number: int, marks: dict[str, int], safe: set[int]
+) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    put(state, root)
+    listed = {int(path.name[5:]): path for path in committed(root / ROOT)}
+    whole = set()
+    for step, path in listed.items():
+        try:
+            found = content(path)
+        except CheckpointError as exc:
+            if step == 3:  # it was damaged before, and the start is about to set it aside
+                continue
+            raise AssertionError(f"{where}: step {step} is listed and damaged: {exc}") from exc
+        assert found == expected(step), f"{where}: step {step} holds something else"
+        whole.add(step)
+    must = set(safe)
+    for mark, at in marks.items():
+        if number >= at:
+            step, _, what = mark.partition(" ")
+            if what == "is durable":
+                must.add(int(step))
+            else:
+                assert int(step) not in listed, f"{where}: step {step} was taken away and is listed again"
+    if 2 in must:
+        must.discard(1)  # it may be deleted from then on
+    assert must <= whole, f"{where}: lost {sorted(must - whole)}, there is {sorted(whole)}"
+    clean(root / ROOT)
+    if (root / ROOT).exists():
+        left = {path.name for path in (root / ROOT).iterdir() if not path.name.startswith((".bad-", "step-"))}
+        assert not left, f"{where}: {left} is left after the next start"
+    if 2 not in listed:
+        assert content(save(root / ROOT, 2, Hasty())) == expected(2), f"{where}: the next save"

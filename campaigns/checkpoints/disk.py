@@ -1,0 +1,217 @@
+"""A disk that can be stopped after any operation: what was done is recorded, and replayed as it may be found after the end.
+
+Two ends are told apart. A process that is killed leaves everything it did, a write perhaps in part. A machine that
+stops leaves, besides what was made durable, any part of the rest: of each file some of its unsynced bytes, of each
+directory its changes up to some point. Only fsync of the file makes bytes durable, only fsync of the directory names.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fabricate.files import Files, Writer
+
+_PAGE = 512
+
+
+@dataclass
+class File:
+    """Bytes as the process sees them, as they are durable, and the writes in between."""
+
+    data: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def found(self, rng: random.Random | None) -> bytes:
+        """What is there after the machine stopped; None: the least that must be."""
+        data = bytearray(self.durable)
+        if rng is None:
+            return bytes(data)
+        for start, written in self.pending:
+            way = rng.randrange(4)
+            if way == 0:
+                continue
+            if way == 1:
+                written = written[: rng.randrange(len(written) + 1)]
+            data.extend(bytes(max(0, start + len(written) - len(data))))
+            for page in range(0, len(written), _PAGE):
+                if way != 2 or rng.random() < 0.5:
+                    data[start + page : start + page + _PAGE] = written[page : page + _PAGE]
+        return bytes(data)
+
+
+@dataclass
+class Directory:
+    """Names as the process sees them, as they are durable, and the changes in between: old name or none, new name or none."""
+
+    names: dict[str, File | Directory] = field(default_factory=dict)
+    durable: dict[str, File | Directory] = field(default_factory=dict)
+    pending: list[tuple[str | None, str | None, File | Directory]] = field(default_factory=list)
+
+    def change(self, old: str | None, new: str | None, node: File | Directory) -> None:
+        _apply(self.names, (old, new, node))
+        self.pending.append((old, new, node))
+
+    def sync(self) -> None:
+        self.durable, self.pending = dict(self.names), []
+
+    def found(self, rng: random.Random | None) -> dict[str, File | Directory]:
+        names = dict(self.durable)
+        kept = 0 if rng is None else rng.choice([len(self.pending), rng.randrange(len(self.pending) + 1)])
+        for change in self.pending[:kept]:
+            _apply(names, change)
+        return names
+
+
+def _apply(names: dict[str, File | Directory], change: tuple[str | None, str | None, File | Directory]) -> None:
+    old, new, node = change
+    if old is not None:
+        names.pop(old, None)
+    if new is not None:
+        names[new] = node
+
+
+Operation = tuple[str, Path, Path | bytes | None]
+
+
+class Recording(Files):
+    """The local file system, with every change below `root` written down in `operations`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.operations: list[Operation] = []
+        self.marks: dict[str, int] = {}
+
+    def mark(self, name: str) -> None:
+        """Remember how many operations were done so far."""
+        self.marks[name] = len(self.operations)
+
+    def _note(self, kind: str, path: Path, more: Path | bytes | None = None) -> None:
+        if path == self.root or self.root in path.parents:
+            self.operations.append((kind, path.relative_to(self.root), more))
+
+    def create(self, path: Path) -> Writer:
+        writer = super().create(path)
+        self._note("create", path)
+        return writer
+
+    def write(self, writer: Writer, data: bytes | bytearray | memoryview) -> None:
+        super().write(writer, data)
+        self._note("write", writer.path, bytes(data))
+
+    def fsync(self, writer: Writer) -> None:
+        super().fsync(writer)
+        self._note("fsync", writer.path)
+
+    def make_directory(self, path: Path) -> None:
+        there = path.is_dir()
+        super().make_directory(path)
+        if not there:
+            self._note("make", path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self._note("rename", source, target.relative_to(self.root))
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        self._note("remove", path)
+
+    def remove_directory(self, path: Path) -> None:
+        super().remove_directory(path)
+        self._note("remove", path)
+
+    def fsync_directory(self, path: Path) -> None:
+        super().fsync_directory(path)
+        self._note("sync", path)
+
+
+class Hasty(Files):
+    """The local file system for what need not last: nothing is waited for."""
+
+    def fsync(self, writer: Writer) -> None:
+        """Left out."""
+
+    def fsync_directory(self, path: Path) -> None:
+        """Left out."""
+
+
+class Disk:
+    """A tree of files in memory, to which recorded operations are applied one by one."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.top = _load(root) if root is not None else Directory()
+
+    def apply(self, operation: Operation) -> None:
+        kind, path, more = operation
+        if kind == "sync":
+            node = self._at(path)
+            assert isinstance(node, Directory)
+            node.sync()
+            return
+        parent = self._at(path.parent)
+        assert isinstance(parent, Directory)
+        if kind in ("create", "make"):
+            parent.change(None, path.name, File() if kind == "create" else Directory())
+        elif kind == "remove":
+            parent.change(path.name, None, parent.names[path.name])
+        elif kind == "rename":
+            assert isinstance(more, Path)
+            assert more.parent == path.parent
+            parent.change(path.name, more.name, parent.names[path.name])
+        else:
+            file = parent.names[path.name]
+            assert isinstance(file, File)
+            if kind == "fsync":
+                file.durable, file.pending = bytes(file.data), []
+            else:
+                assert isinstance(more, bytes)
+                file.pending.append((len(file.data), more))
+                file.data += more
+
+    def _at(self, path: Path) -> File | Directory:
+        node: File | Directory = self.top
+        for part in path.parts:
+            assert isinstance(node, Directory)
+            node = node.names[part]
+        return node
+
+    def after_a_kill(self) -> dict[Path, bytes | None]:
+        """Everything that was done, as path to bytes; directories as None."""
+        return dict(_walk(self.top, Path(), lambda node: node.names, lambda file: bytes(file.data)))
+
+    def after_a_stop(self, rng: random.Random | None) -> dict[Path, bytes | None]:
+        """What the machine may find when it starts again; None: the least."""
+        return dict(_walk(self.top, Path(), lambda node: node.found(rng), lambda file: file.found(rng)))
+
+
+def _walk(node: Directory, path: Path, names: object, data: object) -> Iterator[tuple[Path, bytes | None]]:
+    for name, child in names(node).items():  # type: ignore[operator]
+        if isinstance(child, Directory):
+            yield path / name, None
+            yield from _walk(child, path / name, names, data)
+        else:
+            yield path / name, data(child)  # type: ignore[operator]
+
+
+def _load(path: Path) -> Directory:
+    names: dict[str, File | Directory] = {}
+    for child in sorted(path.iterdir()):
+        if child.is_dir():
+            names[child.name] = _load(child)
+        else:
+            data = child.read_bytes()
+            names[child.name] = File(bytearray(data), data)
+    return Directory(names, dict(names))
+
+
+def put(state: dict[Path, bytes | None], root: Path) -> None:
+    """Make `root`, which is empty, hold `state`."""
+    for path, data in state.items():
+        if data is None:
+            (root / path).mkdir()
+        else:
+            (root / path).write_bytes(data)

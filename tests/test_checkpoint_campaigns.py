@@ -1,0 +1,55 @@
+"""Short forms of the campaigns against checkpoints; `make campaign` runs the long ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from campaigns.checkpoints import corruption, crashes, mutants, refusals
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_no_end_of_a_process_or_a_machine_costs_a_checkpoint() -> None:
+    assert crashes.system_calls()["fsync"] > 10
+    ends = crashes.run(states=4)
+    assert len(ends) == 4
+    assert all(number > 100 for number in ends.values())
+
+
+def test_what_is_refused_is_refused() -> None:
+    assert refusals.run() > 45
+
+
+def test_altered_and_forged_checkpoints_are_refused() -> None:
+    caught = corruption.run(4_000)
+    assert caught.keys() == {*corruption.BYTES, *corruption.FILES, *corruption.FORGERIES, "duplicate key", "unchanged"}
+    assert caught["unchanged"] < 200
+
+
+def test_the_code_without_one_fsync_rename_digest_or_proof_of_coverage_is_noticed() -> None:
+    found = mutants.run(mutants.VITAL)
+    assert [site for site, noticed in found.items() if not noticed] == []
+    kinds = [site.kind for module in mutants.MODULES for site in mutants.sites(module)]
+    assert kinds.count("durable") >= 13
+    assert kinds.count("digest") >= 4
+    assert kinds.count("coverage") >= 8
+
+
+@pytest.mark.timeout(600)
+def test_runs_that_are_killed_end_as_if_undisturbed(tmp_path: Path) -> None:
+    """In a process of its own, which forks the runs: it must not have threads, and this one may."""
+    file = tmp_path / "found.json"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "campaigns.checkpoints", "kill", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-8000:]
+    kills: dict[str, Any] = json.loads(file.read_text())["kill"]
+    assert kills["in all"] >= 100
+    assert all(number >= 3 for number in kills["kills"].values())
