@@ -863,6 +863,13 @@ def forgeries(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield changed("nothing covers", "tensors", "model/new", value={"dtype": "F32", "shape": [2**61]})
     yield changed("the tensor of alias", "aliases", "x", value="nowhere")
     yield changed("a tensor name", "aliases", "x", value=["model/a.weight"])
+    yield changed("version", "version", value=True)
+    for name in ("", "a\0b", "__metadata__", "x" * 1001):
+        yield changed("a tensor name", "tensors", name, value={"dtype": "F32", "shape": [0]})
+    (empty,) = [chunk for chunk in body["files"][index]["chunks"] if chunk[0] == "model/empty"]
+    place = body["files"][index]["chunks"].index(empty)
+    twice = [*body["files"][index]["chunks"][: place + 1], *body["files"][index]["chunks"][place:]]
+    yield changed("the number of empty chunks", *data, "chunks", value=twice)
     yield changed("unknown ['more']", "tensors", "model/a.weight", "more", value=1)
     yield changed("unknown ['more']", *data, "more", value=1)
     yield changed("unknown ['more']", "more", value=1)

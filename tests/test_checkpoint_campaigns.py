@@ -33,6 +33,7 @@ def test_altered_and_forged_checkpoints_are_refused() -> None:
     assert caught["unchanged"] < 200
 
 
+@pytest.mark.timeout(1200)
 def test_the_code_without_one_fsync_rename_digest_or_proof_of_coverage_is_noticed() -> None:
     found = mutants.run(mutants.VITAL)
     assert [site for site, noticed in found.items() if not noticed] == []
@@ -42,7 +43,7 @@ def test_the_code_without_one_fsync_rename_digest_or_proof_of_coverage_is_notice
     assert kinds.count("coverage") >= 8
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_runs_that_are_killed_end_as_if_undisturbed(tmp_path: Path) -> None:
     """In a process of its own, which forks the runs: it must not have threads, and this one may."""
     file = tmp_path / "found.json"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import random
 import shutil
@@ -20,6 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fabricate import Callback, CheckpointError, Trainer, TrainModule
 from fabricate.checkpoint.directory import Reader
+from fabricate.checkpoint.files import Files
 from fabricate.testing import run_ranks
 
 STEPS, SAVED, CRASH = 8, 4, 6
@@ -142,8 +145,14 @@ def fit(run_dir: Path | None, steps: int = STEPS, module: TrainModule | None = N
     data = options.pop("train", Noisy())
     torch.manual_seed(11)
     module = Net() if module is None else module
-    defaults = {"seed": 5, "save_every": "4 steps", "log_every": "3 steps", "global_batch_size": GLOBAL_BATCH}
-    trainer = Trainer(max_steps=steps, run_dir=run_dir, progress=False, keep="all", **{**defaults, **options})
+    defaults = {
+        "keep": "all",
+        "seed": 5,
+        "save_every": "4 steps",
+        "log_every": "3 steps",
+        "global_batch_size": GLOBAL_BATCH,
+    }
+    trainer = Trainer(max_steps=steps, run_dir=run_dir, progress=False, **{**defaults, **options})
     trainer.fit(module, data, **inner)
     return module
 
@@ -478,6 +487,54 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, keep: Any, validate_ever
         trainer.validate(module, Noisy(4), which, batch_size=4)
         saved = Net.load_from_checkpoint(step(tmp_path, number))
         assert torch.equal(module.head.weight, saved.head.weight)
+
+
+def test_what_a_kill_left_undeleted_goes_when_the_run_is_resumed(tmp_path: Path) -> None:
+    fit(tmp_path, keep="all")
+    assert steps(tmp_path) == [4, 8]
+    fit(tmp_path, keep=1)
+    assert steps(tmp_path) == [8]
+
+
+def test_a_damaged_checkpoint_may_be_the_best_and_is_not_deleted(tmp_path: Path) -> None:
+    class Damage(Callback):
+        def on_saved(self, path: Path, step: int) -> None:
+            if step == 1:
+                (path / "manifest.json").write_text("{}")
+
+    keep = {"last": 1, "best": 1}
+    trainer = Trainer(
+        max_steps=4,
+        run_dir=tmp_path,
+        keep=keep,
+        seed=1,
+        progress=False,
+        save_every=1,
+        validate_every=1,
+        plugins=[Damage()],
+    )
+    trainer.fit(Measured(), Noisy(), Noisy(4), batch_size=4)
+    assert steps(tmp_path) == [1, 2, 4]
+
+
+def test_what_cannot_be_deleted_is_told_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Files.rename
+
+    def rename(self: Files, source: Path, target: Path) -> None:
+        if target.name == ".trash-step-00000002":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(self, source, target)
+
+    monkeypatch.setattr(Files, "rename", rename)
+    fit(tmp_path, keep=1, save_every=2)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("prune_failed") == 3
+    assert "Training goes on" in capsys.readouterr().err
+    monkeypatch.undo()
+    fit(tmp_path, keep=1, save_every=2)
+    assert steps(tmp_path) == [8]
 
 
 def test_a_fit_that_is_done_says_so_and_changes_nothing(tmp_path: Path) -> None:

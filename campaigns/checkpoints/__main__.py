@@ -44,9 +44,9 @@ def kill(long: bool, seed: int) -> dict[str, Any]:
     from campaigns.checkpoints.kills import Kind, run
 
     modes = ("sync", "async")
-    single = {Kind("single", 1, mode): 200 if long else 24 for mode in modes}
+    single = {Kind("single", 1, mode): 200 if long else 20 for mode in modes}
     several = {Kind(name, 2, mode): 100 if long else 3 for name in ("ddp", "fsdp") for mode in modes}
-    counts = run(single, seed, every=1 if long else 6) | run(several, seed)
+    counts = run(single, seed, every=1 if long else 8) | run(several, seed)
     if long:
         counts |= run({Kind("single", 1, "async", workers=2): 30}, seed)
         if importlib.util.find_spec("fabricate_deepspeed") is not None:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from campaigns.checkpoints.disk import Disk, Hasty, Recording, put
 from campaigns.checkpoints.example import content, expected, save
-from fabricate.checkpoint import clean, committed, prune, set_aside
+from fabricate.checkpoint.directory import clean, committed, prune, set_aside
+from fabricate.checkpoint.files import LOCAL
 from fabricate.errors import CheckpointError
-from fabricate.files import LOCAL
 
 ROOT = Path("run") / "checkpoints"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fabricate import checkpoint, writing
-from fabricate.checkpoint import Chunk, FileRecord, Manifest, Reader
-from fabricate.files import LOCAL, Files
+from fabricate.checkpoint import directory, writing
+from fabricate.checkpoint.directory import Chunk, FileRecord, Manifest, Reader
+from fabricate.checkpoint.files import LOCAL, Files
 
 BLOCK = 4096
 """The smallest that the format allows, so that a file of some kilobytes has several."""
@@ -33,7 +33,7 @@ def tensors(step: int) -> dict[str, np.ndarray[Any, Any]]:
 def save(root: Path, step: int, files: Files = LOCAL) -> Path:
     """Write it as `RANKS` ranks do, one after the other, and commit."""
     nonce = f"{step:04x}"
-    staging = checkpoint.stage(root, step, nonce, files)
+    staging = directory.stage(root, step, nonce, files)
     records: list[FileRecord] = []
     before, writing.BLOCK_SIZE = writing.BLOCK_SIZE, BLOCK  # type: ignore[misc]
     try:
@@ -45,10 +45,8 @@ def save(root: Path, step: int, files: Files = LOCAL) -> Path:
                     part = tensor.reshape(-1)[start:end]
                     code = _CODES[str(tensor.dtype)]
                     chunks.append(Chunk(name, start, part.size, code, tensor.shape, lambda part=part: part))  # type: ignore[misc]
-            records.append(checkpoint.write_tensors(staging / f"data-{rank:05d}.safetensors", chunks, files))
-        records.append(
-            checkpoint.write_json(staging / "state.json", {"step": step, "lr": [0.1, {"$": "tuple"}]}, files)
-        )
+            records.append(directory.write_tensors(staging / f"data-{rank:05d}.safetensors", chunks, files))
+        records.append(directory.write_json(staging / "state.json", {"step": step, "lr": [0.1, {"$": "tuple"}]}, files))
     finally:
         writing.BLOCK_SIZE = before  # type: ignore[misc]
     manifest = Manifest(
@@ -56,12 +54,12 @@ def save(root: Path, step: int, files: Files = LOCAL) -> Path:
         run_id="campaign",
         nonce=nonce,
         created="2031-05-01T12:00:00Z",
-        tensors=checkpoint.tensors_of(records),
+        tensors=directory.tensors_of(records),
         files=tuple(records),
         aliases={"model/tied": "model/weight"},
         metrics={"loss": 1.0 / (step + 1)},
     )
-    return checkpoint.commit(staging, manifest, files)
+    return directory.commit(staging, manifest, files)
 
 
 def content(path: Path, files: Files = LOCAL) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fabricate.files import Files, Writer
+from fabricate.checkpoint.files import Files, Writer
 
 _MOST_SECONDS = 120.0
 _OPERATIONS = (
@@ -189,13 +189,29 @@ def straight(kind: Kind, root: Path) -> Straight:
 
     run_dir = root / "straight"
     began = time.monotonic()
-    ended = wait(run_dir, start(kind, run_dir, {}))
+    ended = _attempt(kind, run_dir, {})
     seconds = time.monotonic() - began
     if ended.ways != ["done"] * kind.ranks:
         raise AssertionError(f"{kind}: it does not even run undisturbed\n" + "\n".join(ended.texts))
     found = runs.outcome(run_dir)
     shutil.rmtree(run_dir)
     return Straight(found, seconds, ended.operations)
+
+
+def _attempt(
+    kind: Kind,
+    run_dir: Path,
+    at: dict[int, int],
+    moment: float | None = None,
+    victim: int = 0,
+    all_of_them: bool = False,
+) -> Ended:
+    """Start the ranks and wait for their end. Again where another program took their port in the meantime."""
+    while True:
+        children = start(kind, run_dir, at)
+        ended = wait(run_dir, children, moment, children if all_of_them else [children[victim]])
+        if not any("EADDRINUSE" in text for text in ended.texts):
+            return ended
 
 
 def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, plan: list[int]) -> int:
@@ -212,9 +228,7 @@ def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, pla
             at = {victim: by}
         elif by == 0:
             moment = rng.uniform(0.0, 1.05 * undisturbed.seconds)
-        children = start(kind, run_dir, at)
-        victims = children if rng.random() < 0.4 else [children[victim]]
-        ended = wait(run_dir, children, moment, victims)
+        ended = _attempt(kind, run_dir, at, moment, victim, all_of_them=rng.random() < 0.4)
         hits += "killed" in ended.ways
         there = runs.saved(run_dir)
         told.append(f"{by}: {ended.ways}, then {there}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent.parent
-MODULES = ("checkpoint", "manifest", "writing", "files")
+MODULES = ("directory", "manifest", "writing", "files")
 DURABLE = {"fsync", "fsync_directory", "rename"}
 CHECKS = {
     "require",
@@ -79,11 +79,11 @@ def sites(module: str) -> list[Site]:
 
 
 def _source(module: str) -> str:
-    return (ROOT / "fabricate" / f"{module}.py").read_text(encoding="utf-8")
+    return (ROOT / "fabricate" / "checkpoint" / f"{module}.py").read_text(encoding="utf-8")
 
 
 def _kind(node: ast.AST) -> str:
-    if isinstance(node, ast.If) and not node.orelse and len(node.body) == 1 and isinstance(node.body[0], ast.Raise):
+    if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
         return "check"
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         function = node.value.func
@@ -114,7 +114,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads one module of fabricate without one of its lines."""
 
     def __init__(self, module: str, line: int) -> None:
-        self.name, self.line = f"fabricate.{module}", line
+        self.name, self.line = f"fabricate.checkpoint.{module}", line
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -125,7 +125,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         without = _Without(self.line)
-        tree = without.visit(ast.parse(_source(self.name.removeprefix("fabricate."))))
+        tree = without.visit(ast.parse(_source(self.name.rpartition(".")[2])))
         assert without.removed == 1, f"{self.name} has no such line: {self.line}"
         exec(
             compile(ast.fix_missing_locations(tree), f"<{self.name} without line {self.line}>", "exec"), module.__dict__
@@ -137,9 +137,9 @@ def probe() -> None:
     from campaigns.checkpoints import corruption, crashes, refusals
 
     crashes.system_calls()
-    crashes.run(states=2)
     refusals.run()
     corruption.run(1500)
+    crashes.run(states=2)
 
 
 def run(kinds: Sequence[str] = KINDS, modules: Sequence[str] = MODULES, jobs: int | None = None) -> dict[str, str]:

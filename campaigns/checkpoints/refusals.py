@@ -13,8 +13,8 @@ import numpy as np
 
 from campaigns.checkpoints.disk import Hasty
 from campaigns.checkpoints.example import BLOCK, content, save
-from fabricate import checkpoint, writing
-from fabricate.checkpoint import Chunk, FileRecord, Manifest, Reader
+from fabricate.checkpoint import directory, writing
+from fabricate.checkpoint.directory import Chunk, FileRecord, Manifest, Reader
 from fabricate.errors import CheckpointError
 
 _HASTY = Hasty()
@@ -28,7 +28,7 @@ def _chunk(count: int = 4, start: int = 0, **changes: object) -> Chunk:
 def _manifest(files: list[FileRecord], **changes: object) -> Manifest:
     fields: dict[str, object] = {
         "step": 1, "run_id": "r", "nonce": "a", "created": "2031-05-01T12:00:00Z", "files": tuple(files),
-        "tensors": checkpoint.tensors_of(files),
+        "tensors": directory.tensors_of(files),
     }  # fmt: skip
     return Manifest(**(fields | changes))  # type: ignore[arg-type]
 
@@ -36,10 +36,10 @@ def _manifest(files: list[FileRecord], **changes: object) -> Manifest:
 def _commit(
     root: Path, spoil: Callable[[Path], object] = lambda staging: None, name: str | None = None, **changes: object
 ) -> Path:
-    staging = checkpoint.stage(root, 1, "a", _HASTY)
-    record = checkpoint.write_tensors(staging / "data.safetensors", [_chunk()], _HASTY)
+    staging = directory.stage(root, 1, "a", _HASTY)
+    record = directory.write_tensors(staging / "data.safetensors", [_chunk()], _HASTY)
     spoil(staging)
-    return checkpoint.commit(staging, _manifest([record], **changes), _HASTY, name)
+    return directory.commit(staging, _manifest([record], **changes), _HASTY, name)
 
 
 def _renamed(root: Path) -> None:
@@ -75,7 +75,7 @@ def _read(root: Path, read: Callable[[Reader], object]) -> None:
 
 def _write(root: Path, *chunks: Chunk, name: str = "data.safetensors", plain: bool = False) -> None:
     root.mkdir()
-    (checkpoint.write_plain_safetensors if plain else checkpoint.write_tensors)(root / name, chunks, _HASTY)
+    (directory.write_plain_safetensors if plain else directory.write_tensors)(root / name, chunks, _HASTY)
 
 
 class _NoRename(Hasty):
@@ -91,24 +91,22 @@ def _not_renamed(root: Path) -> None:
 
 def _header(root: Path) -> None:
     """The digest is right, the length of the header is not."""
-    staging = checkpoint.stage(root, 1, "a", _HASTY)
+    staging = directory.stage(root, 1, "a", _HASTY)
     file = staging / "data.safetensors"
-    record = checkpoint.write_tensors(file, [_chunk()], _HASTY)
+    record = directory.write_tensors(file, [_chunk()], _HASTY)
     data = file.read_bytes()
     file.unlink()
     forged = writing._write(file, [(int.from_bytes(data[:8], "little") + 8).to_bytes(8, "little"), data[8:]], _HASTY)
-    path = checkpoint.commit(staging, _manifest([dataclasses.replace(forged, chunks=record.chunks)]), _HASTY)
+    path = directory.commit(staging, _manifest([dataclasses.replace(forged, chunks=record.chunks)]), _HASTY)
     with Reader(path) as reader:
         reader.verify()
 
 
 def _disagree(root: Path) -> None:
     root.mkdir()
-    first = checkpoint.write_tensors(root / "a.safetensors", [_chunk(2)], _HASTY)
-    second = checkpoint.write_tensors(
-        root / "b.safetensors", [_chunk(2, 2, dtype="I32", data=lambda: bytes(8))], _HASTY
-    )
-    checkpoint.tensors_of([first, second])
+    first = directory.write_tensors(root / "a.safetensors", [_chunk(2)], _HASTY)
+    second = directory.write_tensors(root / "b.safetensors", [_chunk(2, 2, dtype="I32", data=lambda: bytes(8))], _HASTY)
+    directory.tensors_of([first, second])
 
 
 CASES: dict[str, Callable[[Path], object]] = {
@@ -120,7 +118,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a name that leads elsewhere": lambda root: _commit(root, name="../x"),
     "a step below zero": lambda root: _commit(root, step=-1),
     "a run without a name": lambda root: _commit(root, run_id=""),
-    "a nonce that leads elsewhere": lambda root: checkpoint.stage(root, 1, "../x"),
+    "a nonce that leads elsewhere": lambda root: directory.stage(root, 1, "../x"),
     "a time that is none": lambda root: _commit(root, created="2031-13-01T12:00:00Z"),
     "a time of another form": lambda root: _commit(root, created="today"),
     "a metric that is no number": lambda root: _commit(root, metrics={"loss": "low"}),
@@ -128,23 +126,30 @@ CASES: dict[str, Callable[[Path], object]] = {
     "an alias that is a tensor": lambda root: _commit(root, aliases={"w": "w"}),
     "an alias without a name": lambda root: _commit(root, aliases={"": "w"}),
     "a tensor that nobody wrote": lambda root: _commit(
-        root, tensors={"w": checkpoint.TensorRecord("F32", (4,)), "v": checkpoint.TensorRecord("F32", (1,))}
+        root, tensors={"w": directory.TensorRecord("F32", (4,)), "v": directory.TensorRecord("F32", (1,))}
     ),
     "a tensor that is not listed": lambda root: _commit(root, tensors={}),
-    "a tensor of another type": lambda root: _commit(root, tensors={"w": checkpoint.TensorRecord("I32", (4,))}),
-    "a tensor of too many dimensions": lambda root: checkpoint.TensorRecord("F32", (1,) * 65),
-    "a tensor of too many elements": lambda root: checkpoint.TensorRecord("F32", (2**40, 2**40)),
-    "a tensor of an unknown type": lambda root: checkpoint.TensorRecord("F4", (1,)),
-    "a tensor of a negative size": lambda root: checkpoint.TensorRecord("F32", (-1, -1)),
+    "a tensor of another type": lambda root: _commit(root, tensors={"w": directory.TensorRecord("I32", (4,))}),
+    "a tensor of too many dimensions": lambda root: directory.TensorRecord("F32", (1,) * 65),
+    "a tensor of too many elements": lambda root: directory.TensorRecord("F32", (2**40, 2**40)),
+    "a tensor of an unknown type": lambda root: directory.TensorRecord("F4", (1,)),
+    "a tensor of a negative size": lambda root: directory.TensorRecord("F32", (-1, -1)),
     "a rename that failed": _not_renamed,
     "a header of another length": _header,
-    "a directory without a checkpoint": lambda root: (root.mkdir(), checkpoint.find(root)),
-    "a chunk inside the header": lambda root: checkpoint.ChunkRecord("w", 0, 1, "F32", (1,), 7),
+    "a directory without a checkpoint": lambda root: (root.mkdir(), directory.find(root)),
+    "a chunk inside the header": lambda root: directory.ChunkRecord("w", 0, 1, "F32", (1,), 7),
     "a tensor in a JSON file": lambda root: FileRecord(
-        "x.json", 12, BLOCK, ("0" * 32,), (checkpoint.ChunkRecord("w", 0, 1, "F32", (1,), 8),)
+        "x.json", 12, BLOCK, ("0" * 32,), (directory.ChunkRecord("w", 0, 1, "F32", (1,), 8),)
+    ),
+    "a tensor whose name does not print": lambda root: _commit(
+        root, tensors={"w": directory.TensorRecord("F32", (4,)), "v\0": directory.TensorRecord("F32", (0,))}
+    ),
+    "a digest that is none": lambda root: FileRecord("x.json", 4, BLOCK, ("0" * 31 + "g",)),
+    "two files that some file systems take for one": lambda root: _manifest(
+        [FileRecord("x.json", 0, BLOCK, ()), FileRecord("X.json", 0, BLOCK, ())]
     ),
     "ranks that disagree": _disagree,
-    "a discarded directory that is none of ours": lambda root: (root.mkdir(), checkpoint.discard(root)),
+    "a discarded directory that is none of ours": lambda root: (root.mkdir(), directory.discard(root)),
     "a chunk twice": lambda root: _write(root, _chunk(), _chunk()),
     "a chunk beyond its tensor": lambda root: _write(root, _chunk(4, 1)),
     "a chunk before its tensor": lambda root: _write(root, _chunk(4, -1)),
@@ -152,7 +157,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a chunk without a name": lambda root: _write(root, _chunk(tensor="")),
     "a part of a tensor as an export": lambda root: _write(root, _chunk(2), plain=True),
     "a file of another kind": lambda root: _write(root, _chunk(), name="data.pkl"),
-    "a file called as the manifest": lambda root: (root.mkdir(), checkpoint.write_json(root / "manifest.json", {})),
+    "a file called as the manifest": lambda root: (root.mkdir(), directory.write_json(root / "manifest.json", {})),
     "a checkpoint under another step": _renamed,
     "a link to the manifest": lambda root: _link(root, "manifest.json"),
     "a link to a file": lambda root: _link(root, "state.json"),

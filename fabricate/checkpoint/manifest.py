@@ -279,7 +279,7 @@ class Manifest:
         names = {"format", "version", *cls.__dataclass_fields__}
         fields = _object(body, "the manifest", names)
         require(fields["format"] == FORMAT, "format", fields["format"], FORMAT)
-        require(fields["version"] == VERSION, "version", fields["version"], VERSION)
+        integer(fields["version"], "version", VERSION, VERSION)
         tensors = _mapping(fields["tensors"], "tensors")
         return cls(
             step=fields["step"],
@@ -354,9 +354,12 @@ def _prove_coverage(tensors: Mapping[str, TensorRecord], files: Collection[FileR
                 raise CheckpointError(
                     f"{record.name} holds {chunk.tensor!r} as {chunk.whole}, `tensors` lists {tensor}"
                 )
-            if chunk.count:
-                ranges[chunk.tensor].append((chunk.start, chunk.count, record.name))
+            ranges[chunk.tensor].append((chunk.start, chunk.count, record.name))
     for name, tensor in tensors.items():
+        # A chunk without elements holds nothing, and says only where a tensor without elements is.
+        wanted = "1, of a tensor without elements, or 0"
+        idle = sum(not count for _, count, _ in ranges[name])
+        require(idle <= (tensor.num_elements == 0), f"the number of empty chunks of {name!r}", idle, wanted)
         position = 0
         for start, count, file in sorted(ranges[name]):
             if start != position:

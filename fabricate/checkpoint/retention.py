@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fabricate.checkpoint.directory import Reader
+from fabricate.errors import CheckpointError
 
 __all__ = ["best_checkpoints", "kept"]
 
@@ -21,17 +22,26 @@ def kept(found: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
         return set(found)
     chosen = set(found[-last:])
     if best:
-        chosen |= set(best_checkpoints(found, keep["metric"], keep["mode"])[:best])
+        unreadable: list[Path] = []
+        chosen |= set(best_checkpoints(found, keep["metric"], keep["mode"], unreadable)[:best])
+        chosen |= set(unreadable)  # it may be the best one: whoever resumes from it is told what is wrong
     return chosen
 
 
-def best_checkpoints(found: Sequence[Path], metric: str, mode: str) -> list[Path]:
+def best_checkpoints(found: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None) -> list[Path]:
     """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first, since a checkpoint between
-    two evaluations repeats the value of the one before it."""
+    two evaluations repeats the value of the one before it. A damaged one goes to `unreadable`; without it, it is an error."""
     scored = []
     for path in found:
-        with Reader(path) as reader:
-            if metric in reader.manifest.metrics:
-                value = float(reader.manifest.metrics[metric])
-                scored.append((value if mode == "min" else -value, reader.manifest.step, path))
+        try:
+            with Reader(path) as reader:
+                metrics, step = reader.manifest.metrics, reader.manifest.step
+        except CheckpointError:
+            if unreadable is None:
+                raise
+            unreadable.append(path)
+            continue
+        if metric in metrics:
+            value = float(metrics[metric])
+            scored.append((value if mode == "min" else -value, step, path))
     return [path for _, _, path in sorted(scored)]

@@ -33,7 +33,7 @@ from fabricate.state.logical import (
     optimizer_groups,
     read_whole,
 )
-from fabricate.state.saving import checkpoints
+from fabricate.state.saving import checkpoints, prune
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -210,6 +210,7 @@ def restore(run: Run, path: Path) -> None:
         _restore_own(run, reader, world_size)
     if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
         run.checkpoint, run.saved_step = path, run.progress.step
+        prune(run)  # a kill may have come between the last save and what was to go after it
         _cut_metrics(run, tree["metrics_bytes"])
     run.restored = True
     saved, now = reader.manifest.topology, engine.topology()

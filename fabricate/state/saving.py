@@ -137,8 +137,7 @@ def _saved(run: Run, path: Path, step: int, seconds: float) -> None:
     run.event("saved", path=path.name, seconds=round(seconds, 3))
     if run.calls.on_saved is not None:
         run.calls.on_saved(run.trainer, run.module, path, step)
-    if run.engine.rank == 0:
-        _prune(run, path.parent)
+    prune(run)
 
 
 def _refused(run: Run, path: Path, failure: StorageError, last: bool) -> None:
@@ -152,11 +151,15 @@ def _refused(run: Run, path: Path, failure: StorageError, last: bool) -> None:
         )
 
 
-def _prune(run: Run, root: Path) -> None:
-    """Delete what `keep` does not hold. The newest is durable by now, so nothing older is needed for safety."""
-    if run.settings.keep["last"] is None:
+def prune(run: Run) -> None:
+    """Delete what `keep` does not hold, on rank 0. The newest is durable by now, so nothing older is needed for safety.
+    What cannot be deleted is told, and tried again after the next save."""
+    if run.engine.rank != 0 or run.settings.keep["last"] is None:
         return
-    found = format.committed(root)
-    held = kept(found, run.settings.keep)
-    if gone := [p for p in found if p not in held]:
-        format.prune(gone)
+    try:
+        found = format.committed(checkpoints(run))
+        held = kept(found, run.settings.keep)
+        format.prune(path for path in found if path not in held)
+    except StorageError as exc:
+        run.event("prune_failed", reason=str(exc))
+        print(f"warning: {exc}. Training goes on; the next save tries again", file=sys.stderr, flush=True)
