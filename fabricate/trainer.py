@@ -5,83 +5,40 @@ Building a Trainer has no effects; everything happens in `fit`, `validate`, `tes
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import datetime
 import inspect
-import json
 import os
-import secrets
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabricate import evaluation, loop
-from fabricate.alike import check_alike
-from fabricate.construct import build_model
 from fabricate.data import Loading, describe
-from fabricate.dispatch import Calls, Manager, Origin
-from fabricate.engine import Engine, check_trackers
-from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, RankError
-from fabricate.hooks import PROJECT, hookimpl
-from fabricate.interfaces import reasons
-from fabricate.launch import detect, tell_preempted
-from fabricate.memory import need, need_ahead, outline
-from fabricate.metrics import Metrics
+from fabricate.dispatch import Calls
+from fabricate.engine import Engine
+from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
+from fabricate.launch import detect
+from fabricate.lifecycle import environment_restored, finish_fit, opened, prepare_fit, register
+from fabricate.memory import need_ahead
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
-from fabricate.optimization import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.plan import Plan
 from fabricate.planning import Data, Resolved, make_plan, open_data, resolve, settle
-from fabricate.preemption import Watch, signals_heard, told_to_end
+from fabricate.preemption import Watch, told_to_end
 from fabricate.progress import Progress
-from fabricate.randomness import derive_seed, seed_everything
 from fabricate.records import EXIT_PREEMPTED, Every, FitResult
-from fabricate.registry import progress_bar
 from fabricate.rehearsal.plugins import rehearsed, resplit
 from fabricate.run import Run
 from fabricate.settings import check_arguments
-from fabricate.state import exporting, resuming, saving
-from fabricate.state.committing import Background
-from fabricate.state.logical import frozen_digests, optimizer_groups
+from fabricate.state import resuming, saving
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from fabricate.precision import Precision
     from fabricate.strategy import Strategy
-
-
-class Defaults:
-    """What the loop does where hooks can be wrapped and nobody replaces it. The plugin named "fabricate"."""
-
-    @hookimpl(trylast=True)
-    def train_step(self, trainer: Trainer, batch: Any) -> Any:
-        """Forward through the prepared model."""
-        run = trainer._live()
-        return run.engine.forward(batch, run.progress.micro_step)
-
-    @hookimpl(trylast=True)
-    def optimizer_step(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the update."""
-        return trainer._live().engine.step(optimizer)
-
-    @hookimpl(trylast=True)
-    def eval_step(self, trainer: Trainer, batch: Any, stage: str) -> Any:
-        """Forward of one evaluation batch."""
-        run = trainer._live()
-        engine = run.engine
-        return (engine.model if engine.strategy.lockstep else engine.root)(stage, batch, run.batch_idx)
-
-    @hookimpl(trylast=True)
-    def write_checkpoint(self, trainer: Trainer, path: Path) -> bool:
-        """Write and commit."""
-        saving.write(trainer._live(), path)
-        return True
 
 
 class Trainer:
@@ -293,7 +250,7 @@ class Trainer:
         """The resolved plan, without training: `str(plan)` is its text. `loading`: batch_size, num_workers, collate_fn,
         shuffle as for `fit`. Nothing is built on a device and no rank talks to another."""
         check_methods(module)
-        with _environment_restored():
+        with environment_restored():
             found = resolve(self.settings, module)
             data = open_data(self.settings, found, train, val, Loading(**loading))
             return self._plan_ahead(found, module, data)
@@ -353,15 +310,15 @@ class Trainer:
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
             )
         if found.plan_only:
-            Calls(self._register(found, module, bar=False))  # a hook that would never be called is told now
+            Calls(register(found, module, bar=False))  # a hook that would never be called is told now
             plan = self._plan_ahead(found, module, data)
             if found.launch.rank == 0:
                 print(plan, flush=True)
             raise SystemExit(0)
-        with self._open(found, module, ["train", *(["validate"] if data.validation else [])], data) as run:
+        with opened(self, found, module, ["train", *(["validate"] if data.validation else [])], data) as run:
             if run.engine.rank == 0 and (settings.max_time is not None or run.run_dir is not None):
                 run.watch = Watch(run.requests, began, settings.max_time, run.run_dir)
-            self._prepare_fit(run, found, data, resume)
+            prepare_fit(run, found, data, resume)
             try:
                 reason = loop.fit(run)  # the second frame; the module's training_step is the fourth of ours
             except BaseException as exc:
@@ -372,206 +329,9 @@ class Trainer:
                 if run.batch is not None:
                     exc.add_note(f"the batch was {describe(run.batch)}")
                 raise
-            self._finish_fit(run, reason)
+            finish_fit(run, reason)
             checkpoint = None if settings.fast_dev_run else run.checkpoint
             return FitResult(run.progress.step, run.progress.epoch, dict(run.latest), reason, checkpoint)
-
-    def _prepare_fit(self, run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str]) -> None:
-        """Everything between an open engine and the first step: optimizers, the plan, a checkpoint."""
-        module, engine, settings = run.module, run.engine, self.settings
-        where = f"{type(module).__name__}.configure_optimizers"
-        configured = configured_optimizers(where, module)
-        run.optimizers, run.schedulers = read_optimizers(where, configured, run.total_steps)
-        if problems := [
-            text
-            for o in run.optimizers.values()
-            for text in reasons(engine.precision, engine.precision.check_optimizer(o))
-        ]:
-            raise ConfigurationError("; ".join(dict.fromkeys(problems)))
-        run.notes += leave_out_frozen(run.optimizers)
-        run.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        if not settings.fast_dev_run:
-            run.notes += notes_of_length(run.schedulers, run.total_steps, settings.max_epochs)
-        for schedule in run.schedulers.values():
-            if schedule.metric is not None and not run.validation:
-                raise ConfigurationError(
-                    f"{where}: {schedule.text}, and nothing is validated; pass val= to fit, or take another scheduler"
-                )
-        optimizer_groups(module, run.optimizers, engine.strategy)
-        run.parameters = {
-            name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            for name, optimizer in run.optimizers.items()
-        }
-        needed = need(module, run.optimizers, lambda tensor: engine.strategy.local_part(tensor).shape)
-        needed = dataclasses.replace(needed, module=outline(module))  # an engine may hide shapes from now on
-        engine.prepare_optimizers(run.optimizers)
-        found = dataclasses.replace(found, seed=(run.seed, found.seed[1]))
-        plan = make_plan(settings, found, module, data, run.optimizers, run.schedulers, run.notes, needed)
-        if engine.rank == 0:
-            print(plan, flush=True)
-        resuming.occupy(run, _warn)
-        path = resuming.choose(run, os.fspath(resume), _warn)
-        if run.run_dir is not None and settings.save == "async":
-            run.background = Background(engine.beside())
-        if run.run_dir is not None and engine.rank == 0:
-            temporary = run.run_dir / ".plan.json"
-            temporary.write_text(json.dumps(plan.to_json(), indent=1))
-            temporary.replace(run.run_dir / "plan.json")
-        engine.barrier()
-        if settings.seed is not None or engine.world_size > 1:
-            seed_everything(derive_seed(run.seed, "rank", engine.rank))
-        if run.trackers:
-            engine.start_trackers(plan.to_json()["settings"])
-        if run.calls.on_fit_start is not None:
-            run.calls.on_fit_start(self, module)
-        if path is not None:
-            resuming.restore(run, path)
-        if run.run_dir is not None and not settings.save_frozen:
-            run.frozen_digests = frozen_digests(run.frozen, engine.strategy)
-        run.start_clock()
-
-    def _finish_fit(self, run: Run, reason: str) -> None:
-        saving.save(run, last=True)
-        preempted = reason == "preempted"
-        if run.engine.launch.local_rank == 0:
-            tell_preempted(os.environ, run.requests.signal if preempted else "")
-        if preempted and run.watch is not None:
-            run.watch.heard(run.requests.signal)
-        if reason in ("interrupted", "preempted"):
-            if run.calls.on_preempt is not None:
-                run.calls.on_preempt(self, run.module, run.requests.signal)
-            saved = f"the state is saved in {run.checkpoint}; the same call goes on from there"
-            run.module.print(
-                f"{reason} by {run.requests.signal} at step {run.progress.step}: "
-                + (saved if run.checkpoint else "without a run_dir nothing is saved")
-            )
-        else:
-            exporting.export(run)
-        if run.calls.on_fit_end is not None:
-            run.calls.on_fit_end(self, run.module)
-
-    @contextlib.contextmanager
-    def _open(self, found: Resolved, module: TrainModule, stages: Sequence[str], data: Data) -> Iterator[Run]:
-        """An engine with the module prepared in it; afterwards everything is as before, whatever happened."""
-        if self._run is not None:
-            raise FabricateError("this Trainer is running already; one fit at a time")
-        settings, training = self.settings, "train" in stages
-        settle(settings, found, data)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_environment_restored())
-            run_dir = settings.run_dir if training else None
-            if settings.fast_dev_run and training:
-                run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
-            trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
-            if trackers and run_dir is None:
-                raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
-            if settings.seed is not None:
-                seed_everything(settings.seed)
-            stack.enter_context(_determinism(settings.deterministic))
-            engine = stack.enter_context(
-                Engine(
-                    found.launch,
-                    found.strategy,
-                    found.precision,
-                    found.device,
-                    log_with=trackers,
-                    logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
-                    timeout=datetime.timedelta(seconds=settings.timeout.seconds),
-                    compile=settings.compile,
-                )
-            )
-            # A seed that nobody set is each process's own: rank 0's counts.
-            seed = int(engine.broadcast_json(found.seed[0]))
-            for source in (data.train, *data.validation.values()):
-                if source is not None and seed != found.seed[0]:
-                    source.reseed(seed)
-            if settings.fast_dev_run and run_dir is not None:
-                run_dir = Path(engine.broadcast_json(str(run_dir)))
-            run = Run(
-                trainer=self,
-                module=module,
-                engine=engine,
-                calls=Calls(self._register(found, module, bar=settings.progress and training)),
-                progress=Progress(),
-                metrics=Metrics(engine, engine.device),
-                settings=settings,
-                max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
-                seed=seed,
-                source=data.train,
-                validation=data.validation,
-                total_steps=data.total_steps(settings),
-                run_dir=run_dir,
-                run_id=engine.broadcast_json(secrets.token_hex(8)),
-                trackers=bool(trackers),
-                closing=stack,
-            )
-            if not found.strategy.exposes_gradients and run.calls.on_before_step is not None:
-                heard = ", ".join(run.calls.manager.order("on_before_step"))
-                raise ConfigurationError(
-                    f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {heard} hears; remove "
-                    "it or choose another strategy"
-                )
-            self._run = run
-            object.__setattr__(module, "_trainer", self)
-            modes = [(m, m.training) for m in module.modules()]
-            try:
-                if training:
-                    run.notes += stack.enter_context(signals_heard(run.requests))
-                run.notes += [note] if (note := build_model(module, run.seed)) else []
-                if training and not any(p.requires_grad for p in module.parameters()):
-                    raise ConfigurationError(
-                        f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
-                    )
-                check_alike(run)  # before anything is broadcast
-                engine.prepare(module, stages, run.seed)
-                run.notes += engine.notes
-                yield run
-            except BaseException as exc:
-                self._report(run, exc)
-                raise
-            finally:
-                saving.drain(run)
-                for child, mode in modes:
-                    child.training = mode
-                self._close(run)
-
-    def _report(self, run: Run, exc: BaseException) -> None:
-        """Tell listeners and the other ranks; never hides `exc`."""
-        if isinstance(exc, SystemExit | GeneratorExit):
-            return
-        if run.calls.on_exception is not None:
-            try:
-                run.calls.on_exception(self, run.module, exc)
-            except Exception as second:
-                exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
-        first = run.engine.report_failure(exc)
-        if first:
-            raise RankError(first) from None  # `exc` is the broken connection, an echo of what is told here
-
-    def _close(self, run: Run) -> None:
-        pending = sys.exc_info()[1]
-        try:
-            if run.calls.on_teardown is not None:
-                run.calls.on_teardown(self, run.module)
-            if run.trackers:
-                run.engine.accelerator.end_training()
-        except Exception as exc:
-            if pending is None:
-                raise
-            pending.add_note(f"on_teardown raised {type(exc).__name__}: {exc}")
-        finally:
-            object.__setattr__(run.module, "_trainer", None)
-            run.module._logged.clear()
-            run.close()
-            self._run = None
-
-    def _register(self, found: Resolved, module: TrainModule, *, bar: bool) -> Manager:
-        manager = found.registry.manager
-        manager.add(Defaults(), PROJECT)
-        if bar:  # on every rank, so that all hear the same hooks; it shows on rank 0
-            manager.add(progress_bar(), "progress_bar")
-        parts = [(f"{kind}/{choice.made.name}", choice.made, choice.origin) for kind, choice in found.choices.items()]
-        return found.registry.activate([*parts, ("module", module, Origin())])
 
     def _evaluate(
         self,
@@ -589,14 +349,14 @@ class Trainer:
         if data is None:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
         found = resolve(self.settings, module, training=False)
-        opened = open_data(self.settings, found, None, data, Loading(**loading))
+        sources = open_data(self.settings, found, None, data, Loading(**loading))
         path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
-        with self._open(found, module, [stage], opened) as run:
+        with opened(self, found, module, [stage], sources) as run:
             if path is not None:
                 resuming.load_weights_only(run, path)
             if stage == "predict":
-                return evaluation.predict(run, next(iter(opened.validation.values())))
-            return evaluation.evaluate(run, opened.validation, stage)
+                return evaluation.predict(run, next(iter(sources.validation.values())))
+            return evaluation.evaluate(run, sources.validation, stage)
 
     def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> Path:
         if checkpoint not in ("best", "last"):
@@ -630,44 +390,8 @@ class Trainer:
         return result
 
 
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _refuse_after_signal() -> None:
     """A process that was told to end trains no more: a script's next fit would go on from one that is not done."""
     if name := told_to_end():
         print(f"{name} asked this process to end: no further fit is begun; exit code {EXIT_PREEMPTED}", file=sys.stderr)
         raise SystemExit(EXIT_PREEMPTED)
-
-
-@contextlib.contextmanager
-def _environment_restored() -> Iterator[None]:
-    """torch sets variables of its compiler when the first optimizer is built; they go again with the fit."""
-    before = set(os.environ)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - before:
-            if name.startswith(("TORCHINDUCTOR_", "TRITON_")):
-                del os.environ[name]
-
-
-@contextlib.contextmanager
-def _determinism(on: bool) -> Iterator[None]:
-    if not on:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
-        if workspace is None:
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -22,7 +22,7 @@ FLOORS = [
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "run"}
     | {"compiling", "memory", "observing", "preemption", "returned"},
     {"alike", "evaluation", "loop", "state", "interop", "rehearsal", "cli", "__main__"},
-    {"trainer"},
+    {"lifecycle", "trainer"},
     {"builtin", "testing"},  # public names only, like plugins/
 ]
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
