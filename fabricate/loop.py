@@ -22,10 +22,10 @@ from fabricate.state.saving import save_requested, settle
 from fabricate.weighing import last_operation
 
 if TYPE_CHECKING:
+    from fabricate.data import Window
     from fabricate.run import Run
 
 _SYNCHRONISED = contextlib.nullcontext()
-_NOTHING = (False, False, False, False)
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
 
@@ -36,14 +36,19 @@ def fit(run: Run) -> str:
     model, forward, strategy, scaler = engine.model, engine.forward, engine.strategy, engine.scaler
     settings, world_size, source, moves = run.settings, engine.world_size, run.source, engine.device.type != "cpu"
     assert source is not None
-    stopwatch, now = run.stopwatch, time.perf_counter
-    dues = tuple(Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every))
+    stopwatch, metrics, now = run.stopwatch, run.metrics, time.perf_counter
+    moments = tuple(
+        Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every)
+    )
+    dues = tuple(due for due in moments if due.amount < math.inf)
     clocked = any(due.by_clock for due in dues) or run.watch is not None
+    most_steps = math.inf if settings.max_steps is None else settings.max_steps
     manager = calls.manager
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
     everything = list(module.parameters())
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
     scales_loss = engine.scales_loss
+    backward, step = strategy.backward, strategy.step if scaler is None else engine.step
     look_at_norm = settings.nonfinite == "skip" and not (scales_loss or strategy.skips_nonfinite)
     weighing: dict[str, str] = {}  # by optimizer, where the weights of its losses come from, see `weigh`
     activations: Activations | None = Activations(module)
@@ -72,7 +77,7 @@ def fit(run: Run) -> str:
             name, losses, weights = only, [], []
             known = weighing.get(name) if name is not None else None
             alone = last == 0 and world_size == 1
-            mark = len(run.metrics.pending)
+            mark = len(metrics.pending)
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
                 stopwatch.waited += now() - asked
                 run.batch = batch = engine.to_device(batch) if moves else batch
@@ -87,23 +92,25 @@ def fit(run: Run) -> str:
                     if chosen is not None or name is None:
                         name = choose(run, name, chosen, micro_step)
                         known = known or weighing.get(name)
-                    how, weight, labels = weigh(loss, weight, batch, own_rows, known)
-                    if known is None:
-                        known = how
-                    elif how != known:
-                        raise other_weight(known, how, loss)
+                    if known == "rows" and weight is None and own_rows:
+                        weight = labels = own_rows  # what `weigh` says, without the call
+                    else:
+                        how, weight, labels = weigh(loss, weight, batch, own_rows, known)
+                        known = known or how
+                        if how != known:
+                            raise other_weight(known, how, loss)
                     # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
                     # leave to normalise is done once, below.
                     whole = (alone and known == "counted") or (type(weight) is int and weight * world_size == rows)
                     scaled = loss if whole else loss * (weight * (world_size / rows))
-                    strategy.backward(scaled if scaler is None else scaler.scale(scaled))
+                    backward(scaled if scaler is None else scaler.scale(scaled))
                 made_by = last_operation(loss) if name not in weighing else ""
                 loss = loss.detach()
-                run.metrics.pending.append(("loss", loss, weight, "mean"))
+                metrics.pending.append(("loss", loss, weight, "mean"))
                 if module._logged:
                     if not weighing:
                         check_logged(run)
-                    run.metrics.take(module._logged, labels)
+                    metrics.take(module._logged, labels)
                 losses.append(loss)
                 weights.append(weight)
                 if calls.on_accumulate is not None:
@@ -139,11 +146,8 @@ def fit(run: Run) -> str:
             if look_at_norm and not math.isfinite(float(norm)):  # type: ignore[arg-type]
                 applied = False
             else:
-                applied = (
-                    engine.step(optimizer)
-                    if calls.optimizer_step is None
-                    else calls.optimizer_step(trainer, module, optimizer)
-                )
+                wrapped = calls.optimizer_step
+                applied = wrapped(trainer, module, optimizer) if wrapped else step(optimizer)
             if applied:
                 if name in run.schedulers:
                     run.schedulers[name].updated()
@@ -152,7 +156,7 @@ def fit(run: Run) -> str:
             else:
                 progress.skipped += 1
                 skipped_in_a_row += 1
-                del run.metrics.pending[mark:]  # what was not applied does not count in any mean
+                del metrics.pending[mark:]  # what was not applied does not count in any mean
             if activations is not None and applied:
                 observe(run, activations, losses[-1], known)
                 activations = None
@@ -174,51 +178,20 @@ def fit(run: Run) -> str:
                 mean = _mean_loss(run, losses, weights, total) if wants_loss else None
                 calls.on_step(trainer, module, progress.step, mean, norm)
                 if module._logged:
-                    run.metrics.take(module._logged, total)
+                    metrics.take(module._logged, total)
 
-            # ---- the boundary: requests and moments that fell due -------------------------------------------------
+            # ---- the boundary: most of them have nothing to do -----------------------------------------------------
             if clocked:
                 run.tick()
-            epoch = progress.epoch
-            if window.last:
-                progress.epoch, progress.position = epoch + 1, 0
-                for schedule in run.schedulers.values():
-                    schedule.epoch_ended()
-            stop, logging, evaluating, saving = _agree(run, dues, route)
-            finished = _finished(run)
-            if logging:
-                metrics = run.metrics.reduce()
-                _log(run, metrics, norm, epoch)
-                _stop_if_nonfinite(run, metrics)
-            elif window.last or stop or finished:
-                _stop_if_nonfinite(run, run.metrics.look())
-            elif len(run.metrics.pending) >= MOST_PENDING:
-                run.metrics.compact()
-            if window.last:
-                averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
-                run.write_metrics("epoch", averages, epoch)
-            if run.validation and evaluating:
-                with stopwatch.apart():
-                    validate(run, epoch)
-            if window.last and calls.on_epoch_end is not None:
-                calls.on_epoch_end(trainer, module, epoch)
-            if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
-                late_stop, _, _, late_save = _agree(run, ())
-                stop, saving = stop or late_stop, saving or late_save
-            if logging or saving or stop or finished:
-                _check_frozen(run)
-            if saving or stop or finished:
-                _check_weights(run)
-            run.at_boundary = True
-            if run.background is not None:
-                settle(run, wait=False)
-            if saving:
-                with stopwatch.apart():
-                    save_requested(run)
-            if stop:
-                return _stop_reason(run, finished)
-            if finished == "max_steps":
-                break
+            if window.last or world_size > 1 or progress.step >= most_steps or _due(run, dues):
+                if reason := _boundary(run, moments, window, norm, route):
+                    return reason
+            else:
+                if len(metrics.pending) >= MOST_PENDING:
+                    metrics.compact()
+                run.at_boundary = True
+                if run.background is not None:
+                    settle(run, wait=False)
             asked = now()
         if progress.position == 0 and not progress.micro_step:
             raise ConfigurationError(
@@ -227,7 +200,55 @@ def fit(run: Run) -> str:
     return reason
 
 
-def _same_window(run: Run, window: Any) -> None:
+def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Tensor | None, route: int) -> str:
+    """Between two updates: what fell due and what was asked for, agreed by all ranks. Why the fit ends here, or nothing."""
+    progress, calls, epoch = run.progress, run.calls, run.progress.epoch
+    if window.last:
+        progress.epoch, progress.position = epoch + 1, 0
+        for schedule in run.schedulers.values():
+            schedule.epoch_ended()
+    stop, logging, evaluating, saving = _agree(run, moments, route)
+    finished = _finished(run)
+    if logging:
+        metrics = run.metrics.reduce()
+        _log(run, metrics, norm, epoch)
+        _stop_if_nonfinite(run, metrics)
+    elif window.last or stop or finished:
+        _stop_if_nonfinite(run, run.metrics.look())
+    elif len(run.metrics.pending) >= MOST_PENDING:
+        run.metrics.compact()
+    if window.last:
+        averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
+        run.write_metrics("epoch", averages, epoch)
+    if run.validation and evaluating:
+        with run.stopwatch.apart():
+            validate(run, epoch)
+    if window.last and calls.on_epoch_end is not None:
+        calls.on_epoch_end(run.trainer, run.module, epoch)
+    if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
+        late_stop, _, _, late_save = _agree(run, ())
+        stop, saving = stop or late_stop, saving or late_save
+    if saving or stop or finished:
+        _check_weights(run)
+    run.at_boundary = True
+    if run.background is not None:
+        settle(run, wait=False)
+    if saving:
+        with run.stopwatch.apart():
+            save_requested(run)
+    return _stop_reason(run, finished) if stop else finished
+
+
+def _due(run: Run, dues: tuple[Due, ...]) -> bool:
+    """Whether a moment may have come, or this rank asked for something."""
+    progress = run.progress
+    for due in dues:
+        if getattr(progress, due.counter) >= due.next:
+            return True
+    return run.requests.pending()
+
+
+def _same_window(run: Run, window: Window) -> None:
     """Data without a length: every rank has to find the same windows, or their collectives would not match."""
     mine = [window.num_micro_steps, window.rows, int(window.last)]
     largest = run.engine.agree([*mine, *(-n for n in mine)])
@@ -289,12 +310,6 @@ def _agree(run: Run, dues: tuple[Due, ...], route: int = 0) -> tuple[bool, bool,
     """Whether to stop, log, evaluate and save: moments that fell due and what any rank asked for, the same on every rank.
     Clocks are rank 0's."""
     requests, progress = run.requests, run.progress
-    if run.engine.world_size == 1 and not requests.pending():
-        for due in dues:
-            if getattr(progress, due.counter) >= due.next:
-                break
-        else:
-            return _NOTHING
     fell = [d.reached(progress) if not d.by_clock or run.engine.rank == 0 else False for d in dues] or [False] * 3
     save = requests.save or fell[2] or bool(requests.paths)
     asked = [fell[0], requests.evaluate or fell[1], save, bool(requests.stop), bool(requests.signal)]

@@ -100,16 +100,17 @@ def ours(each: dict[str, float]) -> float:
 @pytest.mark.parametrize(
     ("most", "options"),
     [
-        (17, {}),
-        (20, {"plugins": [Steps(), MicroBatches()]}),
-        (12, {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}),
-        (19, {"module": Logs()}),
+        (11, {}),
+        (14, {"plugins": [Steps(), MicroBatches()]}),
+        (7.75, {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}),
+        (13, {"module": Logs()}),
     ],
     ids=["quiet", "two listeners", "accumulation and clipping", "one logged value"],
 )
 def test_a_micro_batch_takes_few_calls_of_our_own_and_walks_nothing(most: int, options: dict[str, Any]) -> None:
     each = per_micro_batch(**options)
-    assert ours(each) <= most, {n: c for n, c in each.items() if n.startswith("fabricate ")}
+    # A fit's own calls vary by a few (its plan looks at the machine); one more per update would be 0.25 or above.
+    assert ours(each) < most + 0.2, {n: c for n, c in each.items() if n.startswith("fabricate ")}
     walks = "named_modules modules named_parameters parameters named_members train eval state_dict children find_spec signature"
     assert not {name for name in each if name.rpartition(".")[2] in walks.split()}
 
