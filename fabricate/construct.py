@@ -105,6 +105,13 @@ def build_on_meta(module: TrainModule) -> str:
             if known or "transformers" not in sys.modules:
                 raise  # else: imported just now, so its from_pretrained was not deferred
     loads.check(module)
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ConfigurationError(
+                    f"{f'{name}.{key}'.lstrip('.')} is a tensor that configure_model made and did not register, so it would never get "
+                    "a value or move to the device: use self.register_buffer(...), or make it in __init__"
+                )
     object.__setattr__(module, "_stored", loads.stored)
     read = sum(id(tensor) in loads.stored for tensor in (*module.parameters(), *module.buffers()))
     from_files = f"{read} tensors read from files, each rank its part; other layers" if read else "each layer"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fabricate import launch_fsdp
 from fabricate.errors import ConfigurationError, RankError, did_you_mean
 
 _TRUE = ("1", "true", "yes", "on")
@@ -261,17 +262,7 @@ def _accelerate_strategy(environ: Mapping[str, str]) -> Request | None:
     if fsdp and deepspeed:
         raise ConfigurationError("ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both true; unset one of them")
     if fsdp:
-        # An option that the strategy lacks is refused by name where the strategy is built.
-        options = {}
-        if _flag(environ, "FSDP_OFFLOAD_PARAMS"):
-            options["offload"] = "cpu"
-        if environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "false":
-            options["reshard_after_forward"] = "false"
-        if _flag(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
-            options["activation_checkpointing"] = "true"
-        layers = _text(environ, "FSDP_TRANSFORMER_CLS_TO_WRAP")
-        if layers:
-            options["wrap"] = "+".join(layer.strip() for layer in layers.value.split(","))
+        options = launch_fsdp.fsdp_options(environ)
         return Request(_with_options("fsdp", options), fsdp.source)
     if not deepspeed:
         return None
@@ -371,16 +362,13 @@ _VARIABLES = {
     "use_cpu": "ACCELERATE_USE_CPU",
     "debug": "ACCELERATE_DEBUG_MODE",
     "gpu_ids": "CUDA_VISIBLE_DEVICES",
-    "fsdp_config.fsdp_offload_params": "FSDP_OFFLOAD_PARAMS",
-    "fsdp_config.fsdp_reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
-    "fsdp_config.fsdp_activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "deepspeed_config.deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     "deepspeed_config.gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "deepspeed_config.gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
     "deepspeed_config.offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
     "deepspeed_config.offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
     "deepspeed_config.zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    **launch_fsdp.VARIABLES,
 }
 # Those that reach the ranks as they are; the others become the strategy and the precision.
 _PASSED_ON = (
@@ -424,7 +412,7 @@ def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
             raise ConfigurationError(f"{where}: {key} is set, and distributed_type is {kind}; remove one of them")
         if key in _VARIABLES:
             variables[_VARIABLES[key]] = str(value)
-        elif section in ("fsdp_config", "deepspeed_config"):
+        elif section == "deepspeed_config" or key in launch_fsdp.MEANINGLESS:
             unused.append(key)
         elif key not in _NEUTRAL_KEYS:
             raise ConfigurationError(f"{where}: {key} ({value!r}) cannot be passed on by `fabricate run`; remove it")

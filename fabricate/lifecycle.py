@@ -26,6 +26,7 @@ from fabricate.construct import build_model
 from fabricate.dispatch import Calls, Manager, Origin
 from fabricate.engine import Engine, check_trackers
 from fabricate.errors import ConfigurationError, FabricateError, RankError
+from fabricate.explaining import explain
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.interfaces import reasons
 from fabricate.launch import tell_preempted
@@ -175,6 +176,8 @@ def _report(run: Run, exc: BaseException) -> None:
     """Tell listeners and the other ranks; never hides `exc`."""
     if isinstance(exc, SystemExit | GeneratorExit):
         return
+    if note := explain(run, exc):
+        exc.add_note(note)
     if run.calls.on_exception is not None:
         try:
             run.calls.on_exception(run.trainer, run.module, exc)

@@ -15,7 +15,7 @@ import torch
 from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.evaluation import validate
 from fabricate.metrics import MOST_PENDING
-from fabricate.observing import Activations, observe
+from fabricate.observing import Activations, observe, tell_unreached
 from fabricate.progress import Due
 from fabricate.returned import check_logged, check_loss, check_window, choose, other_weight, unpack, weigh
 from fabricate.state.saving import save_requested, settle
@@ -158,8 +158,10 @@ def fit(run: Run) -> str:
                 skipped_in_a_row += 1
                 del metrics.pending[mark:]  # what was not applied does not count in any mean
             if activations is not None and applied:
-                observe(run, activations, losses[-1], known)
+                run.unreached = observe(run, activations, losses[-1], known)
                 activations = None
+            elif run.unreached:
+                run.unreached = {n: p for n, p in run.unreached.items() if p.grad is None}
             route = strategy.route() if world_size > 1 else 0
             strategy.clear_gradients(everything)
             progress.position = window.end
@@ -217,6 +219,9 @@ def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Te
         _stop_if_nonfinite(run, run.metrics.look())
     elif len(run.metrics.pending) >= MOST_PENDING:
         run.metrics.compact()
+    if run.unreached and (logging or window.last or stop or finished):
+        tell_unreached(run, run.unreached)
+        run.unreached = {}
     if window.last:
         averages = {f"epoch_{n}": v for n, v in run.metrics.finish().items()}
         run.write_metrics("epoch", averages, epoch)
@@ -228,6 +233,8 @@ def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Te
     if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
         late_stop, _, _, late_save = _agree(run, ())
         stop, saving = stop or late_stop, saving or late_save
+    if logging or saving or stop or finished:
+        _check_frozen(run)
     if saving or stop or finished:
         _check_weights(run)
     run.at_boundary = True

@@ -62,8 +62,9 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
 
 
-def observe(run: Run, activations: Activations, loss: torch.Tensor, how: str) -> None:
-    """After the first update, before its gradients are cleared: say what it was computed in. No wait."""
+def observe(run: Run, activations: Activations, loss: torch.Tensor, how: str) -> dict[str, torch.nn.Parameter]:
+    """After the first update, before its gradients are cleared: say what it was computed in. No wait. Returns the parameters
+    that no gradient reached, by name."""
     layers = activations.close()
     parameters = [p for p in run.module.parameters() if p.requires_grad]
     gradients = _dtypes(p.grad for p in parameters)
@@ -88,6 +89,17 @@ def observe(run: Run, activations: Activations, loss: torch.Tensor, how: str) ->
             f"precision={precision.name!r} computes in {precision.compute_dtype}, and no layer answered in it: is autocast off in the "
             "module, or does it convert to another dtype?"
         )
+    if not run.engine.strategy.exposes_gradients:
+        return {}
+    return {n: p for n, p in run.module.named_parameters() if p.requires_grad and p.grad is None}
+
+
+def tell_unreached(run: Run, names: Iterable[str]) -> None:
+    """Say which parameters no gradient has reached in any update so far."""
+    run.note(
+        f"no gradient reached {_few(list(names))} in the updates up to step {run.progress.step}: they do not train. Use them in "
+        "training_step, not under no_grad or behind detach(); if that is meant, freeze them with requires_grad_(False)"
+    )
 
 
 def _dtypes(tensors: Iterable[torch.Tensor | None]) -> list[str]:

@@ -72,6 +72,8 @@ class Run:
     """Parameters that were not trainable when the fit began."""
     frozen_digests: dict[str, str] = field(default_factory=dict)
     """Of those that checkpoints leave out."""
+    unreached: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    """Trainable parameters that no gradient has reached in this fit, as long as nothing was said about them."""
     total_steps: int | None = None
     run_dir: Path | None = None
     run_id: str = ""

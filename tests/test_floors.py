@@ -17,10 +17,10 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "order", "plan", "randomness", "strategy", "precision", "console", "group"}
-    | {"naming", "resources", "stopwatch", "transfer", "weighing"},
+    | {"launch_fsdp", "naming", "resources", "stopwatch", "transfer", "weighing"},
     {"progress", "checkpoint", "dispatch", "interfaces", "data", "settings", "schedules"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "run"}
-    | {"compiling", "memory", "observing", "preemption", "returned"},
+    | {"compiling", "explaining", "memory", "observing", "preemption", "returned"},
     {"alike", "evaluation", "loop", "state", "interop", "rehearsal", "cli", "__main__"},
     {"lifecycle", "trainer"},
     {"builtin", "testing"},  # public names only, like plugins/

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fabricate import launch_fsdp
 from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.launch import Launch, Request, command, detect, environment, listed_plugins, read_config, requests
 
@@ -333,7 +335,7 @@ def test_an_accelerate_file_is_read(tmp_path: Path) -> None:
     assert read.strategy == "fsdp:offload=cpu,reshard_after_forward=false,wrap=Block"
     assert (read.precision, read.num_processes, read.num_nodes, read.node_rank) == ("bf16", 8, 2, None)
     assert (read.master_addr, read.master_port, read.variables) == ("node1", 29501, {})
-    assert read.unused == ("fsdp_config.fsdp_auto_wrap_policy",)
+    assert read.unused == ()
 
 
 def test_the_deepspeed_part_of_an_accelerate_file_is_read(tmp_path: Path) -> None:
@@ -474,3 +476,50 @@ def test_an_environment_that_contradicts_the_command_is_refused(
 def test_importing_it_imports_neither_torch_nor_accelerate() -> None:
     code = "import sys, fabricate.launch; assert not {'torch', 'accelerate', 'yaml'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------------------- FSDP, version 1's keys
+
+
+def _fsdp_table() -> list[tuple[str, str, str]]:
+    page = Path(__file__).parent.parent / "docs" / "strategies" / "fsdp.md"
+    return re.findall(r"^\| `(fsdp_\w+)` \| `(.+?)` \| (.+) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_table_of_fsdp_keys_has_every_key() -> None:
+    keys = {key for key, _, _ in _fsdp_table()}
+    known = {name.removeprefix("fsdp_config.") for name in (*launch_fsdp.VARIABLES, *launch_fsdp.MEANINGLESS)}
+    assert keys == known
+
+
+@pytest.mark.parametrize(("key", "value", "becomes"), _fsdp_table(), ids=lambda text: text)
+def test_a_key_of_fsdp_becomes_what_the_table_says(tmp_path: Path, key: str, value: str, becomes: str) -> None:
+    also = "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n" if key == "fsdp_min_num_params" else ""
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n{also}  {key}: {value}\n")
+    if becomes.startswith("refused: "):
+        with pytest.raises(ConfigurationError) as caught:
+            read_config(str(path))
+        assert becomes.removeprefix("refused: ") in str(caught.value)
+        assert key in str(caught.value)
+        return
+    read = read_config(str(path))
+    if becomes == "no meaning now":
+        assert (read.strategy, read.unused) == ("fsdp", (f"fsdp_config.{key}",))
+        return
+    options = becomes.split("`")[1]
+    assert read.unused == ()
+    assert read.strategy == ("fsdp" if options in ("fsdp", "wrap=auto") else f"fsdp:{options}")
+    # The same by the variables that `accelerate launch` makes of it.
+    variable = launch_fsdp.VARIABLES[f"fsdp_config.{key}"]
+    environ = {"ACCELERATE_USE_FSDP": "true", variable: value} | (
+        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"} if also else {}
+    )
+    assert requests(environ)["strategy"].value == read.strategy
+
+
+def test_a_key_of_fsdp_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_wrapping: true\n")
+    with pytest.raises(ConfigurationError, match=r"fsdp_config\.fsdp_wrapping"):
+        read_config(str(path))

@@ -67,6 +67,10 @@ class Watch(Callback):
         self.bytes: dict[str, int] = {}
         self.logging: dict[str, Any] = {}
         self.shared_storage = False
+        self.reached: list[bool] = []
+
+    def on_accumulate(self, module: TrainModule) -> None:
+        self.reached.append(module.first.weight.grad is not None)
 
     def on_before_step(self, trainer: Trainer, module: TrainModule) -> None:
         grads = {name: p.grad for name, p in module.named_parameters()}
@@ -114,6 +118,7 @@ def train(strategy: Any, world_size: int, *, module: Tower | None = None, **argu
         "bytes": watch.bytes,
         "logging": watch.logging,
         "shared storage": watch.shared_storage,
+        "reached": watch.reached,
         "sizes": {n: p.numel() for n, p in parts.items()},
         "placements": {n: str(getattr(p, "placements", "")) for n, p in module.named_parameters()},
         "units": sorted(n for n, m in module.named_modules() if type(m).__name__.startswith("FSDP")),
@@ -166,9 +171,10 @@ TWO = {
     "named": "fsdp:wrap=Linear+Block",
     "size": "fsdp:wrap=size:300",
     "keep": "fsdp:reshard_after_forward=false",
+    "whole": "fsdp:accumulate=whole",
     "offload": "fsdp:offload=cpu",
     "recompute": "fsdp:activation_checkpointing=true",
-    "bf16 reduce": "fsdp:reduce_dtype=bf16",
+    "bf16 reduce": "fsdp:reduce_dtype=bf16,accumulate=whole",
 }
 EXACT = [name for name in TWO if name not in ("bf16 hook", "fp16 hook", "powersgd", "bf16 reduce")]
 
@@ -197,6 +203,8 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
                 ("fsdp:wrap=size:big", {}),
                 ("fsdp:shard=3", {}),
                 ("fsdp:shard=1", {}),
+                ("fsdp:shard=rack", {}),
+                ("fsdp:accumulate=none", {}),
                 ("fsdp:wrap=none,activation_checkpointing=true", {}),
                 ("fsdp:reduce_dtype=int8", {}),
                 ("ddp:static_graph=true,find_unused_parameters=true", {}),
@@ -358,6 +366,15 @@ def test_units_are_freed_after_their_forward_unless_they_shall_stay(two: Answers
     assert gathered[1] == 4 * sum(value.size for value in two.alone["weights"].values()) > gathered[0]
 
 
+def test_gradients_accumulate_in_shards_or_whole(two: Answers) -> None:
+    for name, reached in (("fsdp", [True, True]), ("whole", [False, True])):
+        for found in two[name]:
+            assert found["reached"] == reached * STEPS
+    memory = two["whole"][0]["plan"]["memory_per_rank"]["value"]
+    assert memory["whole gradients"] == 4 * sum(value.size for value in two.alone["weights"].values())
+    assert "whole gradients" not in two["fsdp"][0]["plan"]["memory_per_rank"]["value"]
+
+
 def test_recomputation_runs_each_unit_twice_and_leaves_nothing_behind(two: Answers) -> None:
     for plain, again in zip(two["fsdp"], two["recompute"], strict=True):
         assert (plain["runs"], again["runs"]) == (2 * STEPS, 4 * STEPS)
@@ -486,7 +503,9 @@ def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> Non
         "fsdp:param_dtype=bf16": "use precision='bf16', or leave param_dtype out",
         "fsdp:wrap=Missing": "the module has no Missing; it has Block, Linear",
         "fsdp:wrap=size:big": "give a number of parameters, for instance size:100M",
-        "fsdp:shard=3": "shard=3 is no divisor of 2 processes",
+        "fsdp:shard=3": "shard=3: 3 is no divisor of 2 processes",
+        "fsdp:shard=rack": "give a number of ranks, 'node', or leave it out",
+        "fsdp:accumulate=none": "give 'shards' or 'whole'",
         "fsdp:shard=1": "two ranks or more share a copy of the model",
         "fsdp:wrap=none,activation_checkpointing=true": "choose units with wrap=",
         "fsdp:reduce_dtype=int8": "give fp32, bf16, fp16 or leave it out",

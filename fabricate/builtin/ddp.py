@@ -112,6 +112,11 @@ class DDP(Strategy):
             return contextlib.nullcontext()  # DDP learns the graph while it averages; averaging twice changes nothing
         return cast("Callable[[], AbstractContextManager[object]]", model.no_sync)()
 
+    def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(self.communication_hook), gradient)
+
     def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._learned = True
         super().clear_gradients(parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -28,20 +29,23 @@ class FSDP(Strategy):
     names joined by "+".
     reshard_after_forward: free gathered parameters between forward and backward. offload: "cpu" keeps shards, gradients and
     optimizer state in host memory, where the update runs.
-    shard: ranks that share one copy of the model, a divisor of their number; gradients are averaged over the copies. Unset:
-    all ranks share one.
+    shard: ranks that share one copy of the model, a divisor of their number, or "node": those of a node; gradients are
+    averaged over the copies. Unset: all ranks share one.
     param_dtype: "bf16" or "fp16" as `precision` computes: parameters are gathered in it, half the traffic; shards stay as
     they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32.
     activation_checkpointing: keep each unit's input only and compute the unit again in backward.
+    accumulate: "shards" averages the gradients of every micro-batch over the ranks, so that shards are all that is kept;
+    "whole" does so once per update, with a whole gradient on every rank meanwhile.
     """
 
     wrap: str = "auto"
     reshard_after_forward: bool = True
     offload: str | None = None
-    shard: int | None = None
+    shard: int | str | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     activation_checkpointing: bool = False
+    accumulate: str = "shards"
     name: ClassVar[str] = "fsdp"
     min_world_size: ClassVar[int] = 2
     lockstep: ClassVar[bool] = True
@@ -55,7 +59,11 @@ class FSDP(Strategy):
             value = getattr(self, option)
             if value is not None and value not in _DTYPES:
                 raise ConfigurationError(f"fsdp: {option}={value!r}: give {', '.join(_DTYPES)} or leave it out")
-        if self.shard is not None and self.shard < 2:
+        if self.accumulate not in ("shards", "whole"):
+            raise ConfigurationError(f"fsdp: accumulate={self.accumulate!r}: give 'shards' or 'whole'")
+        if isinstance(self.shard, str) and self.shard != "node":
+            raise ConfigurationError(f"fsdp: shard={self.shard!r}: give a number of ranks, 'node', or leave it out")
+        if isinstance(self.shard, int) and self.shard < 2:
             raise ConfigurationError(
                 f"fsdp: shard={self.shard!r}: two ranks or more share a copy of the model; strategy='ddp' copies it whole"
             )
@@ -66,7 +74,7 @@ class FSDP(Strategy):
         self._units: list[str] | None = None
         self._ran: list[int] = []
         self._watched: list[torch.nn.Parameter] = []
-        self._world_size = 0
+        self._world_size, self._accumulation = 0, 1
         self._group: Any = None
         self._undo: list[Callable[[], None]] = []
 
@@ -74,11 +82,20 @@ class FSDP(Strategy):
 
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
         yield from super().check(world_size, device)
-        if self.shard is not None and world_size % self.shard:
-            yield f"fsdp: shard={self.shard} is no divisor of {world_size} processes; choose one, or leave it out"
+        shards = self._shards(world_size)
+        if world_size % shards:
+            yield f"fsdp: shard={self.shard!r}: {shards} is no divisor of {world_size} processes; choose one, or leave it out"
+        elif shards < 2:
+            yield f"fsdp: shard={self.shard!r}: a node has one process, so nothing would be divided; use strategy='ddp'"
+
+    def _shards(self, world_size: int) -> int:
+        """How many ranks share one copy of the model."""
+        if self.shard == "node":
+            return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return int(self.shard or world_size)
 
     def settle(self, settled: Strategy.Settled) -> None:
-        self._world_size = settled.world_size
+        self._world_size, self._accumulation = settled.world_size, settled.gradient_accumulation_steps
         computes = settled.precision.mixed_precision.replace("no", "fp32")
         if self.param_dtype not in (None, "fp32", computes):
             raise ConfigurationError(
@@ -88,10 +105,10 @@ class FSDP(Strategy):
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         """The first rank's shards, which are the largest, and what is gathered at once: the largest unit beside the rest of
-        the module, which stays gathered; everything without `reshard_after_forward`."""
+        the module, which stays gathered; everything without `reshard_after_forward`. With accumulate="whole", what it says."""
         from fabricate.builtin.fsdp_units import select, sizes
 
-        shards = self.shard or world_size
+        shards = self._shards(world_size)
         parameters = list(module.parameters())
         every = sum(p.numel() * p.element_size() for p in parameters)
         # Dimension 0 is cut into equal parts, rounded up.
@@ -99,12 +116,14 @@ class FSDP(Strategy):
         held = {kind: -(-count * part // every) if every else 0 for kind, count in whole.items()}
         width = {"bf16": 2, "fp16": 2}.get(str(self.param_dtype))
         units = self._units if self._units is not None else [name for name, _ in select(module, self.wrap)]
-        found = sizes(module, units, lambda p: p.numel() * (width or p.element_size()))
-        rest = found.pop("")
-        gathered = rest + (max(found.values(), default=0) if self.reshard_after_forward else sum(found.values()))
-        return {f"{'host ' if self.offload else ''}{kind}": count for kind, count in held.items()} | {
-            "gathered": gathered
-        }
+        by_unit = sizes(module, units, lambda p: p.numel() * (width or p.element_size()))
+        rest = by_unit.pop("")
+        gathered = rest + (max(by_unit.values(), default=0) if self.reshard_after_forward else sum(by_unit.values()))
+        found = {f"{'host ' if self.offload else ''}{kind}": count for kind, count in held.items()}
+        found["gathered"] = gathered
+        if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
+            found["whole gradients"] = whole["gradients"]
+        return found
 
     # -- building -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +168,7 @@ class FSDP(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-        shards = self.shard or world_size
+        shards = self._shards(world_size)
         mesh = init_device_mesh(self._device.type, (world_size // shards, shards), mesh_dim_names=("copies", "shards"))
         self._group = mesh["shards"].get_group()
         dtypes = {
@@ -169,7 +188,9 @@ class FSDP(Strategy):
 
     def _choices(self) -> dict[str, Any]:
         """The options that a sharded module keeps for good."""
-        return {n: v for n, v in dataclasses.asdict(self).items() if n != "activation_checkpointing"}
+        return {
+            n: v for n, v in dataclasses.asdict(self).items() if n not in ("activation_checkpointing", "accumulate")
+        }
 
     def _attach(self, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
         """What is on the units for as long as a run lasts."""
@@ -217,7 +238,7 @@ class FSDP(Strategy):
             model.set_requires_gradient_sync(True)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        return self._unsynchronised(model)
+        return self._unsynchronised(model) if self.accumulate == "whole" else contextlib.nullcontext()
 
     def _runs(self, number: int, unit: torch.nn.Module, given: object) -> None:
         self._ran.append(number)
@@ -226,6 +247,12 @@ class FSDP(Strategy):
         # Shards of unlike layers or gradients would be gathered and added up as if they were one: wrong, without an error.
         ran, self._ran = self._ran, []
         return hash((*ran, -1, *(p.grad is not None for p in self._watched))) & (2**62 - 1)
+
+    def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        import torch
+
+        default = "fp32" if self.param_dtype else None
+        return getattr(torch, _DTYPES[chosen]) if (chosen := self.reduce_dtype or default) else gradient
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         import torch
@@ -247,12 +274,13 @@ class FSDP(Strategy):
 
     def describe(self) -> dict[str, str]:
         units = f"units by wrap={self.wrap!r}" if self._units is None else f"{len(self._units)} units"
-        over = f"over {self.shard or self._world_size} ranks"
-        copies = self._world_size // self.shard if self.shard else 1
+        shards = self._shards(self._world_size)
+        over, copies = f"over {shards} ranks", self._world_size // shards
         return {
             "shards": f"{units} and the rest of the module, {over}" + (f", in {copies} copies" if copies > 1 else ""),
             "gathered as": _DTYPES[self.param_dtype] if self.param_dtype else "they are",
-            "gradients": f"averaged in {_DTYPES[self.reduce_dtype or 'fp32']}",
+            "gradients": f"averaged in {_DTYPES[self.reduce_dtype or 'fp32']}, "
+            + ("once per update" if self.accumulate == "whole" else "per micro-batch"),
             "after forward": "units are freed" if self.reshard_after_forward else "units stay gathered",
             "activations": "recomputed in backward, unit by unit"
             if self.activation_checkpointing

@@ -15,6 +15,7 @@ import click
 
 from fabricate.cli.checkpoints import ckpt
 from fabricate.cli.checks import check_invariance, verify_resume
+from fabricate.cli.doctor import doctor
 from fabricate.cli.launch import launching, prepared
 from fabricate.cli.plugins import PluginCommands, plugins
 from fabricate.cli.report import report
@@ -96,4 +97,5 @@ main.add_command(plugins)
 main.add_command(ckpt)
 main.add_command(verify_resume)
 main.add_command(check_invariance)
+main.add_command(doctor)
 main.add_command(report)

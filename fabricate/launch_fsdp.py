@@ -1,0 +1,117 @@
+"""What Accelerate's settings for FSDP, most of them version 1's, mean for strategy="fsdp".
+
+`docs/strategies/fsdp.md` shows the same as a table. Must not know: launchers, files; how the strategy works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fabricate.errors import ConfigurationError, did_you_mean
+
+_SPELLED = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_HEARD = (
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params",
+    "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward",
+    "fsdp_offload_params",
+    "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload",
+    "fsdp_ignored_modules",
+)
+VARIABLES = {f"fsdp_config.{key}": _SPELLED.get(key, key.upper()) for key in _HEARD}
+"""Keys of an Accelerate YAML and the variable that `accelerate launch` makes of each."""
+
+MEANINGLESS = tuple(
+    f"fsdp_config.{key}"
+    for key in (
+        "fsdp_version",
+        "fsdp_backward_prefetch",
+        "fsdp_backward_prefetch_policy",
+        "fsdp_forward_prefetch",
+        "fsdp_state_dict_type",
+        "fsdp_use_orig_params",
+        "fsdp_cpu_ram_efficient_loading",
+        "fsdp_sync_module_states",
+    )
+)
+"""Keys that shaped how version 1 worked, and ask for nothing here."""
+
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_TRUE = ("1", "true", "yes", "on")
+
+
+def fsdp_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """Options of the strategy, as text, from the variables of `accelerate launch`. What it exports unasked asks for nothing.
+
+    Raises ConfigurationError for what the strategy does not do, naming the setting and what to use.
+
+        fsdp_options({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}) == {"shard": "node"}
+    """
+    options = {}
+    if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+        options["offload"] = "cpu"
+    sharding = _choice(environ, "FSDP_SHARDING_STRATEGY", _SHARDING)
+    reshard = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").strip().upper()
+    if reshard not in ("", "TRUE", "FALSE"):  # version 1 wrote the sharding strategy here
+        sharding = _choice(environ, "FSDP_RESHARD_AFTER_FORWARD", (*_SHARDING, "NO_RESHARD")).replace(
+            "NO_RESHARD", "SHARD_GRAD_OP"
+        )
+    if sharding == "NO_SHARD":
+        raise ConfigurationError(
+            "FSDP_SHARDING_STRATEGY (fsdp_sharding_strategy) NO_SHARD keeps a whole replica on every rank: use strategy='ddp'"
+        )
+    if reshard == "FALSE" or sharding in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        options["reshard_after_forward"] = "false"
+    if sharding.startswith("HYBRID_SHARD"):
+        options["shard"] = "node"
+    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
+        options["activation_checkpointing"] = "true"
+    for name, instead in (
+        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "set it to false; what is kept is each unit's input, on the device"),
+        ("FSDP_IGNORED_MODULES", "remove it; freeze parameters with requires_grad_(False), or choose units with wrap="),
+    ):
+        if environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off", "none"):
+            raise ConfigurationError(
+                f"{name} ({name.lower()}) is {environ[name]!r}, which strategy='fsdp' does not do: {instead}"
+            )
+    if wrap := _wrap(environ):
+        options["wrap"] = wrap
+    return options
+
+
+def _wrap(environ: Mapping[str, str]) -> str:
+    policy = _choice(environ, "FSDP_AUTO_WRAP_POLICY", _POLICIES)
+    if policy == "NO_WRAP":
+        return "none"
+    if policy == "SIZE_BASED_WRAP":
+        number = environ.get("FSDP_MIN_NUM_PARAMS", "").strip() or "100000000"  # Accelerate's own default
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigurationError(
+                f"FSDP_MIN_NUM_PARAMS (fsdp_min_num_params) is {number!r}; give a whole number from 1 up"
+            )
+        return f"size:{number}"
+    layers = [layer.strip() for layer in environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",")]
+    return "+".join(filter(None, layers))
+
+
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "").strip().lower()
+    if value not in ("", "0", "false", "no", "off", *_TRUE):
+        raise ConfigurationError(f"{name}={environ[name]!r} is neither true nor false; set it to true or unset it")
+    return value in _TRUE
+
+
+def _choice(environ: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
+    """One of `known` by name, or by number from 1; empty when unset."""
+    value = environ.get(name, "").strip().upper()
+    if value.isdecimal() and 1 <= int(value) <= len(known):
+        return known[int(value) - 1]
+    if value not in ("", *known):
+        raise ConfigurationError(
+            f"{name}={environ[name]!r} is not one of {', '.join(known)}{did_you_mean(value, known)}"
+        )
+    return value

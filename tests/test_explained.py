@@ -1,0 +1,236 @@
+"""Failures that torch tells in its own words: each is caused, and the note says what to change."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from fabricate import Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.last(self.first(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def rows(width: int = 4) -> TensorDataset:
+    return TensorDataset(torch.ones(8, width))
+
+
+def failure(module: TrainModule, **arguments: Any) -> tuple[str, str]:
+    """The type of what a fit raised, and all of its text, notes included."""
+    try:
+        Trainer(**{"max_steps": 4, "seed": 1, "progress": False, **arguments}).fit(module, rows(), batch_size=2)
+    except Exception as exc:
+        return type(exc).__name__, "".join(traceback.format_exception_only(exc))
+    return "", ""
+
+
+# ------------------------------------------------------------------------------------------------- devices
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(4, device="meta")  # another device than the CPU, on every machine
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = torch.zeros(4, device="meta")
+        return x * self.scale + shift
+
+
+class Apart(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Scaled()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.last(self.scaled(self.first(batch[0]).relu())).square().mean()
+
+
+class TargetApart(Net):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        target = torch.zeros(2, 4, device="meta")
+        return torch.nn.functional.mse_loss(self.first(batch[0]), target)
+
+
+def test_tensors_on_two_devices_are_named_with_their_layer() -> None:
+    kind, text = failure(Apart())
+    assert kind in ("RuntimeError", "NotImplementedError")
+    assert "computes on cpu, in forward of scaled; elsewhere are scaled.scale (meta), shift (meta)." in text
+    assert "register_buffer" in text
+    assert "device=self.device" in text
+
+
+def test_a_tensor_made_in_the_step_is_named() -> None:
+    _, text = failure(TargetApart())
+    assert "in training_step of TargetApart; elsewhere are target (meta)" in text
+
+
+class Unregistered(Net):
+    def configure_model(self) -> None:
+        self.middle = torch.nn.Linear(4, 4)
+        self.middle.mask = torch.ones(4)
+
+
+def test_a_tensor_that_configure_model_did_not_register_is_refused() -> None:
+    kind, text = failure(Unregistered())
+    assert kind == "ConfigurationError"
+    assert "middle.mask is a tensor that configure_model made and did not register" in text
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+class Missing(Net):
+    """`spare` is used by no step, `late` from the third update on, `frozen` on purpose by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.late, self.frozen = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = self.first(batch[0])
+        if self.trainer.step >= 2:
+            x = self.late(x)
+        with torch.no_grad():
+            shift = self.spare(x)
+        return self.last(x + shift).square().mean()
+
+
+def test_a_parameter_that_no_gradient_reaches_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(max_steps=4, progress=False).fit(Missing(), rows(), batch_size=2)
+    told = [line for line in capsys.readouterr().err.splitlines() if "no gradient reached" in line]
+    assert len(told) == 1
+    assert "no gradient reached spare.weight, spare.bias in the updates up to step 4: they do not train" in told[0]
+    assert "freeze them with requires_grad_(False)" in told[0]
+
+
+def test_nothing_is_told_where_every_parameter_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(max_steps=4, progress=False).fit(Net(), rows(), batch_size=2)
+    assert "no gradient" not in capsys.readouterr().err
+
+
+class Functional(Net):
+    """Uses a weight without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = torch.nn.functional.linear(batch[0], self.blocks[0].weight)
+        return self.last(self.first(x)).square().mean()
+
+
+def on_two_ranks() -> dict[str, tuple[str, str]]:
+    return {
+        "missed": failure(Missing(), strategy="ddp:find_unused_parameters=false"),
+        "functional": failure(Functional(), strategy="fsdp"),
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, tuple[str, str]]]:
+    return run_ranks(on_two_ranks, 2)
+
+
+def test_parameters_that_ddp_misses_are_named(two: list[dict[str, tuple[str, str]]]) -> None:
+    for found in two:
+        kind, text = found["missed"]
+        assert kind == "RuntimeError"
+        assert "no gradient reached spare.weight, spare.bias, late.weight, late.bias in the update before" in text
+        assert "leave out find_unused_parameters=false" in text
+
+
+def test_a_weight_used_outside_of_its_layer_is_explained_under_fsdp(two: list[dict[str, tuple[str, str]]]) -> None:
+    for found in two:
+        kind, text = found["functional"]
+        assert kind == "RuntimeError"
+        assert (
+            "in training_step of Functional: strategy='fsdp' gathers a layer's parameters while its forward runs"
+            in text
+        )
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+BLOCKS, WIDTH, LIMIT = 36, 4096, 1110
+TOWER = f'''
+import sys, torch
+from fabricate import Trainer, TrainModule
+from torch.utils.data import TensorDataset
+
+class Tower(TrainModule):
+    """{BLOCKS} layers of 32 MiB in float32, of which the last two train."""
+    def configure_model(self):
+        sizes = [({WIDTH}, {WIDTH} // 2), ({WIDTH} // 2, {WIDTH})] * ({BLOCKS} // 2)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(*size, bias=False) for size in sizes)
+        for block in self.blocks[:-2]:
+            block.requires_grad_(False)
+
+    def init_weights(self, submodule):
+        submodule.weight.fill_(1 / {WIDTH})
+
+    def training_step(self, batch):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+trainer = Trainer(max_steps=1, seed=1, progress=False, strategy=sys.argv[1])
+result = trainer.fit(Tower(), TensorDataset(torch.ones(2, {WIDTH})), batch_size=1)
+print("trained", result.steps)
+'''
+PARAMETERS = BLOCKS * WIDTH * WIDTH // 2 * 4 / 2**20
+
+
+def limited(path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
+    """The tower on two ranks, each of which may have LIMIT MiB of data."""
+    assert PARAMETERS > LIMIT, "the parameters alone are more than a process may have"
+    script = path / "tower.py"
+    script.write_text(TOWER)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT * 2**20, LIMIT * 2**20))
+
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-m", "fabricate", "run", str(script), "--nproc", "2", "--", strategy]
+    return subprocess.run(
+        command, cwd=path, env=environment, preexec_fn=limit, capture_output=True, text=True, timeout=280
+    )
+
+
+def test_as_replicas_it_ends_with_what_takes_the_memory_and_what_helps(tmp_path: Path) -> None:
+    done = limited(tmp_path, "ddp")
+    assert done.returncode == 1
+    assert "trained" not in done.stdout
+    text = done.stderr
+    assert "out of memory on rank" in text
+    assert "strategy='ddp' keeps about 1.4 GiB on each rank (parameters 1.1 GiB, gradients 64.0 MiB" in text
+    assert "a rank has 1.1 GiB (ulimit -d). What helps: divide them over more ranks with strategy='fsdp'" in text
