@@ -176,7 +176,11 @@ def _report(run: Run, exc: BaseException) -> None:
     """Tell listeners and the other ranks; never hides `exc`."""
     if isinstance(exc, SystemExit | GeneratorExit):
         return
-    if note := explain(run, exc):
+    try:
+        note = explain(run, exc)
+    except Exception as second:  # with memory full, anything may fail
+        note = f"what could be changed is not known: {type(second).__name__}: {second}"
+    if note:
         exc.add_note(note)
     if run.calls.on_exception is not None:
         try:
