@@ -106,9 +106,9 @@ def drain(run: Run) -> None:
         failure = run.background.finish(_DRAIN_SECONDS)
         name = run.background.path.name if run.background.path is not None else ""
         if failure is None:
-            run.event("saved", path=name)
+            run.event("saved", step=run.background.step, path=name)
         else:
-            run.event("save_failed", path=name, reason=str(failure))
+            run.event("save_failed", step=run.background.step, path=name, reason=str(failure))
 
 
 def _assemble(run: Run, path: Path) -> Content:
@@ -134,7 +134,7 @@ def _logs(run: Run) -> list[Path]:
 def _saved(run: Run, path: Path, step: int, seconds: float) -> None:
     """The checkpoint is durable."""
     run.checkpoint, run.failed_saves = path, 0
-    run.event("saved", path=path.name, seconds=round(seconds, 3))
+    run.event("saved", step=step, path=path.name, seconds=round(seconds, 3))
     if run.calls.on_saved is not None:
         run.calls.on_saved(run.trainer, run.module, path, step)
     prune(run)
