@@ -12,9 +12,18 @@ from typing import Any
 
 import pytest
 
-from fabricate import launch_fsdp
 from fabricate.errors import ConfigurationError, FabricateError, RankError
-from fabricate.launch import Launch, Request, command, detect, environment, listed_plugins, read_config, requests
+from fabricate.launch import (
+    Launch,
+    Request,
+    command,
+    detect,
+    environment,
+    fsdp_keys,
+    listed_plugins,
+    read_config,
+    requests,
+)
 
 RANKED = {
     "RANK": "3",
@@ -488,7 +497,7 @@ def _fsdp_table() -> list[tuple[str, str, str]]:
 
 def test_the_table_of_fsdp_keys_has_every_key() -> None:
     keys = {key for key, _, _ in _fsdp_table()}
-    known = {name.removeprefix("fsdp_config.") for name in (*launch_fsdp.VARIABLES, *launch_fsdp.MEANINGLESS)}
+    known = {name.removeprefix("fsdp_config.") for name in (*fsdp_keys.VARIABLES, *fsdp_keys.MEANINGLESS)}
     assert keys == known
 
 
@@ -511,7 +520,7 @@ def test_a_key_of_fsdp_becomes_what_the_table_says(tmp_path: Path, key: str, val
     assert read.unused == ()
     assert read.strategy == ("fsdp" if options in ("fsdp", "wrap=auto") else f"fsdp:{options}")
     # The same by the variables that `accelerate launch` makes of it.
-    variable = launch_fsdp.VARIABLES[f"fsdp_config.{key}"]
+    variable = fsdp_keys.VARIABLES[f"fsdp_config.{key}"]
     environ = {"ACCELERATE_USE_FSDP": "true", variable: value} | (
         {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"} if also else {}
     )

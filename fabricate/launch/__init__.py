@@ -1,0 +1,22 @@
+"""How this process was started (`places`), what its launcher was told (`asked`, `config_files`, `fsdp_keys`), and how to start
+one process per rank (`starting`). Must not know plugins, devices or the loop, and imports no torch.
+"""
+
+from fabricate.launch.asked import Request, requests
+from fabricate.launch.config_files import ConfigFile, read_config
+from fabricate.launch.places import Launch, detect
+from fabricate.launch.starting import PREEMPTED_FILE, command, environment, listed_plugins, tell_preempted
+
+__all__ = [
+    "PREEMPTED_FILE",
+    "ConfigFile",
+    "Launch",
+    "Request",
+    "command",
+    "detect",
+    "environment",
+    "listed_plugins",
+    "read_config",
+    "requests",
+    "tell_preempted",
+]

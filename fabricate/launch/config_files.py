@@ -1,0 +1,151 @@
+"""Configuration files: Accelerate's YAML and DeepSpeed's JSON, told apart by what is in them.
+
+Owns which of their keys fabricate honours, which mean nothing to it and which it refuses. Must not know who starts what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fabricate.errors import ConfigurationError
+from fabricate.launch import fsdp_keys
+from fabricate.launch.asked import deepspeed_strategy, read_file, requests
+
+# Keys of an Accelerate YAML that ask for nothing here: torchrun's rendezvous replaces them.
+_NEUTRAL_KEYS = ("main_training_function", "rdzv_backend", "same_network")
+# Keys that travel as the variable that `accelerate launch` makes of them.
+_VARIABLES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "use_cpu": "ACCELERATE_USE_CPU",
+    "debug": "ACCELERATE_DEBUG_MODE",
+    "gpu_ids": "CUDA_VISIBLE_DEVICES",
+    "deepspeed_config.deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "deepspeed_config.gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "deepspeed_config.gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "deepspeed_config.offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "deepspeed_config.offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "deepspeed_config.zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    **fsdp_keys.VARIABLES,
+}
+# Those that reach the ranks as they are; the others become the strategy and the precision.
+_PASSED_ON = (
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_GRADIENT_CLIPPING",
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_DEBUG_MODE",
+    "CUDA_VISIBLE_DEVICES",
+)
+_TYPES: dict[str, dict[str, str]] = {
+    "NO": {},
+    "MULTI_CPU": {"ACCELERATE_USE_CPU": "true"},
+    "MULTI_GPU": {},
+    "FSDP": {"ACCELERATE_USE_FSDP": "true"},
+    "DEEPSPEED": {"ACCELERATE_USE_DEEPSPEED": "true"},
+}
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What an Accelerate YAML or a DeepSpeed JSON asks for; None is unset.
+
+    `num_processes` counts the ranks of all nodes. `variables` are for the script's environment. `unused` names settings
+    that shape how Accelerate's own wrappers work and mean nothing here.
+    """
+
+    path: str
+    strategy: str | None = None
+    precision: str | None = None
+    num_processes: int | None = None
+    num_nodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+
+def read_config(path: str) -> ConfigFile:
+    """Read an Accelerate YAML or a DeepSpeed JSON, told apart by what is in it.
+
+    Raises ConfigurationError for a file that is neither, and for a setting in it that fabricate cannot honour.
+
+        read_config("zero3.json").strategy == "zero3:config=zero3.json"
+    """
+    content = read_file(path)
+    if "distributed_type" in content or "compute_environment" in content:
+        return _accelerate_file(path, content)
+    return ConfigFile(path, strategy=deepspeed_strategy(path, content))
+
+
+def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
+    """An Accelerate YAML, through the variables that `accelerate launch` would export for it."""
+    where = f"config file {path!r}"
+    kind = str(content.pop("distributed_type", None) or "NO").upper()  # an unquoted NO is false to YAML
+    if kind not in _TYPES:
+        raise ConfigurationError(f"{where}: distributed_type {kind} is not one of {', '.join(_TYPES)}")
+    place = content.pop("compute_environment", "LOCAL_MACHINE")
+    if place != "LOCAL_MACHINE":
+        raise ConfigurationError(f"{where}: compute_environment {place}: `fabricate run` starts on LOCAL_MACHINE only")
+    num_processes = _count(where, content, "num_processes")
+    num_nodes = _count(where, content, "num_machines")
+    node_rank = _count(where, content, "machine_rank")
+    master_port = _count(where, content, "main_process_port")
+    master_addr = content.pop("main_process_ip", None)
+    if kind == "NO" and (num_processes or 1) > 1:
+        raise ConfigurationError(
+            f"{where}: num_processes is {num_processes}, and distributed_type NO runs one; use MULTI_GPU or MULTI_CPU"
+        )
+    variables, unused = dict(_TYPES[kind]), []
+    for key, value in _flat(content).items():
+        section = key.partition(".")[0]
+        if section in ("fsdp_config", "deepspeed_config") and section != f"{kind.lower()}_config":
+            raise ConfigurationError(f"{where}: {key} is set, and distributed_type is {kind}; remove one of them")
+        if key in _VARIABLES:
+            variables[_VARIABLES[key]] = str(value)
+        elif section == "deepspeed_config" or key in fsdp_keys.MEANINGLESS:
+            unused.append(key)
+        elif key not in _NEUTRAL_KEYS:
+            raise ConfigurationError(f"{where}: {key} ({value!r}) cannot be passed on by `fabricate run`; remove it")
+    if variables.get("CUDA_VISIBLE_DEVICES") == "all":
+        del variables["CUDA_VISIBLE_DEVICES"]
+    told = requests(variables)
+    return ConfigFile(
+        path,
+        strategy=told["strategy"].value if "strategy" in told else None,
+        precision=told["precision"].value if "precision" in told else None,
+        num_processes=num_processes,
+        # One machine and rank 0 are what `accelerate config` writes unasked.
+        num_nodes=None if num_nodes == 1 else num_nodes,
+        node_rank=node_rank or None,
+        master_addr=str(master_addr) if master_addr else None,
+        master_port=master_port,
+        variables={name: variables[name] for name in _PASSED_ON if name in variables},
+        unused=tuple(unused),
+    )
+
+
+def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that ask for something, sections as "section.key"."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        section = value if isinstance(value, dict) else None
+        flat.update(
+            {key: value} if section is None else {f"{key}.{name}": setting for name, setting in section.items()}
+        )
+    return {
+        key: value
+        for key, value in flat.items()
+        if key == "fsdp_config.fsdp_reshard_after_forward"
+        or (value and str(value).lower() not in ("no", "none", "false"))
+    }
+
+
+def _count(where: str, content: dict[str, Any], key: str) -> int | None:
+    value = content.pop(key, None)
+    if value is None or value == -1:  # -1: Accelerate's word for "given on the command line"
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigurationError(f"{where}: {key} {value!r} is not a whole number")
+    return value

@@ -1,0 +1,121 @@
+"""Starting one process per rank: the command line, the environment it gets, and what a fit tells its launcher at the end.
+
+Must not know how a rank finds its place again (`places`), nor devices; `fabricate.cli.runner` is what is started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fabricate.errors import ConfigurationError
+
+PREEMPTED_FILE = "FABRICATE_PREEMPTED_FILE"
+"""The variable that names the file by which a fit tells `fabricate.cli.runner`, its launcher, that it was told to end."""
+
+
+def tell_preempted(environ: Mapping[str, str], by: str) -> None:
+    """Leave `by`, the signal that ended a fit, where `fabricate.cli.runner` finds it; empty: the last fit was not told to end.
+
+    Nothing happens under other launchers. One process of each node calls it.
+    """
+    if file := environ.get(PREEMPTED_FILE):
+        Path(file).unlink(missing_ok=True)
+        if by:
+            Path(file).write_text(by)
+
+
+def command(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    nproc: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    python: str = sys.executable,
+) -> list[str]:
+    """The command line that runs `script` on `nproc` ranks of this node: in one process for one in all, else through torchrun.
+
+    Raises ConfigurationError for counts that cannot be, and for several nodes without the address of the first.
+
+        command("train.py", ["--lr", "0.1"], nproc=1)[2:] == ["fabricate.cli.runner", "--alone", "--", "train.py", "--lr", "0.1"]
+    """
+    if nproc < 1 or nnodes < 1:
+        raise ConfigurationError(f"--nproc {nproc} --nnodes {nnodes}: a run has one process on one node at least")
+    if not 0 <= node_rank < nnodes:
+        raise ConfigurationError(f"--node-rank {node_rank} --nnodes {nnodes}: node ranks count from 0 to {nnodes - 1}")
+    if nnodes > 1 and master_addr is None:
+        raise ConfigurationError(
+            f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same everywhere"
+        )
+    if nproc == nnodes == 1:
+        return [python, "-m", "fabricate.cli.runner", "--alone", "--", script, *arguments]
+    if nnodes == 1 and master_addr is None and master_port is None:
+        meeting = ["--standalone"]
+    else:
+        meeting = ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
+        meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
+    # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
+    return [python, "-m", "fabricate.cli.runner", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
+
+
+def listed_plugins(text: str) -> list[str]:
+    """The plugins in a value of FABRICATE_PLUGINS: ";" is between plugins, "," between the options of one.
+
+    listed_plugins("ema:decay=0.9,start=10; no:wandb") == ["ema:decay=0.9,start=10", "no:wandb"]
+    """
+    found = [plugin.strip() for plugin in text.split(";") if plugin.strip()]
+    for plugin in found:
+        name, comma, _ = plugin.partition(",")
+        if comma and ":" not in name.removeprefix("no:"):
+            raise ConfigurationError(
+                f"plugins: {plugin!r} is no name; put ; between plugins (FABRICATE_PLUGINS='ema:decay=0.9,start=10;wandb'), or "
+                "repeat --plugin"
+            )
+    return found
+
+
+def environment(
+    base: Mapping[str, str],
+    *,
+    nproc: int = 1,
+    strategy: str | None = None,
+    precision: str | None = None,
+    plugins: Sequence[str] = (),
+    plan_only: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """`base` plus the variables that carry these settings to the ranks; `base` itself stays as it is.
+
+    Plugins add to those in `base`. Raises ConfigurationError where `base` already holds another value.
+
+        environment(os.environ, strategy="zero3")["FABRICATE_STRATEGY"] == "zero3"
+    """
+    for plugin in plugins:
+        if ";" in plugin or len(listed_plugins(plugin)) != 1:
+            raise ConfigurationError(f"--plugin {plugin!r}: give one plugin and repeat --plugin for each of them")
+    wanted = {"FABRICATE_STRATEGY": strategy, "FABRICATE_PRECISION": precision, **(variables or {})}
+    result = dict(base)
+    for name, value in wanted.items():
+        if value is None:
+            continue
+        if base.get(name, value) != value:
+            raise ConfigurationError(
+                f"{name}: the environment says {base[name]!r}, this command {value!r}; unset one of them"
+            )
+        result[name] = value
+    if plugins:
+        listed = listed_plugins(base.get("FABRICATE_PLUGINS", ""))
+        result["FABRICATE_PLUGINS"] = ";".join(dict.fromkeys([*listed, *plugins]))
+    if plan_only:
+        result["FABRICATE_PLAN_ONLY"] = "1"
+    result["FABRICATE_LAUNCHED"] = "1"
+    # A store shared between the rendezvous and the process group keeps the keys of the ranks before a restart.
+    result["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if nproc > 1:  # one process keeps torch's own choice, as under plain Python
+        result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    return result
