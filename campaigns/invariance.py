@@ -183,12 +183,12 @@ def splits(ranks: int) -> Iterator[Split]:
     yield from (Split(ranks, size, each // size) for size in range(1, each + 1) if each % size == 0)
 
 
-def train(strategy: str, name: str, split: Split) -> Result:
+def train(strategy: str, name: str, split: Split, precision: str = "fp32") -> Result:
     """One fit. All ranks."""
     recorder = Recorder()
     trainer = Trainer(
         strategy=strategy,
-        precision="fp32",
+        precision=precision,
         max_epochs=EPOCHS,
         gradient_accumulation_steps=split.accumulation,
         max_grad_norm=MAX_GRAD_NORM[name],
@@ -282,13 +282,14 @@ def distance(name: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.
     return norm(found, wanted) / norm(first, wanted)
 
 
-def compare(strategy: str, split: Split) -> dict[str, tuple[float, float]]:
+def compare(strategy: str, split: Split, precision: str = "fp32") -> dict[str, tuple[float, float]]:
     """By module, the largest relative difference of a loss and the distance of the weights."""
     found = {}
     for name in MODULES:
         wanted_losses, wanted = by_hand(name)
         alone = split.ranks == 1
-        results = [train(strategy, name, split)] if alone else run_ranks(train, split.ranks, strategy, name, split)
+        case = strategy, name, split, precision
+        results = [train(*case)] if alone else run_ranks(train, split.ranks, *case)
         losses = [
             abs(loss - want) / abs(want) for got, _ in results for loss, want in zip(got, wanted_losses, strict=True)
         ]

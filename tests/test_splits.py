@@ -200,6 +200,17 @@ def test_a_sample_of_the_table(strategy: str, split: Split) -> None:
         assert weights <= TOLERANCE, name
 
 
+@pytest.mark.parametrize(
+    ("strategy", "split"),
+    [("single", Split(1, 4, 3)), ("ddp", Split(2, 2, 3)), ("fsdp", Split(2, 2, 3)), ("zero2", Split(2, 2, 3))],
+    ids=str,
+)
+def test_a_loss_scale_leaves_shorter_windows_and_empty_micro_batches_as_they_are(strategy: str, split: Split) -> None:
+    for name, (losses, weights) in compare(strategy, split, "fp16:init_scale=1024").items():
+        assert losses <= 1e-3, name
+        assert weights <= 1e-2, f"{name}: float16 rounds to 5e-4, a window that weighs wrongly is some 1e-1"
+
+
 def test_the_table_has_every_way_to_make_twelve() -> None:
     found = [(split.ranks, split.micro_batch, split.accumulation) for ranks in (1, 2, 3) for split in splits(ranks)]
     wanted = [(w, b, 12 // (w * b)) for w in (1, 2, 3) for b in range(1, 13) if 12 % (w * b) == 0]
