@@ -9,7 +9,7 @@ import difflib
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,6 +18,7 @@ import torch
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, did_you_mean
 from fabricate.hooks import Listener
 from fabricate.metrics import check_value, is_torchmetric
+from fabricate.optimization import parameter_groups
 
 if TYPE_CHECKING:
     from fabricate.trainer import Trainer
@@ -74,6 +75,16 @@ class TrainModule(torch.nn.Module, Listener):
             f"{type(self).__name__} has no configure_optimizers; return an optimizer from it, "
             "for instance torch.optim.AdamW(self.parameters(), lr=1e-3)"
         )
+
+    def parameter_groups(self, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Parameters in groups for an optimizer, by pattern: `options` gives each regular expression what its group gets.
+
+            torch.optim.AdamW(self.parameter_groups({r"bias|Norm": {"weight_decay": 0.0}}), lr=1e-3, weight_decay=0.1)
+
+        A pattern is searched in a parameter's name and in the kind of the layer that has it ("LayerNorm.weight"); the first that
+        is found counts. Parameters of no pattern are the first group, with the optimizer's own options. `ConfigurationError` for
+        a pattern that finds nothing. The same on every rank and under every strategy; no collectives."""
+        return parameter_groups(self, options)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`training_step(self, batch)` or `(self, batch, batch_idx)`: the forward of one micro-batch, inside the prepared

@@ -5,6 +5,7 @@ Must not know: strategies, the loop.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,6 +116,28 @@ def _named(where: str, optimizer: torch.optim.Optimizer, text: str, total: int |
     given = {} if "total" in options else {"total": total}
     made = build(NAMED[name], "scheduler", name, options, optimizer=optimizer, **given)
     return Schedule(made, "step", f"{text} over {options.get('total', total)} updates")
+
+
+def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """See `TrainModule.parameter_groups`. Shapes are not looked at: some strategies hold parameters flat by then."""
+    named = {id(parameter): name for name, parameter in module.named_parameters()}  # one name for a tied parameter
+    kinds = {  # sharding renames classes
+        f"{prefix}.{key}" if prefix else key: f"{type(layer).__name__.removeprefix('FSDP')}.{key}"
+        for prefix, layer in module.named_modules()
+        for key in layer._parameters
+    }
+    found: dict[str | None, list[torch.nn.Parameter]] = {None: [], **{pattern: [] for pattern in options}}
+    for parameter in module.parameters():
+        name = named[id(parameter)]
+        texts = (name, kinds[name])
+        found[next((p for p in options if any(re.search(p, text) for text in texts)), None)].append(parameter)
+    if unused := [pattern for pattern in options if not found[pattern]]:
+        raise ConfigurationError(
+            f"parameter_groups: {', '.join(map(repr, unused))} finds no parameter that an earlier pattern does not have; names are like "
+            f"{', '.join(f'{name!r} ({kinds[name]})' for name in list(named.values())[:4])}"
+        )
+    rest: list[dict[str, Any]] = [{"params": found[None]}] if found[None] else []
+    return rest + [{"params": found[pattern], **options[pattern]} for pattern in options]
 
 
 def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
