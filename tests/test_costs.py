@@ -205,7 +205,7 @@ def test_importing_the_trainer_imports_what_accelerate_does_and_ourselves() -> N
     found = imported("from fabricate import Trainer, TrainModule") - imported("import accelerate")
     top = {name.partition(".")[0] for name in found}
     assert top <= {"fabricate", "pluggy", "xxhash", "numpy", "psutil", *sys.stdlib_module_names}
-    assert len(found) < 100
+    assert len(found) < 110
 
 
 def test_no_command_imports_torch_to_say_what_it_does() -> None:
