@@ -114,7 +114,7 @@ class Run:
     _noted: set[str] = field(default_factory=set)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append to events.jsonl (rank 0, with a run directory): saved, rejected, skipped, retried, resumed, ..."""
+        """Append to events.jsonl (rank 0, with a run directory): docs/run-directory.md lists them."""
         if self.run_dir is not None and self.engine.rank == 0:
             line = {"event": kind, "step": self.progress.step, **fields, "time": time.time()}
             with (self.run_dir / "events.jsonl").open("a") as file:

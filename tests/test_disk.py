@@ -131,6 +131,7 @@ def test_one_refusal_is_survived_and_three_in_a_row_end_the_fit(
         fit(tmp_path, Frees(), steps=20)
     assert list(committed(tmp_path)) == [6]
     assert [event["path"][-2:] for event in events(tmp_path, "save_failed")] == ["02", "04", "08", "10", "12"]
+    assert [(event["step"], event["failed"]) for event in events(tmp_path, "retried")] == [(6, 2)]
     told = capsys.readouterr().err
     assert told.count("Training goes on; the next save that is due tries again") == 4
 

@@ -116,3 +116,9 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} - {"index.md"}
     assert sorted(page for page in pages if f"({page})" not in index) == []
+
+
+def test_every_event_is_on_the_page_of_the_run_directory() -> None:
+    sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "fabricate").rglob("*.py"))
+    kinds = set(re.findall(r"\bevent\(\s*\"(\w+)\"", sources))
+    assert {kind for kind, _ in table_rows("run-directory.md", "events.jsonl")} == kinds

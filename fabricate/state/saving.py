@@ -133,6 +133,8 @@ def _logs(run: Run) -> list[Path]:
 
 def _saved(run: Run, path: Path, step: int, seconds: float) -> None:
     """The checkpoint is durable."""
+    if run.failed_saves:
+        run.event("retried", step=step, path=path.name, failed=run.failed_saves)
     run.checkpoint, run.failed_saves = path, 0
     run.event("saved", step=step, path=path.name, seconds=round(seconds, 3))
     if run.calls.on_saved is not None:
