@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 from fabricate import Callback, ConfigurationError, Trainer, TrainModule
 from fabricate.schedules import NAMED, own_lengths
+from fabricate.testing import run_ranks
 
 ROWS = [(torch.full((2,), row / 10), torch.tensor([row / 10])) for row in range(10)]
 Configured = Callable[[Any, torch.optim.Optimizer], Any]
@@ -96,26 +97,43 @@ def test_the_plan_shows_the_schedule_and_the_rate_it_rises_to(tmp_path: Path) ->
     assert plan["notes"] == []
 
 
+def per_epoch(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer, lr_scheduler.StepLR(optimizer, 1, 0.1), "epoch"
+
+
+def waiting(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer, lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.1, patience=0), "val_error"
+
+
+def per_update(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer, lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / trainer.total_steps)
+
+
 def test_a_scheduler_advances_per_epoch_on_request() -> None:
-    rates = fit(lambda trainer, optimizer: (optimizer, lr_scheduler.StepLR(optimizer, 1, 0.1), "epoch"), **WINDOWS)
-    assert rates == pytest.approx([0.5] * 3 + [0.05] * 3 + [0.005] * 3)
+    assert fit(per_epoch, **WINDOWS) == pytest.approx([0.5] * 3 + [0.05] * 3 + [0.005] * 3)
 
 
 def test_a_scheduler_waits_for_the_metric_that_is_named() -> None:
-    def configured(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
-        return optimizer, lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.1, patience=0), "val_error"
-
     # It stays as it is, which is a plateau from the second validation on.
-    rates = fit(configured, ROWS, **WINDOWS)
-    assert rates == pytest.approx([0.5] * 3 + [0.5] * 3 + [0.05] * 3)
+    assert fit(waiting, ROWS, **WINDOWS) == pytest.approx([0.5] * 3 + [0.5] * 3 + [0.05] * 3)
+
+
+def job() -> list[list[float]]:
+    return [fit(configured, ROWS, **WINDOWS) for configured in (per_epoch, waiting, per_update)]
+
+
+@pytest.mark.parametrize(("world_size", "updates"), [(2, 2), (3, 1)])
+def test_schedules_advance_once_whatever_the_number_of_ranks(world_size: int, updates: int) -> None:
+    """10 rows in windows of 4 on each rank, so the last is shorter; rates as they were asked for, not scaled."""
+    for by_epoch, by_metric, by_update in run_ranks(job, world_size):
+        assert by_epoch == pytest.approx([0.5] * updates + [0.05] * updates + [0.005] * updates)
+        assert by_metric == pytest.approx([0.5] * 2 * updates + [0.05] * updates)
+        assert by_update == pytest.approx([0.5 * (1 - step / (3 * updates)) for step in range(3 * updates)])
 
 
 def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
-    def configured(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
-        return optimizer, lr_scheduler.StepLR(optimizer, 1, 0.1), "epoch"
-
-    fit(configured, run_dir=tmp_path, max_epochs=2, **WINDOWS)
-    assert fit(configured, run_dir=tmp_path, max_epochs=3, **WINDOWS) == pytest.approx([0.005] * 3)
+    fit(per_epoch, run_dir=tmp_path, max_epochs=2, **WINDOWS)
+    assert fit(per_epoch, run_dir=tmp_path, max_epochs=3, **WINDOWS) == pytest.approx([0.005] * 3)
 
 
 @pytest.mark.parametrize(
