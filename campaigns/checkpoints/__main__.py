@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -44,13 +43,12 @@ def kill(long: bool, seed: int) -> dict[str, Any]:
     from campaigns.checkpoints.kills import Kind, run
 
     modes = ("sync", "async")
-    single = {Kind("single", 1, mode): 200 if long else 20 for mode in modes}
-    several = {Kind(name, 2, mode): 100 if long else 3 for name in ("ddp", "fsdp") for mode in modes}
-    counts = run(single, seed, every=1 if long else 8) | run(several, seed)
+    single = {Kind("single", 1, mode): 180 if long else 20 for mode in modes}
+    several = {Kind(name, 2, mode): 80 if long else 3 for name in ("ddp", "fsdp") for mode in modes}
     if long:
-        counts |= run({Kind("single", 1, "async", workers=2): 30}, seed)
-        if importlib.util.find_spec("fabricate_deepspeed") is not None:
-            counts |= run({Kind(f"zero{stage}", 2, mode): 15 for stage in (1, 2, 3) for mode in modes}, seed)
+        several |= {Kind("single", 1, "async", workers=2): 30}
+        several |= {Kind(f"zero{stage}", 2, mode): 15 for stage in (1, 2, 3) for mode in modes}
+    counts = run(single, seed, every=2 if long else 8) | run(several, seed)
     return {"kills": counts, "in all": sum(counts.values())}
 
 

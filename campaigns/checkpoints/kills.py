@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Ended:
     texts: list[str] = field(default_factory=list)
 
 
-def warm() -> None:
+def warm(strategies: Iterable[str]) -> None:
     """Import what the runs need, so that a fork of this process begins at once."""
     import accelerate
     import torch
@@ -67,6 +67,11 @@ def warm() -> None:
 
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler
+    if any(strategy.startswith("zero") for strategy in strategies):
+        import fabricate_deepspeed.stage3
+        import fabricate_deepspeed.stage12
+
+        assert fabricate_deepspeed
     assert accelerate
     assert runs
     assert Trainer
@@ -256,7 +261,7 @@ def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, pla
 def run(kinds: dict[Kind, int], seed: int = 0, every: int = 0, say: Callable[[str], None] = print) -> dict[str, int]:
     """As many kills as `kinds` asks for, by kind; with `every`, each `every`-th operation of a whole run besides. Returns how
     many hit. Raises AssertionError as `trial`."""
-    warm()
+    warm(kind.strategy for kind in kinds)
     hits: Counter[str] = Counter()
     for kind, wanted in kinds.items():
         rng = random.Random(f"{seed} {kind}")
