@@ -47,7 +47,7 @@ campaign: env
 	$(BIN)/python -m campaigns.invariance --out docs/invariance.md
 	$(BIN)/python -m campaigns.matrix --out docs/matrix.md
 	$(BIN)/python -m campaigns.precision --out docs/precision.md
-	$(BIN)/python -m campaigns.checkpoints --long --json campaigns/checkpoints/found.json
+	$(BIN)/python -m campaigns.checkpoints --long --out docs/reliability.md
 
 # It sees the packages of .venv, so that torch and Accelerate are the same ones.
 bench-peers: env

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from campaigns.checkpoints import corruption, crashes, mutants, refusals
+from campaigns.checkpoints import corruption, crashes, memory, mutants, pairs, refusals
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,8 +36,8 @@ def test_altered_and_forged_checkpoints_are_refused() -> None:
 @pytest.mark.timeout(1200)
 def test_the_code_without_one_fsync_rename_digest_or_proof_of_coverage_is_noticed() -> None:
     found = mutants.run(mutants.VITAL)
-    assert [site for site, noticed in found.items() if not noticed] == []
-    kinds = [site.kind for module in mutants.MODULES for site in mutants.sites(module)]
+    assert [str(site) for site, noticed in found.items() if not noticed] == []
+    kinds = [site.kind for site in found]
     assert kinds.count("durable") >= 13
     assert kinds.count("digest") >= 4
     assert kinds.count("coverage") >= 8
@@ -54,3 +54,15 @@ def test_runs_that_are_killed_end_as_if_undisturbed(tmp_path: Path) -> None:
     kills: dict[str, Any] = json.loads(file.read_text())["kill"]
     assert kills["in all"] >= 100
     assert all(number >= 3 for number in kills["kills"].values())
+
+
+@pytest.mark.timeout(1200)
+def test_checkpoints_of_every_strategy_go_on_under_others() -> None:
+    found = pairs.run(long=False)
+    assert found.keys() == pairs.CASES.keys()
+    assert {writer for writer in found["adamw"]} == {str(topology) for topology in pairs.TOPOLOGIES}
+
+
+@pytest.mark.timeout(600)
+def test_no_rank_holds_the_whole_state_while_it_saves_or_resumes() -> None:
+    assert memory.run(("sync",)).keys() == {f"{strategy}, sync" for strategy in memory.STRATEGIES}

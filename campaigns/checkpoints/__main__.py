@@ -1,16 +1,16 @@
-"""Runs the campaigns: `python -m campaigns.checkpoints [crash] [corrupt] [mutants] [kill] [--long] [--seed N] [--json FILE]`."""
+"""Runs the campaigns: `python -m campaigns.checkpoints [NAME ...] [--long] [--seed N] [--json FILE] [--out PAGE]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NAMES = ("crash", "corrupt", "mutants", "kill")
+from campaigns.checkpoints.page import page
+from fabricate.testing import close_pools
 
 
 def crash(long: bool, seed: int) -> dict[str, Any]:
@@ -32,10 +32,10 @@ def mutants(long: bool, seed: int) -> dict[str, Any]:
     from campaigns.checkpoints import mutants
 
     found = mutants.run(mutants.KINDS if long else mutants.VITAL)
-    unnoticed = [site for site, noticed in found.items() if not noticed]
+    unnoticed = [str(site) for site, noticed in found.items() if not noticed]
     if unnoticed:
         raise AssertionError("nothing notices when this is taken out:\n" + "\n".join(unnoticed))
-    return found
+    return {"kinds": {str(site): site.kind for site in found}, "noticed by": {str(k): v for k, v in found.items()}}
 
 
 def kill(long: bool, seed: int) -> dict[str, Any]:
@@ -43,40 +43,63 @@ def kill(long: bool, seed: int) -> dict[str, Any]:
     from campaigns.checkpoints.kills import Kind, run
 
     modes = ("sync", "async")
-    single = {Kind("single", 1, mode): 180 if long else 20 for mode in modes}
-    several = {Kind(name, 2, mode): 80 if long else 3 for name in ("ddp", "fsdp") for mode in modes}
+    single = {Kind("single", 1, mode): 240 if long else 20 for mode in modes}
+    several = {Kind(name, 2, mode): 50 if long else 3 for name in ("ddp", "fsdp") for mode in modes}
     if long:
-        several |= {Kind("single", 1, "async", workers=2): 30}
-        several |= {Kind(f"zero{stage}", 2, mode): 15 for stage in (1, 2, 3) for mode in modes}
+        several |= {Kind("single", 1, "async", workers=2): 40}
+        several |= {Kind(f"zero{stage}", 2, mode): 10 for stage in (1, 2, 3) for mode in modes}
     counts = run(single, seed, every=2 if long else 8) | run(several, seed)
     return {"kills": counts, "in all": sum(counts.values())}
+
+
+def pairs(long: bool, seed: int) -> dict[str, Any]:
+    """Every checkpoint under every strategy."""
+    from campaigns.checkpoints import pairs
+
+    return pairs.run(long)
+
+
+def memory(long: bool, seed: int) -> dict[str, Any]:
+    """What a save and a resume cost."""
+    from campaigns.checkpoints import memory
+
+    return memory.run(("sync", "async") if long else ("sync",))
+
+
+CAMPAIGNS: dict[str, Callable[[bool, int], dict[str, Any]]] = {
+    "crash": crash, "corrupt": corrupt, "mutants": mutants, "kill": kill, "pairs": pairs, "memory": memory,
+}  # fmt: skip
 
 
 def main() -> None:
     """Run those that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("campaigns", nargs="*", metavar="campaign", help=f"{', '.join(NAMES)}; default: all")
+    parser.add_argument("campaigns", nargs="*", metavar="campaign", help=f"{', '.join(CAMPAIGNS)}; default: all")
     parser.add_argument("--long", action="store_true", help="the full number; hours, not minutes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write what was found there")
+    parser.add_argument("--json", type=Path, help="put what was found there, beside what other campaigns have found")
+    parser.add_argument("--out", type=Path, help="write the page of what was found, and of what --json holds")
     options = parser.parse_args()
-    unknown = set(options.campaigns) - set(NAMES)
+    unknown = set(options.campaigns) - CAMPAIGNS.keys()
     if unknown:
-        parser.error(f"there is no campaign {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    functions: dict[str, Callable[[bool, int], dict[str, Any]]] = {
-        "crash": crash, "corrupt": corrupt, "mutants": mutants, "kill": kill,
-    }  # fmt: skip
-    found: dict[str, Any] = {"seed": options.seed, "long": options.long}
-    for name in options.campaigns or NAMES:
-        began = time.monotonic()
-        try:
-            found[name] = functions[name](options.long, options.seed)
-        except AssertionError as exc:
-            sys.exit(f"{name}: {exc}")
-        found[name] |= {"seconds": round(time.monotonic() - began, 1)}
-        print(json.dumps({name: found[name]}, indent=1), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        parser.error(f"there is no campaign {', '.join(sorted(unknown))}; there are {', '.join(CAMPAIGNS)}")
+    found: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        found = json.loads(options.json.read_text())
+    found["seed"] = options.seed
+    try:
+        for name in options.campaigns or CAMPAIGNS:
+            try:
+                found[name] = CAMPAIGNS[name](options.long, options.seed)
+            except AssertionError as exc:
+                sys.exit(f"{name}: {exc}")
+            print(json.dumps({name: found[name]}, indent=1), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+    finally:
+        close_pools()
+    if options.out:
+        options.out.write_text(page(found))
 
 
 if __name__ == "__main__":

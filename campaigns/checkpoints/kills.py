@@ -49,7 +49,7 @@ class Kind:
 
 @dataclass
 class Ended:
-    """How the ranks of one start ended: "done", "failed" or "killed", and how often the file system was called."""
+    """How the ranks of one start ended: "done", "failed" or "killed", and how often those that are done called the file system."""
 
     ways: list[str]
     operations: list[int] = field(default_factory=list)
@@ -175,7 +175,7 @@ def wait(run_dir: Path, children: list[int], killed_at: float | None = None, vic
         time.sleep(0.001)
     logs = [run_dir.with_name(f"{run_dir.name}-{rank}.txt") for rank in range(len(children))]
     counts = [log.with_suffix(".operations") for log in logs]
-    operations = [int(file.read_text()) for file in counts if file.exists()]
+    operations = [int(file.read_text()) for file in counts] if ways == ["done"] * len(ways) else []
     return Ended(ways, operations, [log.read_text(errors="replace") if log.exists() else "" for log in logs])
 
 

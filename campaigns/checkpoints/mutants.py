@@ -142,11 +142,11 @@ def probe() -> None:
     crashes.run(states=2)
 
 
-def run(kinds: Sequence[str] = KINDS, modules: Sequence[str] = MODULES, jobs: int | None = None) -> dict[str, str]:
+def run(kinds: Sequence[str] = KINDS, modules: Sequence[str] = MODULES, jobs: int | None = None) -> dict[Site, str]:
     """What each variant was noticed by, the last line of its end; empty where it was not noticed."""
     wanted = [site for module in modules for site in sites(module) if site.kind in kinds]
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        return dict(zip(map(str, wanted), pool.map(_noticed, wanted), strict=True))
+        return dict(zip(wanted, pool.map(_noticed, wanted), strict=True))
 
 
 def _noticed(site: Site) -> str:

@@ -1,0 +1,115 @@
+"""What a save and a resume cost in memory where the state is in shards: no rank may ever hold the whole of it.
+
+Measured is by how much the resident memory of a rank rises above what it was before, at most: by the kernel's own mark, after
+what was freed has been given back to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from fabricate import Callback, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+LAYERS, WIDTH, RANKS = 24, 1024, 2
+WHOLE = LAYERS * WIDTH * WIDTH * 4 * 3
+"""Bytes of the weights and of AdamW's two moments."""
+STRATEGIES = ("fsdp", "zero3")
+"""Those that shard the weights too: under the others every rank holds all of them at any time."""
+
+
+class Big(TrainModule):
+    """Layers that are sharded as they are built, where the strategy can."""
+
+    def configure_model(self) -> None:
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Peak:
+    """How far resident memory has risen since this was made."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the mark becomes what is resident now
+        self._before = self._mark()
+
+    @staticmethod
+    def _mark() -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+
+    def rise(self) -> int:
+        """In bytes."""
+        return self._mark() - self._before
+
+
+class Measure(Callback):
+    """The rise during a save, and from before the state is read to before the first update."""
+
+    def __init__(self) -> None:
+        self.saving, self.loading = 0, 0
+        self._peak: Peak | None = None
+
+    def on_fit_start(self) -> None:
+        self._peak = Peak()
+
+    def on_epoch_start(self) -> None:
+        if self._peak is not None:
+            self.loading, self._peak = self._peak.rise(), None
+
+    def on_step(self, step: int) -> None:
+        if step == 2:
+            self._peak = Peak()
+
+    def on_saved(self) -> None:
+        if self._peak is not None:
+            self.saving, self._peak = self._peak.rise(), None
+
+
+def measured(strategy: str, save: str, run_dir: str) -> tuple[int, int]:
+    """Bytes by which this rank's memory rose while it saved, and while it resumed."""
+    found = []
+    for steps in (2, 3):
+        measure = Measure()
+        trainer = Trainer(
+            strategy=strategy, max_steps=steps, run_dir=run_dir, save=save, save_every=2, seed=1, progress=False,
+            log_every=100, plugins=[measure],
+        )  # fmt: skip
+        trainer.fit(Big(), TensorDataset(torch.randn(8, WIDTH)), batch_size=1)
+        found.append(measure)
+    return found[0].saving, found[1].loading
+
+
+def run(saves: Sequence[str] = ("sync", "async")) -> dict[str, dict[str, float]]:
+    """MiB by strategy. AssertionError where a rank held more than its own part of the state, beside a little."""
+    told: dict[str, dict[str, float]] = {}
+    own = WHOLE // RANKS
+    for strategy in STRATEGIES:
+        for save in saves:
+            with tempfile.TemporaryDirectory() as folder:
+                by_rank = run_ranks(measured, RANKS, strategy, save, folder, timeout=300)
+            saving, loading = (max(values) for values in zip(*by_rank, strict=True))
+            told[f"{strategy}, {save}"] = {"saving": round(saving / 2**20, 1), "loading": round(loading / 2**20, 1)}
+            most = own // 8 if save == "sync" else own * 5 // 4
+            if saving > most or loading > own:
+                raise AssertionError(
+                    f"{strategy}, {save}: memory rose by {saving:,} bytes to save and {loading:,} to load; a rank's own part "
+                    f"of the state is {own:,}"
+                )
+    return told

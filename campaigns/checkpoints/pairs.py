@@ -1,0 +1,274 @@
+"""Every checkpoint under every strategy: written by one topology, read by another, which goes on as if it had written it.
+
+For each pair of topologies (a strategy on so many ranks): what the reader holds after loading is saved again and has to be
+equal to what was read, bit by bit; then it trains on, and its losses and the order of its samples have to be those of one process
+that never stopped. The module has tied weights, a frozen layer, a buffer, sizes that no number of ranks divides, two parameter
+groups and a schedule; the checkpoint is taken in the middle of an epoch.
+
+    python -m campaigns.checkpoints pairs
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from fabricate import Callback, Trainer, TrainModule
+from fabricate.checkpoint.directory import Reader
+from fabricate.state.logical import read_whole
+from fabricate.testing import run_ranks
+
+ROWS, GLOBAL_BATCH, STEPS, SAVED = 30, 12, 8, 4  # three updates per epoch, the last of six rows
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A strategy on so many ranks."""
+
+    strategy: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy} x{self.ranks}"
+
+
+SINGLE = Topology("single", 1)
+SHARDED = ("fsdp", "zero1", "zero2", "zero3")
+TOPOLOGIES = (SINGLE, *(Topology(name, ranks) for name in ("ddp", *SHARDED) for ranks in (2, 3)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, where not, and how far losses may lie apart: in narrow dtypes strategies round in different places."""
+
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    tolerance: float = TOLERANCE
+    without: tuple[str, ...] = ()
+
+    def topologies(self) -> list[Topology]:
+        """Those that take the optimizer."""
+        return [each for each in TOPOLOGIES if each.strategy not in self.without]
+
+
+_WHOLE_TENSORS = ("zero1", "zero2", "zero3")  # refuse what looks at more than an element at a time
+CASES = {
+    "adamw": Case(),
+    "momentum": Case("momentum"),
+    "lion": Case("lion", without=_WHOLE_TENSORS),
+    "adafactor": Case("adafactor", without=("fsdp", *_WHOLE_TENSORS)),  # torch's takes no sharded parameters either
+    "bf16": Case(precision="bf16", tolerance=0.02),
+    "fp16": Case(
+        precision="fp16:init_scale=256", tolerance=0.02
+    ),  # no update is skipped: which are depends on the ranks
+}
+
+
+class Rows(Dataset[Any]):
+    """Rows with their number in front."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(0, 12, (ROWS, 5), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[int, torch.Tensor]:
+        return row, self.tokens[row]
+
+
+class Net(TrainModule):
+    """See the module. It writes down which rows went into each micro-batch."""
+
+    scale: torch.Tensor
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.embedding = torch.nn.Embedding(12, 7)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(7, 9), torch.nn.Linear(9, 7)])
+        self.frozen = torch.nn.Linear(7, 7).requires_grad_(False)
+        self.norm = torch.nn.LayerNorm(7)
+        self.head = torch.nn.Linear(7, 12, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(7))
+        self.rows: list[list[int]] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        tokens = batch[1]
+        hidden = self.frozen(self.embedding(tokens)) * self.scale
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        logits = self.head(self.norm(hidden))
+        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def on_accumulate(self, batch: Any, weight: Any) -> None:
+        self.rows.append(batch[0].tolist() if weight else [])
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        made: torch.optim.Optimizer
+        if self.optimizer == "adamw":
+            made = torch.optim.AdamW(groups, lr=0.01, eps=1e-6)
+        elif self.optimizer == "momentum":
+            made = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        elif self.optimizer == "lion":
+            from optimi import Lion
+
+            made = Lion(groups, lr=0.001)
+        else:
+            made = torch.optim.Adafactor(groups, lr=0.01)
+        return made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 20)
+
+
+class Watch(Callback):
+    """Every update's loss and where the next one's rows begin; what was loaded is saved again, before the first update."""
+
+    def __init__(self, again: Path | None) -> None:
+        self.again = again
+        self.losses: list[float] = []
+        self.ends: list[int] = []
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        if self.again is not None:
+            trainer.save(self.again)
+            self.again = None
+
+    def on_step(self, module: TrainModule, loss: torch.Tensor) -> None:
+        assert isinstance(module, Net)
+        self.losses.append(float(loss))
+        self.ends.append(len(module.rows))
+
+
+Seen = tuple[list[float], list[list[list[int]]]]
+"""Losses, and rows by update and micro-batch."""
+
+
+def fit(topology: Topology, case: Case, run_dir: Path, steps: int, resume: Path | None = None) -> Seen:
+    """A run, or the rest of one, on one of the ranks."""
+    torch.manual_seed(7)
+    module = Net(case.optimizer)
+    watch = Watch(None if resume is None else run_dir / "again")
+    trainer = Trainer(
+        strategy=topology.strategy, precision=case.precision, max_steps=steps, save_every=f"{SAVED} steps", keep="all",
+        run_dir=run_dir, seed=5, global_batch_size=GLOBAL_BATCH, log_every=100, progress=False, plugins=[watch],
+    )  # fmt: skip
+    trainer.fit(module, Rows(), batch_size=2, resume=resume or "auto")
+    return watch.losses, [module.rows[start:end] for start, end in zip([0, *watch.ends], watch.ends, strict=False)]
+
+
+def write(topology: Topology, case: Case, root: str) -> Seen:
+    """The whole run of a topology; runs on each of its ranks."""
+    return fit(topology, case, Path(root, str(topology)), STEPS)
+
+
+def read(topology: Topology, case: Case, root: str, writers: Sequence[Topology]) -> list[Seen]:
+    """The second half of runs that others began; runs on each of the ranks."""
+    found = []
+    for writer in writers:
+        saved = Path(root, str(writer), "checkpoints", f"step-{SAVED:08d}")
+        found.append(fit(topology, case, Path(root, f"{writer} to {topology}"), STEPS, resume=saved))
+    return found
+
+
+def order(ranks: Iterable[Seen]) -> list[list[int]]:
+    """The rows of each update in their global order: of each micro-batch, those of rank 0 first."""
+    updates = zip(*(rows for _, rows in ranks), strict=True)
+    return [[row for step in zip(*update, strict=True) for rows in step for row in rows] for update in updates]
+
+
+def state(path: Path) -> dict[str, Any]:
+    """The model and the optimizers of a checkpoint, tensor by tensor and value by value."""
+    with Reader(path) as reader:
+        names = [name for name in reader.manifest.tensors if name.startswith(("model/", "optimizer/"))]
+        found: dict[str, Any] = {name: read_whole(reader, name) for name in names}
+        shared = reader.json("state.json")
+        assert isinstance(shared, dict)
+        shared["progress"].pop("seconds")
+        for counter in ("clean", "hysteresis"):  # DeepSpeed's own, beside what every loss scale counts
+            shared["scaler"].pop(counter, None)
+        return found | {name: shared[name] for name in ("optimizers", "schedulers", "scaler", "progress")}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same to the last bit. Of two widths the narrower counts: under ZeRO in half precision
+    frozen weights have it, because DeepSpeed keeps float32 copies of what it trains only."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return bool(one == other)
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(one.to(narrow), other.to(narrow))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A pair: the largest relative difference of a loss, and what was not as it should be."""
+
+    case: str
+    writer: Topology
+    reader: Topology
+    apart: float
+    faults: tuple[str, ...]
+
+
+def observe(name: str, pairs: Iterable[tuple[Topology, Topology]]) -> Iterator[Result]:
+    """The pairs of (writer, reader), reader by reader."""
+    case, wanted = CASES[name], list(pairs)
+    with tempfile.TemporaryDirectory() as root:
+        for topology in dict.fromkeys((SINGLE, *(writer for writer, _ in wanted))):
+            found = run_ranks(write, topology.ranks, topology, case, root, timeout=600)
+            if topology == SINGLE:
+                losses, rows = found[0][0], order(found)
+        for reader in dict.fromkeys(reader for _, reader in wanted):
+            writers = [writer for writer, other in wanted if other == reader]
+            by_rank = run_ranks(read, reader.ranks, reader, case, root, writers, timeout=600)
+            for number, writer in enumerate(writers):
+                seen = [rank[number] for rank in by_rank]
+                apart = max(abs(a - b) / abs(b) for a, b in zip(seen[0][0], losses[SAVED:], strict=True))
+                faults = []
+                if apart > case.tolerance:
+                    faults.append(f"its losses lie {apart:.1e} apart")
+                if order(seen) != rows[SAVED:]:
+                    faults.append("its samples came in another order")
+                saved = state(Path(root, str(writer), "checkpoints", f"step-{SAVED:08d}"))
+                again = state(Path(root, f"{writer} to {reader}", "again"))
+                other = [key for key in sorted({*saved, *again}) if not equal(saved.get(key), again.get(key))]
+                if other:
+                    faults.append(f"after loading it held other {', '.join(other[:4])}")
+                yield Result(name, writer, reader, apart, tuple(faults))
+
+
+def pairs(name: str, long: bool) -> list[tuple[Topology, Topology]]:
+    """Which pairs of a case are looked at: all of them with AdamW in float32, else a ring, in which each topology writes once
+    and reads once. The short form: a ring with AdamW in float32, else a ring of five."""
+    every = CASES[name].topologies()
+    if long and name == "adamw":
+        return [(writer, reader) for writer in every for reader in every]
+    if not long and name != "adamw":
+        few = {"single x1", "ddp x2", "fsdp x3", "zero1 x2", "zero3 x3"}
+        every = [topology for topology in every if str(topology) in few]
+    return list(zip(every, [*every[1:], every[0]], strict=True))
+
+
+def run(long: bool) -> dict[str, dict[str, dict[str, float]]]:
+    """Every case: by writer and reader, how far losses lay apart at most. AssertionError for pairs that were not as they have
+    to be."""
+    found = [result for name in CASES for result in observe(name, pairs(name, long))]
+    faults = [f"{r.case}, {r.writer} to {r.reader}: {'; '.join(r.faults)}" for r in found if r.faults]
+    if faults:
+        raise AssertionError("\n".join(faults))
+    told: dict[str, dict[str, dict[str, float]]] = {}
+    for r in found:
+        told.setdefault(r.case, {}).setdefault(str(r.writer), {})[str(r.reader)] = r.apart
+    return told
