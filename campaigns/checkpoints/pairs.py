@@ -198,7 +198,7 @@ def state(path: Path) -> dict[str, Any]:
         assert isinstance(shared, dict)
         shared["progress"].pop("seconds")
         for counter in ("clean", "hysteresis"):  # DeepSpeed's own, beside what every loss scale counts
-            shared["scaler"].pop(counter, None)
+            (shared["scaler"] or {}).pop(counter, None)
         return found | {name: shared[name] for name in ("optimizers", "schedulers", "scaler", "progress")}
 
 
