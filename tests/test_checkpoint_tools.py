@@ -17,7 +17,8 @@ import torch
 from click.testing import CliRunner, Result
 from torch.utils.data import TensorDataset
 
-from fabricate import Callback, Trainer, TrainModule, lock
+from fabricate import Callback, Trainer, TrainModule
+from fabricate.checkpoint import lock
 from fabricate.checkpoint.comparing import compare, numbers
 from fabricate.checkpoint.directory import (
     Chunk,

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule, lock
+from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule
+from fabricate.checkpoint import lock
 from fabricate.checkpoint.directory import Reader
 from fabricate.checkpoint.files import Files, Writer
 
