@@ -62,7 +62,8 @@ def _no_room(run: Run) -> str:
             else "start several ranks with strategy='fsdp'"
         )
     elif strategy.name == "fsdp":
-        ways.append("start more ranks, strategy='fsdp:activation_checkpointing=true' or 'fsdp:offload=cpu'")
+        besides = "'fsdp:offload=cpu'" if on_device else "MALLOC_MMAP_THRESHOLD_=1048576 in the environment"
+        ways.append(f"start more ranks, strategy='fsdp:activation_checkpointing=true' or {besides}")
     if run.source is not None:
         ways.append(
             f"halve batch_size and double gradient_accumulation_steps ({settings.gradient_accumulation_steps or 1}): the update "

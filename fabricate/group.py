@@ -193,9 +193,14 @@ class Group:
         said: list[str] = []
         echo = isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
         # A store on a host that is gone answers nothing and ends no call: hence a thread, which is left behind then.
-        asking = threading.Thread(target=self._ask if echo else self._tell, args=(exc, said), daemon=True)
-        asking.start()
-        asking.join(_ANSWER_SECONDS + 5)
+        telling = self._ask if echo else self._tell
+        asking = threading.Thread(target=telling, args=(exc, said), daemon=True)
+        try:
+            asking.start()
+        except RuntimeError:  # no memory for a thread
+            telling(exc, said)
+        else:
+            asking.join(_ANSWER_SECONDS + 5)
         if said or not echo:
             return "".join(said)
         return (

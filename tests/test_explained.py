@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import TensorDataset
 
-from fabricate import Trainer, TrainModule
+from fabricate import FSDP, Callback, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 
@@ -141,10 +142,32 @@ class Functional(Net):
         return self.last(self.first(x)).square().mean()
 
 
+class Full(Net):
+    """Runs out of memory in the first step."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+
+class Counted(Callback):
+    """How many collectives it takes to say what a rank of sharded parameters holds."""
+
+    collectives = -1
+
+    def on_step(self, module: TrainModule) -> None:
+        with CommDebugMode() as seen:
+            FSDP().memory_per_rank(module, {"parameters": 100}, 2)
+        self.collectives = seen.get_total_counts()
+
+
 def on_two_ranks() -> dict[str, tuple[str, str]]:
+    counted = Counted()
+    failure(Net(), strategy="fsdp", plugins=[counted])
     return {
+        "collectives": (str(counted.collectives), ""),
         "missed": failure(Missing(), strategy="ddp:find_unused_parameters=false"),
         "functional": failure(Functional(), strategy="fsdp"),
+        "full": failure(Full(), strategy="fsdp"),
     }
 
 
@@ -173,17 +196,26 @@ def test_a_weight_used_outside_of_its_layer_is_explained_under_fsdp(two: list[di
 
 # ------------------------------------------------------------------------------------------------- memory
 
-BLOCKS, WIDTH, LIMIT = 36, 4096, 1110
+
+def test_a_rank_alone_can_say_what_takes_the_memory_of_its_shards(two: list[dict[str, tuple[str, str]]]) -> None:
+    for found in two:
+        kind, text = found["full"]
+        assert kind == "OutOfMemoryError"
+        assert "strategy='fsdp' keeps about " in text
+        assert "start more ranks, strategy='fsdp:activation_checkpointing=true' or " in text
+        assert found["collectives"] == ("0", "")
+
+
+BLOCKS, WIDTH, LIMIT = 96, 2048, 1440
 TOWER = f'''
 import sys, torch
-from fabricate import Trainer, TrainModule
+from fabricate import FSDP, Callback, Trainer, TrainModule
 from torch.utils.data import TensorDataset
 
 class Tower(TrainModule):
-    """{BLOCKS} layers of 32 MiB in float32, of which the last two train."""
+    """{BLOCKS} layers of 16 MiB in float32, of which the last two train."""
     def configure_model(self):
-        sizes = [({WIDTH}, {WIDTH} // 2), ({WIDTH} // 2, {WIDTH})] * ({BLOCKS} // 2)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(*size, bias=False) for size in sizes)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range({BLOCKS}))
         for block in self.blocks[:-2]:
             block.requires_grad_(False)
 
@@ -203,7 +235,7 @@ trainer = Trainer(max_steps=1, seed=1, progress=False, strategy=sys.argv[1])
 result = trainer.fit(Tower(), TensorDataset(torch.ones(2, {WIDTH})), batch_size=1)
 print("trained", result.steps)
 '''
-PARAMETERS = BLOCKS * WIDTH * WIDTH // 2 * 4 / 2**20
+PARAMETERS = BLOCKS * WIDTH * WIDTH * 4 / 2**20
 
 
 def limited(path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
@@ -219,11 +251,21 @@ def limited(path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(sys.path),
+        "MALLOC_MMAP_THRESHOLD_": str(2**20),  # else the C library keeps what units freed
     }
     command = [sys.executable, "-m", "fabricate", "run", str(script), "--nproc", "2", "--", strategy]
     return subprocess.run(
         command, cwd=path, env=environment, preexec_fn=limit, capture_output=True, text=True, timeout=280
     )
+
+
+def test_a_model_larger_than_a_process_may_be_trains_in_shards_which_auto_chooses(tmp_path: Path) -> None:
+    done = limited(tmp_path, "auto")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("trained 1") == 2
+    line = next(line for line in done.stdout.splitlines() if line.startswith("  strategy"))
+    assert "fsdp  [auto: 2 processes; a replica takes 1.6 GiB, more than 1.4 GiB (ulimit -d)]" in line
+    assert "ddp not within 1.4 GiB (ulimit -d)" in done.stdout
 
 
 def test_as_replicas_it_ends_with_what_takes_the_memory_and_what_helps(tmp_path: Path) -> None:
@@ -232,5 +274,5 @@ def test_as_replicas_it_ends_with_what_takes_the_memory_and_what_helps(tmp_path:
     assert "trained" not in done.stdout
     text = done.stderr
     assert "out of memory on rank" in text
-    assert "strategy='ddp' keeps about 1.4 GiB on each rank (parameters 1.1 GiB, gradients 64.0 MiB" in text
-    assert "a rank has 1.1 GiB (ulimit -d). What helps: divide them over more ranks with strategy='fsdp'" in text
+    assert "strategy='ddp' keeps about 1.6 GiB on each rank (parameters 1.5 GiB, gradients 32.0 MiB" in text
+    assert "a rank has 1.4 GiB (ulimit -d). What helps: divide them over more ranks with strategy='fsdp'" in text

@@ -111,8 +111,8 @@ class FSDP(Strategy):
         shards = self._shards(world_size)
         parameters = list(module.parameters())
         every = sum(p.numel() * p.element_size() for p in parameters)
-        # Dimension 0 is cut into equal parts, rounded up.
-        part = sum(-(-len(p) // shards) * p[:1].numel() * p.element_size() if p.ndim else 0 for p in parameters)
+        # Dimension 0 is cut into equal parts, rounded up. Shapes only: to slice a DTensor gathers it, on all ranks.
+        part = sum(-(-len(p) // shards) * p.numel() // len(p) * p.element_size() for p in parameters if p.numel())
         held = {kind: -(-count * part // every) if every else 0 for kind, count in whole.items()}
         width = {"bf16": 2, "fp16": 2}.get(str(self.param_dtype))
         units = self._units if self._units is not None else [name for name, _ in select(module, self.wrap)]
