@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -40,6 +41,7 @@ _ECHOES = (
     "timeout",
 )
 _TOLD_SECONDS, _ANSWER_SECONDS = 5.0, 15.0
+_TASKS, _QUIET_LOOKS, _REST_SECONDS = Path("/proc/self/task"), 3, 10.0
 _NEWLINE = "\n"
 
 
@@ -64,15 +66,36 @@ def leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    if not dist.is_initialized() or _failures:  # after a failure others may be gone, and closing could wait for them
+    if not dist.is_initialized():
         return
-    gloo = dist.get_backend() == "gloo"
-    if gloo:
-        with contextlib.suppress(RuntimeError):  # a rank that is gone breaks the connection: nothing to wait for
-            dist.barrier()  # a rank that closes while another still talks to it aborts
-    dist.destroy_process_group()
-    if gloo:  # its threads may still have to let go of tensors, for which they need an interpreter that is not ending
-        time.sleep(0.1)
+    if not _failures:  # after a failure others may be gone, and closing could wait for them
+        if dist.get_backend() == "gloo":
+            with contextlib.suppress(RuntimeError):  # a rank that is gone breaks the connection: nothing to wait for
+                dist.barrier()  # a rank that closes while another still talks to it aborts
+        dist.destroy_process_group()
+    _let_threads_rest()
+
+
+def _let_threads_rest() -> None:
+    """Wait until the threads of gloo sleep. One that lets go of a tensor needs the interpreter, and aborts the process where
+    that is ending. They cannot be joined: a DistributedDataParallel keeps its process group for ever."""
+    if not _TASKS.is_dir():
+        time.sleep(0.1)  # no Linux: the moment that it takes on an idle machine
+        return
+    quiet, deadline = 0, time.monotonic() + _REST_SECONDS
+    while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
+        time.sleep(0.005)  # one that waits for the interpreter's lock sleeps too, and gets it now
+        quiet = 0 if _gloo_works() else quiet + 1
+
+
+def _gloo_works() -> bool:
+    """Whether a thread of gloo runs, or would if it got a core."""
+    for task in _TASKS.iterdir():
+        with contextlib.suppress(OSError):  # ended since
+            name, _, state = (task / "stat").read_text().partition("(")[2].rpartition(") ")
+            if name.startswith("pt_gloo") and state[0] != "S":
+                return True
+    return False
 
 
 class Group:
