@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, send_to_device
@@ -22,7 +23,8 @@ from accelerate.utils import InitProcessGroupKwargs, send_to_device
 from fabricate.compiling import compiled
 from fabricate.construct import blanks, fill, materialise, pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
-from fabricate.group import Group, interface_towards
+from fabricate.forked import settle_fork
+from fabricate.group import Group, interface_towards, meet
 from fabricate.interfaces import reasons
 from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
@@ -127,7 +129,10 @@ class Engine(Group):
         self.check()
         arguments = self.strategy.accelerator_arguments()
         handlers = [*arguments.pop("kwargs_handlers", ()), InitProcessGroupKwargs(timeout=self._timeout)]
+        if note := settle_fork(self.device):
+            self.notes.append(note)
         with self._environment():
+            meeting = self._meet()
             try:
                 self.accelerator = Accelerator(
                     cpu=self._cpu,
@@ -142,6 +147,7 @@ class Engine(Group):
                 raise FabricateError(
                     f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
                 ) from exc
+            del meeting  # the process group has its own hold on the store by now
         try:
             self._verify()
             self.join(self._timeout)
@@ -168,6 +174,13 @@ class Engine(Group):
             self._settings.close()
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+    def _meet(self) -> dist.Store | None:
+        """Where ranks meet, once they are found to be of one kind; None where they met before, or there is one only."""
+        if self.world_size == 1 or dist.is_initialized():
+            return None
+        built = {"torch": torch.__version__, "the device": self.device.type}
+        return meet(self.rank, self.world_size, built, self._timeout)
 
     def topology(self) -> dict[str, Any]:
         """What a checkpoint says of how it was made."""

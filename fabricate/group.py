@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import os
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fabricate.errors import RankError
 
@@ -57,6 +59,43 @@ def interface_towards(host: str) -> str | None:
     if address.startswith("127."):
         return None
     return next((n for n, found in psutil.net_if_addrs().items() if any(a.address == address for a in found)), None)
+
+
+def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta) -> dist.Store:
+    """Compare what ranks are built of before they open a process group, in which they would wait for each other without a
+    word. Returns the store at MASTER_ADDR, which rank 0 has to hold until the group is open. All ranks.
+
+    built: what has to be the same everywhere, by what it is called. Raises `RankError`, the same on every rank.
+    """
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        compare_builds(store, rank, world_size, built)
+    except dist.DistError as exc:
+        raise RankError(
+            f"rank {rank} on {socket.gethostname()} did not meet all of {world_size} ranks at {address} within {timeout}: start one "
+            f"process per rank, with an address that every host reaches, and a free port. Here: {str(exc).partition(_NEWLINE)[0]}"
+        ) from exc
+    return store
+
+
+def compare_builds(store: dist.Store, rank: int, world_size: int, built: dict[str, str]) -> None:
+    """See `meet`. Nothing but the store is needed. All ranks."""
+    store.set(f"fabricate/built/{rank}", json.dumps({"host": socket.gethostname(), **built}))
+    everyone = [json.loads(store.get(f"fabricate/built/{other}")) for other in range(world_size)]
+    store.set(f"fabricate/compared/{rank}", "")
+    for topic in built:
+        other = next((r for r, theirs in enumerate(everyone) if theirs[topic] != everyone[0][topic]), None)
+        if other is None:
+            continue
+        if rank == 0:  # with whose process the store would go, before others have read what is in it
+            with contextlib.suppress(dist.DistError):
+                store.wait([f"fabricate/compared/{r}" for r in range(world_size)], datetime.timedelta(seconds=30))
+        zero, theirs = everyone[0], everyone[other]
+        raise RankError(
+            f"{topic} is {zero[topic]} on rank 0 on {zero['host']} and {theirs[topic]} on rank {other} on {theirs['host']}; ranks that "
+            "train together have the same: install the same packages on every host, and show each of them its GPUs (CUDA_VISIBLE_DEVICES) or none"
+        )
 
 
 def leave_at_exit() -> None:

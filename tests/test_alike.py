@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fabricate import Callback, RankError, Trainer, TrainModule
+from fabricate.group import compare_builds
 from fabricate.testing import run_ranks
 
 
@@ -67,3 +70,34 @@ def test_what_differs_is_told_on_every_rank(case: str, told: str) -> None:
     messages = run_ranks(_told, 3, case)
     assert told in messages[0]
     assert messages[1:] == messages[:1] * 2
+
+
+def _compared(*ranks: dict[str, str]) -> list[str]:
+    """What each rank is told before there is a process group; a thread stands for each process, the store is real."""
+    store, told = dist.HashStore(), [""] * len(ranks)
+
+    def compare(rank: int, built: dict[str, str]) -> None:
+        try:
+            compare_builds(store, rank, len(ranks), built)
+        except RankError as exc:
+            told[rank] = str(exc)
+
+    threads = [threading.Thread(target=compare, args=each) for each in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def test_another_build_of_torch_or_another_device_is_named_before_ranks_wait_for_each_other() -> None:
+    ours = {"torch": "2.13.0", "the device": "cuda"}
+    assert _compared(ours, ours, ours) == ["", "", ""]
+    older = _compared(ours, ours, ours | {"torch": "2.12.1"})
+    assert older == older[:1] * 3
+    assert older[0].startswith("torch is 2.13.0 on rank 0 on ")
+    assert " and 2.12.1 on rank 2 on " in older[0]
+    without = _compared(ours, ours | {"the device": "cpu"})
+    assert without == without[:1] * 2
+    assert "the device is cuda on rank 0" in without[0]
+    assert "and cpu on rank 1" in without[0]

@@ -76,8 +76,13 @@ def _flag(environ: Mapping[str, str], name: str) -> Request | None:
     return Request("true", name) if value in _TRUE else None
 
 
+def from_notebook(environ: Mapping[str, str]) -> bool:
+    """Whether Accelerate's `notebook_launcher` started this process; its variables have names of their own."""
+    return "NPROC" in environ and "MIXED_PRECISION" in environ
+
+
 def _accelerate_precision(environ: Mapping[str, str]) -> Request | None:
-    name = "ACCELERATE_MIXED_PRECISION"
+    name = "MIXED_PRECISION" if from_notebook(environ) else "ACCELERATE_MIXED_PRECISION"
     value = environ.get(name, "no").strip().lower()
     if value not in _PRECISIONS:
         known = f"{', '.join(_PRECISIONS)}{did_you_mean(value, _PRECISIONS)}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fabricate.errors import RankError
+from fabricate.launch.asked import from_notebook
 
 _MPI = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # SLURM numbers its batch, interactive and extern steps from here: one process each
@@ -71,7 +72,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 def _launcher(environ: Mapping[str, str]) -> Literal["fabricate", "accelerate", "torchrun", "other"]:
     if environ.get("FABRICATE_LAUNCHED") == "1":
         return "fabricate"
-    if "ACCELERATE_MIXED_PRECISION" in environ:
+    if "ACCELERATE_MIXED_PRECISION" in environ or from_notebook(environ):
         return "accelerate"
     return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "other"
 
