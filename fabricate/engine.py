@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, send_to_device
+from torch.distributed.distributed_c10d import Store
 
 from fabricate.compiling import compiled
 from fabricate.construct import blanks, fill, materialise, pretrained_models
@@ -175,7 +176,7 @@ class Engine(Group):
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
 
-    def _meet(self) -> dist.Store | None:
+    def _meet(self) -> Store | None:
         """Where ranks meet, once they are found to be of one kind; None where they met before, or there is one only."""
         if self.world_size == 1 or dist.is_initialized():
             return None

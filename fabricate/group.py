@@ -23,6 +23,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from fabricate.errors import RankError
@@ -61,7 +62,7 @@ def interface_towards(host: str) -> str | None:
     return next((n for n, found in psutil.net_if_addrs().items() if any(a.address == address for a in found)), None)
 
 
-def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta) -> dist.Store:
+def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta) -> Store:
     """Compare what ranks are built of before they open a process group, in which they would wait for each other without a
     word. Returns the store at MASTER_ADDR, which rank 0 has to hold until the group is open. All ranks.
 
@@ -76,10 +77,11 @@ def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.ti
             f"rank {rank} on {socket.gethostname()} did not meet all of {world_size} ranks at {address} within {timeout}: start one "
             f"process per rank, with an address that every host reaches, and a free port. Here: {str(exc).partition(_NEWLINE)[0]}"
         ) from exc
-    return store
+    met: Store = store
+    return met
 
 
-def compare_builds(store: dist.Store, rank: int, world_size: int, built: dict[str, str]) -> None:
+def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, str]) -> None:
     """See `meet`. Nothing but the store is needed. All ranks."""
     store.set(f"fabricate/built/{rank}", json.dumps({"host": socket.gethostname(), **built}))
     everyone = [json.loads(store.get(f"fabricate/built/{other}")) for other in range(world_size)]
@@ -94,7 +96,8 @@ def compare_builds(store: dist.Store, rank: int, world_size: int, built: dict[st
         zero, theirs = everyone[0], everyone[other]
         raise RankError(
             f"{topic} is {zero[topic]} on rank 0 on {zero['host']} and {theirs[topic]} on rank {other} on {theirs['host']}; ranks that "
-            "train together have the same: install the same packages on every host, and show each of them its GPUs (CUDA_VISIBLE_DEVICES) or none"
+            "train together have the same: install the same packages on every host, and show each of them its GPUs, or none "
+            "(CUDA_VISIBLE_DEVICES)"
         )
 
 

@@ -15,7 +15,36 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
-LIMIT_SECONDS = 240
+NOTEBOOK = Path(__file__).parent / "scripts" / "notebook.py"
+FILES = Path(__file__).parent.parent / "examples" / "configs"
+LIMIT_SECONDS = 800
+pytestmark = pytest.mark.timeout(900)
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+main_training_function: main
+rdzv_backend: static
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Linear
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_offload_params: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_use_orig_params: true
+"""
+DEEPSPEED = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 2
+deepspeed_config:
+  deepspeed_config_file: {file}
+  zero3_init_flag: false
+"""
 
 
 def port() -> str:
@@ -36,16 +65,53 @@ def fabricate(*flags: str) -> list[str]:
     return [sys.executable, "-m", "fabricate", "run", str(SCRIPT), *flags, "--"]
 
 
+def yaml(root: Path, name: str, text: str) -> str:
+    (root / name).write_text(text)
+    return str(root / name)
+
+
+def srun(port: str) -> list[str]:
+    """What `srun` gives each of two tasks, by hand: nothing here has SLURM. Both end, or the first that fails is told."""
+    told = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": port,
+    }
+    each = " ".join(f"{name}={value}" for name, value in told.items())
+    task = f'{each} SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks="$tasks $!"'
+    wait = "code=0; for task in $tasks; do wait $task || code=$?; done; exit $code"
+    return ["sh", "-c", f"for task in 0 1; do {task}; done; {wait}", "srun", sys.executable]
+
+
 def started(root: Path) -> dict[str, list[str]]:
     """The command lines. A name is also the name of the run directory."""
     both = ["--multi_gpu", "--num_processes", "2", "--main_process_port", port()]
+    fsdp, stage2 = yaml(root, "fsdp.yaml", FSDP), str(FILES / "deepspeed_zero2.json")
+    deepspeed = yaml(root, "deepspeed.yaml", DEEPSPEED.format(file=stage2))
     run = {
         "python": [sys.executable, str(SCRIPT)],
         "torchrun": [*torchrun(), str(SCRIPT)],
         "accelerate": [*accelerate(), str(SCRIPT)],
         "accelerate-multi": [*accelerate(*both), str(SCRIPT)],
         "accelerate-cpu": [*accelerate("--cpu", "--num_processes", "2"), str(SCRIPT)],
+        "accelerate-fsdp-file": [
+            *accelerate("--config_file", fsdp, "--main_process_port", port()),
+            str(SCRIPT),
+        ],
+        "accelerate-deepspeed-file": [
+            *accelerate("--config_file", deepspeed, "--main_process_port", port()),
+            str(SCRIPT),
+        ],
         "fabricate-fsdp": fabricate("--nproc", "2", "--strategy", "fsdp"),
+        "fabricate-fsdp-file": fabricate("--config", fsdp),
+        "fabricate-deepspeed-file": fabricate("--nproc", "2", "--config", str(FILES / "deepspeed_zero3.json")),
+        "srun": [*srun(port()), str(SCRIPT)],
+        "notebook": [sys.executable, str(NOTEBOOK), port()],
     }
     return {name: [*command, str(root / name)] for name, command in run.items()} | {
         "failing": [*torchrun(), str(SCRIPT), str(root / "failing"), "--fails"]
@@ -94,9 +160,14 @@ def losses(run_dir: Path) -> list[float]:
     return [line["metrics"]["loss"] for line in lines if line["stage"] == "train"]
 
 
+def setting(run_dir: Path, name: str) -> Any:
+    """A line of the plan: its value, and where that is from."""
+    found = json.loads((run_dir / "plan.json").read_text())["settings"][name]
+    return found["value"], found["source"]
+
+
 def settings(run_dir: Path) -> dict[str, Any]:
-    plan = json.loads((run_dir / "plan.json").read_text())["settings"]
-    return {name: plan[name]["value"] for name in ("world_size", "strategy", "precision", "global_batch_size")}
+    return {name: setting(run_dir, name)[0] for name in ("world_size", "strategy", "precision", "global_batch_size")}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +178,7 @@ def settings(run_dir: Path) -> dict[str, Any]:
         ("accelerate", 1, "single"),
         ("accelerate-multi", 2, "ddp"),
         ("fabricate-fsdp", 2, "fsdp"),
+        ("srun", 2, "ddp"),
     ],
 )
 def test_the_same_script_computes_the_same_under(
@@ -123,6 +195,49 @@ def test_the_same_script_computes_the_same_under(
     assert len(losses(root / name)) == 8
     assert losses(root / name) == pytest.approx(losses(root / "python"), rel=1e-5)
     assert found[name].output.count("fabricate plan") == 1, "by rank 0 only"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "precision", "source"),
+    [
+        ("accelerate-fsdp-file", "fsdp", "bf16", "ACCELERATE_MIXED_PRECISION"),
+        ("fabricate-fsdp-file", "fsdp", "bf16", "FABRICATE_PRECISION"),
+        ("accelerate-deepspeed-file", "zero2", "fp16", "fp16.enabled in "),
+        ("fabricate-deepspeed-file", "zero3", "fp16", "fp16.enabled in "),
+    ],
+)
+def test_the_files_that_users_of_accelerate_have_are_kept(
+    ended: tuple[Path, dict[str, Ended]], name: str, strategy: str, precision: str, source: str
+) -> None:
+    """As they are, with `accelerate launch` or `fabricate run`, for a script that knows nothing of them."""
+    root, found = ended
+    assert found[name].code == 0, found[name].output
+    wanted = {"world_size": 2, "strategy": strategy, "precision": precision, "global_batch_size": 12}
+    assert settings(root / name) == wanted
+    assert source in setting(root / name, "precision")[1]
+    if strategy == "fsdp":
+        assert losses(root / name) == pytest.approx(losses(root / "python"), rel=0.01)
+        assert losses(root / name) != pytest.approx(losses(root / "python"), rel=1e-5), "bf16 was to be used"
+        assert setting(root / name, "offload")[0] == "shards and the update in host memory"
+        return
+    # The loss scale of the files begins so high that updates are left out: one stage is compared with the other.
+    other = {"zero2": "fabricate-deepspeed-file", "zero3": "accelerate-deepspeed-file"}[strategy]
+    assert len(losses(root / name)) == 8
+    assert losses(root / name) == pytest.approx(losses(root / other), rel=0.01)
+    clipping = setting(root / name, "clipping")
+    assert clipping[0] == "to the norm 1"
+    assert clipping[1].startswith("by DeepSpeed, once per update; gradient_clipping in ")
+
+
+def test_a_notebook_trains_on_two_processes_after_it_trained_on_one(ended: tuple[Path, dict[str, Ended]]) -> None:
+    """Threads of the notebook's own computations do not survive the fork; ranks compute all the same."""
+    root, found = ended
+    assert found["notebook"].code == 0, found["notebook"].output
+    wanted = {"world_size": 2, "strategy": "ddp", "precision": "bf16", "global_batch_size": 12}
+    assert settings(root / "notebook") == wanted
+    assert setting(root / "notebook", "precision")[1] == "MIXED_PRECISION"
+    assert "one thread per rank instead of 2: a forked process has none" in found["notebook"].output
+    assert losses(root / "notebook") == pytest.approx(losses(root / "python"), rel=0.05)
 
 
 def test_processes_that_accelerate_launch_would_not_start_are_an_error_that_says_how(

@@ -51,7 +51,14 @@ class Slow(Callback):
 
 
 def fit(
-    run_dir: Path, steps: int, *, dropout: float = 0.0, fails: bool = False, slow: bool = False, workers: int = 0
+    run_dir: Path,
+    steps: int,
+    *,
+    dropout: float = 0.0,
+    fails: bool = False,
+    slow: bool = False,
+    workers: int = 0,
+    kind: type[Net] = Net,
 ) -> FitResult:
     """Train on `ROWS` rows in global batches of `GLOBAL_BATCH`, on however many ranks there are."""
     torch.manual_seed(1)
@@ -66,7 +73,7 @@ def fit(
         progress=False,
         plugins=[Slow()] if slow else [],
     )
-    module = Failing() if fails else Net(dropout)
+    module = Failing() if fails else kind(dropout)
     return trainer.fit(module, TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3, num_workers=workers)
 
 
