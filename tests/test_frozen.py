@@ -116,6 +116,22 @@ def job(world_size: int, directory: Path) -> dict[Any, Any]:
     return found
 
 
+class Prompted(Adapted):
+    def configure_model(self) -> None:
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        self.model = peft.get_peft_model(gpt2(), config)
+
+
+def prompt_job(directory: Path) -> list[str]:
+    rows = [{n: t[:4] for n, t in row.items()} | {"attention_mask": torch.ones(4)} for row in ROWS]
+    for strategy in ("ddp", "fsdp"):
+        trainer = Trainer(
+            strategy=strategy, precision="fp32", max_steps=2, run_dir=directory / strategy, progress=False
+        )
+        trainer.fit(Prompted(), rows, batch_size=2)
+    return [name for strategy in ("ddp", "fsdp") for name in sorted(os.listdir(directory / strategy / "model"))]
+
+
 def resume_job(world_size: int, directory: Path) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     try:
@@ -187,6 +203,11 @@ def test_a_checkpoint_holds_what_is_trained_and_the_export_what_peft_reads(runs:
 
 
 # ---------------------------------------------------------------------------------------------------- in one process
+
+
+def test_prompts_are_exported_by_peft_where_parameters_are_whole_and_with_all_weights_elsewhere(tmp_path: Path) -> None:
+    for found in run_ranks(prompt_job, 2, tmp_path):
+        assert found == ["README.md", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
 
 
 def test_adapters_that_configure_model_makes_begin_as_peft_says() -> None:

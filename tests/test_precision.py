@@ -152,10 +152,10 @@ def test_a_run_in_pure_bfloat16_resumes_to_the_last_bit(tmp_path: Path) -> None:
 
 
 def test_no_precision_learns_much_worse_than_float32() -> None:
-    lines = table(("bf16", "fp16", "bf16-true"), 40)
+    lines = table(("bf16", "fp16", "bf16-true", "fp8"), 40)
     assert lines[0].loss < 0.8 * lines[0].first, "it learns"
     assert [line.precision for line in lines if line.difference > line.bound] == []
-    assert len({line.loss for line in lines}) == 4
+    assert len({line.loss for line in lines}) == 5
 
 
 # ------------------------------------------------------------------------------------------------------------ observed

@@ -50,7 +50,9 @@ def _export(run: Run, path: Path) -> None:
     model: Any = models[0] if len(models) == 1 and not adapted else run.module
     main = run.engine.rank == 0
     strategy = run.engine.strategy
-    if len(adapted) == 1:
+    # Of a prompt peft saves what its encoder answers, which with shards would take a forward of the whole model.
+    prompted = any(each.active_peft_config.is_prompt_learning for each in adapted)
+    if len(adapted) == 1 and not (prompted and strategy.shards_parameters):
         _export_adapter(adapted[0], strategy, path if main else None)
     elif model is not run.module and not strategy.shards_parameters:
         if main:
