@@ -36,10 +36,11 @@ demo: env
 	$(train)
 	$(BIN)/python examples/generate.py runs/demo/model
 
-# Every benchmark, tables to docs/benchmarks.md. `make bench-peers` once, then PEERS=1 compares with other frameworks too.
+# Every benchmark, or PARTS of them; tables to docs/benchmarks.md. `make bench-peers` once, then PEERS=1 compares with other
+# frameworks too.
 PEER_VENV := .venv-peers
 bench: env
-	$(if $(PEERS),$(PEER_VENV),$(VENV))/bin/python -m benchmarks
+	$(if $(PEERS),$(PEER_VENV),$(VENV))/bin/python -m benchmarks $(PARTS)
 
 # The long forms of what `make test` samples.
 campaign: env

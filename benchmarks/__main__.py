@@ -1,7 +1,10 @@
 """Runs every benchmark, one after another, and writes what they found: JSON, and the tables of docs/benchmarks.md.
 
-python -m benchmarks              # all of it, about half an hour
-python -m benchmarks overhead     # one part; the tables of the others stay as they are
+    python -m benchmarks              # all of it, about ten minutes on an idle machine
+    python -m benchmarks overhead     # one part; the tables of the others stay as they are
+    python -m benchmarks --tables     # measures nothing: the page again from benchmarks/results.json
+
+A part that fails leaves its earlier figures alone; the others go on, and the exit code says that one failed.
 """
 
 from __future__ import annotations
@@ -11,42 +14,42 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import machine, tables
+from benchmarks.targets import held
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PARTS = ("overhead", "startup", "compiling", "scaling", "checkpoint", "dispatch")
-FIGURES = ("overhead", "startup")
-"""These write figures, for several tables; the others print their own."""
 
 
-def _run(part: str) -> Any:
-    """What `part` found, from a process of its own."""
-    if part not in FIGURES:
-        done = subprocess.run([sys.executable, "-m", f"benchmarks.{part}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        print(done.stdout)
-        if done.returncode:
-            raise SystemExit(f"benchmarks.{part} failed with exit code {done.returncode}")
-        return done.stdout
+def measured(part: str) -> dict[str, Any] | None:
+    """What `part` found, from a process of its own, and the tables that it printed; None if it found nothing."""
+    before, began = machine(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.json")
-        subprocess.run([sys.executable, "-m", f"benchmarks.{part}", "--json", str(found)], cwd=ROOT, check=True)
-        return json.loads(found.read_text())
+        command = [sys.executable, "-m", f"benchmarks.{part}", "--json", str(found)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        print(done.stdout, flush=True)
+        if not found.exists():
+            return None
+        figures = json.loads(found.read_text())
+    return {"machine": before, "seconds": round(time.monotonic() - began), "found": figures, "text": done.stdout}
 
 
 def write_page(results: dict[str, Any]) -> None:
     """Put each table between its two markers in the page; the text around them is written by hand."""
     page = PAGE.read_text(encoding="utf-8")
-    for name, table in tables(results).items():
+    for name, made in {**tables(results), "targets": held(results)}.items():
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
         before, _, rest = page.partition(begin)
         if not rest:
             raise SystemExit(f"docs/benchmarks.md has no marker {begin.strip()}")
-        page = before + begin + table.rstrip() + "\n" + end + rest.partition(end)[2]
+        page = before + begin + made.rstrip() + "\n" + end + rest.partition(end)[2]
     PAGE.write_text(page, encoding="utf-8")
 
 
@@ -54,16 +57,25 @@ def main() -> None:
     """Run the parts that were named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--tables", action="store_true", help="write the page from the figures there are")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for part in options.parts or PARTS:
+    failed = []
+    for part in () if options.tables else options.parts or PARTS:
         print(f"== {part}", file=sys.stderr, flush=True)
-        results[part] = {"machine": machine(), "found": _run(part)}
+        result = measured(part)
+        if result is None:
+            failed.append(part)
+            continue
+        print(f"== {part}: {result['seconds']} s", file=sys.stderr, flush=True)
+        results[part] = result
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        write_page(results)
-    print("\n\n".join(tables(results).values()))
+    write_page(results)
+    print("\n\n".join([*tables(results).values(), held(results)]))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

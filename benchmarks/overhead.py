@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -31,7 +32,7 @@ from benchmarks.loops import LOOPS, forget_accelerator
 from benchmarks.peers import Loop, available
 from benchmarks.works import WORKS, Clock, Work
 
-ROUNDS = {"quiet": 15, "listeners": 15, "accumulation": 15, "output": 7, "gpt": 9}
+ROUNDS = {"quiet": 15, "listeners": 15, "accumulation": 15, "output": 7, "gpt": 7}
 
 
 @contextlib.contextmanager
@@ -105,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("cases", nargs="*", default=list(WORKS), help=f"of {', '.join(WORKS)}; all")
     parser.add_argument("--rounds", type=int, help="rounds of each case")
+    parser.add_argument("--micro-batches", type=int, help="of each training, more than the 40 that are not counted")
     parser.add_argument("--only", nargs="*", help="loops to compare, the bare one always first")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
@@ -118,6 +120,7 @@ def main() -> None:
     results = {}
     for case in options.cases:
         work = WORKS[case]
+        work = dataclasses.replace(work, steps=options.micro_batches or work.steps)
         chosen = {name: loop for name, loop in loops.items() if name in LOOPS or not work.listeners}
         results[case] = measure(work, chosen, options.rounds or ROUNDS[case])
         print(f"{case}: {results[case]['rounds']} rounds x {work.steps} micro-batches", file=sys.stderr)

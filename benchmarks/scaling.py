@@ -49,10 +49,9 @@ def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
             sys.executable,
             "-m",
             "torch.distributed.run",
+            "--standalone",
             "--nproc-per-node",
             str(ranks),
-            "--master-port",
-            "29571",
         ]
         command += ["-m", "benchmarks.scaling", "--train", strategy, str(rows), folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -152,7 +152,7 @@ def main() -> None:
     """Measure everything, or be the process of one first step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--first-step", nargs=2, metavar=("LOOP", "CASE"))
-    parser.add_argument("--times", type=int, default=5, help="fresh processes per figure")
+    parser.add_argument("--times", type=int, default=3, help="fresh processes per figure")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     if options.first_step:

@@ -115,7 +115,8 @@ def _startup(found: dict[str, Any]) -> dict[str, str]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Markdown by the name of its marker in docs/benchmarks.md."""
+    """Markdown by the name of its marker in docs/benchmarks.md. `results`: by part its "found" figures, the "text" that it
+    printed, the "machine"."""
     made: dict[str, str] = {}
     for part, result in results.items():
         found = result["found"]
@@ -124,7 +125,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         elif part == "startup":
             made |= _startup(found)
         else:
-            made[part] = found
+            made[part] = result["text"]
     if results:
         lines = [
             f"- {part}: {m['processor']}, {m['cores']} cores, {m['memory_gib']} GiB, load {m['load']} at the start; "

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import __main__ as suite
-from benchmarks.gpu import LOOPS, SIZES
+from benchmarks import gpu
+from benchmarks.loops import LOOPS
+from benchmarks.tables import machine
+from benchmarks.targets import TARGETS
+from benchmarks.works import WORKS
 
 ROOT = Path(suite.__file__).parent.parent
 
@@ -38,7 +44,7 @@ def test_the_gpu_benchmark_trains_the_same_weights_as_the_loop_by_hand(tmp_path:
     assert done.returncode == 0, done.stderr
     results = json.loads(found.read_text())
     assert results["device"] == "no GPU"
-    assert list(results["loops"]) == list(LOOPS)
+    assert list(results["loops"]) == list(gpu.LOOPS)
     for figures in results["loops"].values():
         assert len(figures["milliseconds"]) == 2
         assert min(figures["milliseconds"]) > 0
@@ -47,8 +53,57 @@ def test_the_gpu_benchmark_trains_the_same_weights_as_the_loop_by_hand(tmp_path:
     assert "a rehearsal" in done.stdout
 
 
+def test_the_page_takes_what_was_measured_and_holds_it_against_the_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.overhead",
+        "--rounds",
+        "1",
+        "--micro-batches",
+        "48",
+        "--only",
+        "Accelerate",
+    ]
+    done = subprocess.run([*command, "fabricate", "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # which it is not where a loop trains other weights than the bare one
+    found = json.loads(figures.read_text())
+    assert found.keys() == WORKS.keys()
+    for case in found.values():
+        assert case["loops"].keys() == LOOPS.keys()
+        assert case["loops"]["fabricate"]["weights"] == "bit-identical"
+
+    page = tmp_path / "benchmarks.md"
+    before = suite.PAGE.read_text(encoding="utf-8")
+    page.write_text(before, encoding="utf-8")
+    monkeypatch.setattr(suite, "PAGE", page)
+    results = {"overhead": {"machine": machine(), "found": found, "text": ""}}
+    suite.write_page(results)
+    suite.write_page(results)  # in place of the first, not beside it
+    after = page.read_text(encoding="utf-8")
+    assert _by_hand(after) == _by_hand(before)
+    for case in WORKS:
+        assert f"{found[case]['loops']['fabricate']['micro_batch']:.1f}" in _table(after, case)
+    held = _table(after, "targets").splitlines()[2:]
+    assert len(held) == len(TARGETS)
+    for target, row in zip(TARGETS, held, strict=True):
+        assert target.promise in row
+        assert ("not measured" in row) == (target.part != "overhead")
+
+
+def _table(page: str, name: str) -> str:
+    return page.partition(f"<!-- {name}: begin -->\n")[2].partition(f"<!-- {name}: end -->")[0]
+
+
+def _by_hand(page: str) -> str:
+    return re.sub(r"(?s)(<!-- [\w ]+: begin -->\n).*?(<!-- [\w ]+: end -->)", r"\1\2", page)
+
+
 def test_the_floating_point_operations_of_an_update_are_those_of_its_matrix_products() -> None:
-    size = SIZES["tiny"]
+    size = gpu.SIZES["tiny"]
     model = size.build()
     model.set_attn_implementation("eager")  # the fused kernel of a CPU is not counted
     with FlopCounterMode(display=False) as counter:

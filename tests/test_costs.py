@@ -27,6 +27,7 @@ from fabricate import Callback, Trainer, TrainModule
 PACKAGE = str(Path(fabricate.__file__).parent)
 LONG, SHORT = 120, 80
 NEVER = 10**9  # steps
+EAGER = {"backend": "eager"}
 
 
 class Small(TrainModule):
@@ -122,7 +123,7 @@ def test_a_log_boundary_takes_few_calls_however_many_steps_it_covers() -> None:
     assert 0 < (rarely - quiet) * 20 <= 40
 
 
-class Watched(Small):
+class Watched(Logs):
     """Runs `begin` in the step 20 and `end` in the step 59, both right after an update."""
 
     def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
@@ -149,7 +150,9 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}, {"precision": "bf16", "compile": EAGER}]
+)
 def test_no_value_is_read_from_the_device_between_log_boundaries(options: dict[str, Any]) -> None:
     reads = Reads()
     watched = Watched(reads.__enter__, lambda: reads.__exit__(None, None, None))
@@ -166,10 +169,11 @@ def test_no_memory_is_kept_from_step_to_step() -> None:
             gc.collect()
             blocks.append(sys.getallocatedblocks())
 
-    fit(120, Counts(), log_every=10)
-    assert len(blocks) == 12
-    growth = sorted(after - before for before, after in itertools.pairwise(blocks[4:]))
-    assert growth[len(growth) // 2] < 10, growth  # 10 steps each; other threads of the process allocate now and then
+    fit(1000, Counts(), log_every=100)
+    assert len(blocks) == 10
+    growth = sorted(after - before for before, after in itertools.pairwise(blocks[2:]))
+    # Of 100 steps and a boundary each; one block per step would be 100. Boundaries and other threads keep a few now and then.
+    assert growth[len(growth) // 2] < 50, growth
 
 
 def test_a_long_way_to_the_next_log_boundary_keeps_little() -> None:
@@ -205,7 +209,9 @@ def test_importing_the_trainer_imports_what_accelerate_does_and_ourselves() -> N
     found = imported("from fabricate import Trainer, TrainModule") - imported("import accelerate")
     top = {name.partition(".")[0] for name in found}
     assert top <= {"fabricate", "pluggy", "xxhash", "numpy", "psutil", *sys.stdlib_module_names}
-    assert len(found) < 110
+    ours = {name for name in found if name.partition(".")[0] == "fabricate"}
+    assert len(ours) < 120
+    assert len(found - ours) < 40
 
 
 def test_no_command_imports_torch_to_say_what_it_does() -> None:
@@ -223,3 +229,30 @@ every(main, [])
 """
     found = imported(statement)
     assert not {"torch", "accelerate", "transformers", "datasets", "numpy"} & found
+
+
+def test_commands_that_look_at_a_run_do_not_import_torch(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fit(4, run_dir=run_dir, save_every=2, keep=2, log_every=1)
+    first, last = sorted(str(path) for path in (run_dir / "checkpoints").iterdir())
+    commands = [
+        ["plugins"],
+        ["report", str(run_dir)],
+        ["ckpt", "ls", str(run_dir)],
+        ["ckpt", "verify", str(run_dir)],
+        ["ckpt", "inspect", last],
+        ["ckpt", "diff", first, last],
+        ["ckpt", "export", last, str(tmp_path / "weights")],
+        ["ckpt", "prune", str(run_dir), "--keep", "last=1", "--yes"],
+    ]
+    statement = f"""
+import contextlib, io
+from fabricate.cli.main import main
+for command in {commands!r}:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        main(command, standalone_mode=False)
+    assert text.getvalue(), command
+    assert "torch" not in sys.modules, command
+"""
+    assert not {"torch", "accelerate", "transformers", "datasets"} & imported(statement)
+    assert [str(path) for path in (run_dir / "checkpoints").iterdir()] == [last]

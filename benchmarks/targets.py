@@ -1,0 +1,107 @@
+"""What the figures are held against: each promise, what was measured, whether it is kept."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.tables import table
+
+Found = dict[str, Any]
+"""Figures of every part that was measured, by its name."""
+
+
+class Target(NamedTuple):
+    """`part`: whose figures `measure` needs; it returns them as text, and whether they keep the promise."""
+
+    name: str
+    promise: str
+    part: str
+    measure: Callable[[Any], tuple[str, bool]]
+
+
+def _over_bare(case: str, most: float, ratio: float | None = None) -> Callable[[Found], tuple[str, bool]]:
+    def measure(found: Found) -> tuple[str, bool]:
+        own = found[case]["loops"]["fabricate"]
+        text = f"{own['overhead']:+.1f} us, {own['ratio']:.3f}"
+        return text, own["overhead"] <= most and (ratio is None or own["ratio"] <= ratio)
+
+    return measure
+
+
+def _of_accelerate(found: Found) -> tuple[str, bool]:
+    loops = found["quiet"]["loops"]
+    share = loops["fabricate"]["overhead"] / loops["Accelerate"]["overhead"]
+    return f"{share:.2f}", share < 0.1
+
+
+def _language(found: Found) -> tuple[str, bool]:
+    own = found["gpt"]["loops"]["fabricate"]
+    return f"{own['ratio']:.3f}", own["ratio"] <= 1.01 or own["quartiles"][0] <= 0
+
+
+def _import(statement: str, beside: str | None) -> Callable[[Found], tuple[str, bool]]:
+    def measure(found: Found) -> tuple[str, bool]:
+        seconds = found["imports"][statement]["cpu_seconds"]
+        base = found["imports"][beside]["cpu_seconds"] if beside is not None else 0.0
+        return f"{seconds - base:+.2f} s" if beside else f"{seconds:.2f} s", seconds - base <= 0.1
+
+    return measure
+
+
+def _first_step(found: Found) -> tuple[str, bool]:
+    loops = found["first_step"]
+    over = loops["fabricate"]["cpu_seconds"] - loops["bare PyTorch"]["cpu_seconds"]
+    return f"{over:+.2f} s", over <= 0.3
+
+
+def _frames(found: Found) -> tuple[str, bool]:
+    frames = found["first_step"]["fabricate"]["frames"]
+    return f"{frames:.0f}", frames <= 5
+
+
+def _resume(found: Found) -> tuple[str, bool]:
+    slowest = max(found["resume"]["fabricate"].values())
+    return f"{slowest:.3f} s", slowest < 0.05
+
+
+def _written(ours: str, theirs: str, most: float) -> Callable[[Found], tuple[str, bool]]:
+    def measure(found: Found) -> tuple[str, bool]:
+        seconds = found["writing"]
+        ratio = statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=False))
+        return f"{ratio:.2f}", ratio <= most
+
+    return measure
+
+
+TARGETS = (
+    Target("a micro-batch, quiet, over bare", "+10 us and 1.05", "overhead", _over_bare("quiet", 10, 1.05)),
+    Target("the same, of Accelerate's overhead", "under a tenth", "overhead", _of_accelerate),
+    Target("the same with listeners", "+10 us and 1.05", "overhead", _over_bare("listeners", 10, 1.05)),
+    Target("with a run directory", "+40 us", "overhead", _over_bare("output", 40)),
+    Target("accumulation, clipping, schedule", "+10 us", "overhead", _over_bare("accumulation", 10)),
+    Target("small language model, of bare", "1.00 within noise", "overhead", _language),
+    Target("`import fabricate`", "0.1 s", "startup", _import("import fabricate", None)),
+    Target(
+        "`from fabricate import Trainer, TrainModule`, over `import accelerate`", "+0.1 s", "startup",
+        _import("from fabricate import Trainer, TrainModule", "import accelerate"),
+    ),
+    Target("first step, over bare", "+0.3 s", "startup", _first_step),
+    Target("frames above `training_step`", "5", "startup", _frames),
+    Target("first batch of a resumed epoch of 1M rows", "under 0.05 s anywhere", "startup", _resume),
+    Target("`save=\"async\"`: the loop stops, of copying the state", "1.25", "checkpoint", _written("async: the loop stops", "copy", 1.25)),
+    Target("until durable, of plain safetensors", "1.1", "checkpoint", _written("checkpoint", "safetensors, durable", 1.1)),
+)  # fmt: skip
+
+
+def held(results: dict[str, Any]) -> str:
+    """Every target as a Markdown row; those whose part was not measured say so."""
+    rows = []
+    for name, promise, part, measure in TARGETS:
+        if part in results:
+            text, kept = measure(results[part]["found"])
+            rows.append([name, promise, text, "yes" if kept else "no"])
+        else:
+            rows.append([name, promise, "not measured", ""])
+    return table(["figure", "target", "measured", "met"], rows)
