@@ -295,7 +295,7 @@ class Engine(Group):
         name, world_size, converted, root, model = earlier
         if (name, world_size) != (self.strategy.name, self.world_size):
             raise ConfigurationError(
-                f"{type(module).__name__} is sharded already{f' (an earlier fit under {name!r})' if name else ''} and strategy="
+                f"{type(module).__name__} is sharded already ({f'an earlier fit under {name!r}' if name else 'a tp_plan?'}) and strategy="
                 f"{self.strategy.name!r} needs it whole: build a new module, or {type(module).__name__}.load_from_checkpoint(...)"
             )
         if converted != self._converts():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fabricate.errors import ConfigurationError, did_you_mean
+from fabricate.parallelism import instead
 
 
 def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
@@ -48,7 +49,7 @@ def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, 
         if parameters and key not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             known = ", ".join(parameters) or "none"
             raise ConfigurationError(
-                f"{kind}={name!r} has no option {key!r}{did_you_mean(key, parameters)}; options: {known}"
+                f"{kind}={name!r} has no option {key!r}{instead(key) or did_you_mean(key, parameters)}; options: {known}"
             )
         arguments[key] = _convert(text, hints.get(key, str), f"{kind}={name!r}: option {key}={text!r}")
     return factory(**given, **arguments)

@@ -23,6 +23,7 @@ from fabricate.hooks import EVENTS, PROJECT, REGISTRATIONS, Listener
 from fabricate.interfaces import check_part
 from fabricate.launch import listed_plugins
 from fabricate.naming import build, parse_name
+from fabricate.parallelism import instead
 from fabricate.precision import Precision
 from fabricate.strategy import Strategy
 
@@ -253,9 +254,9 @@ class Registry:
         broken = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
         if name in self._classes:
             broken = f"; {name!r} is a plugin that hears hooks: use plugins=[{name!r}]"
-        raise ConfigurationError(
-            f"{kind}={name!r} is not known{did_you_mean(bare, self.names(kind))}; known: {', '.join(self.names(kind))}{broken}"
-        )
+        known = self.names(kind)
+        hint = (instead(bare) if kind == "strategy" else "") or did_you_mean(bare, known)
+        raise ConfigurationError(f"{kind}={name!r} is not known{hint}; known: {', '.join(known)}{broken}")
 
     def resolve(self, kind: str, value: object) -> tuple[Any, Offer | None]:
         """`value` as given to `strategy=` or `precision=`: an object, a name, or a name with options. Returns the object

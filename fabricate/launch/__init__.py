@@ -1,5 +1,5 @@
-"""How this process was started (`places`), what its launcher was told (`asked`, `config_files`, `fsdp_keys`), and how to start
-one process per rank (`starting`). Must not know plugins, devices or the loop, and imports no torch.
+"""How this process was started (`places`), what its launcher was told (`asked`, `config_files`, `fsdp_keys`, `mesh_keys`), and
+how to start one process per rank (`starting`). Must not know plugins, devices or the loop, and imports no torch.
 """
 
 from fabricate.launch.asked import Request, requests

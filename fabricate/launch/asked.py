@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.launch import fsdp_keys
+from fabricate.launch import fsdp_keys, mesh_keys
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -45,6 +45,12 @@ def requests(environ: Mapping[str, str]) -> dict[str, Request]:
         "max_grad_norm": _accelerate_number(environ, "ACCELERATE_GRADIENT_CLIPPING", float, "none"),
         "cpu": _flag(environ, "ACCELERATE_USE_CPU"),
     }
+    backend = _text(environ, "ACCELERATE_DYNAMO_BACKEND")
+    if backend and backend.value.lower() != "no":
+        raise ConfigurationError(
+            f"{backend.source}={backend.value!r}: what is compiled is the script's to say, with Trainer(compile=True) or "
+            "compile={'backend': ...}; leave --dynamo_backend out"
+        )
     fabricate = {
         "strategy": _text(environ, "FABRICATE_STRATEGY"),
         "precision": _text(environ, "FABRICATE_PRECISION"),
@@ -110,8 +116,23 @@ def _accelerate_strategy(environ: Mapping[str, str]) -> Request | None:
     fsdp, deepspeed = _flag(environ, "ACCELERATE_USE_FSDP"), _flag(environ, "ACCELERATE_USE_DEEPSPEED")
     if fsdp and deepspeed:
         raise ConfigurationError("ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both true; unset one of them")
+    if megatron := _flag(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        raise ConfigurationError(
+            f"{megatron.source} is true, and no strategy here is Megatron-LM's; use 'fsdp' or 'zero3'"
+        )
+    mesh = mesh_keys.mesh(environ) if _flag(environ, "ACCELERATE_USE_PARALLELISM_CONFIG") else None
+    if mesh is not None and (deepspeed or not fsdp):
+        if mesh.shard > 1:
+            raise ConfigurationError(
+                f"{mesh_keys.SHARD}={mesh.shard} divides a model, and ACCELERATE_USE_FSDP is not true; use strategy='fsdp', or for "
+                "DeepSpeed's zero3 leave it out"
+            )
+        if mesh.replicate > 1 and not deepspeed:
+            return Request("ddp", mesh_keys.REPLICATE)
     if fsdp:
         options = fsdp_keys.fsdp_options(environ)
+        if mesh is not None:
+            options["shard"] = mesh.shards(options.get("shard"))
         return Request(_with_options("fsdp", options), fsdp.source)
     if not deepspeed:
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fabricate.errors import ConfigurationError
-from fabricate.launch import fsdp_keys
+from fabricate.launch import fsdp_keys, mesh_keys
 from fabricate.launch.asked import deepspeed_strategy, read_file, requests
 
 # Keys of an Accelerate YAML that ask for nothing here: torchrun's rendezvous replaces them.
@@ -28,6 +28,7 @@ _VARIABLES = {
     "deepspeed_config.offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
     "deepspeed_config.zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     **fsdp_keys.VARIABLES,
+    **mesh_keys.VARIABLES,
 }
 # Those that reach the ranks as they are; the others become the strategy and the precision.
 _PASSED_ON = (
@@ -104,10 +105,12 @@ def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
             raise ConfigurationError(f"{where}: {key} is set, and distributed_type is {kind}; remove one of them")
         if key in _VARIABLES:
             variables[_VARIABLES[key]] = str(value)
-        elif section == "deepspeed_config" or key in fsdp_keys.MEANINGLESS:
+        elif section in ("deepspeed_config", "parallelism_config") or key in fsdp_keys.MEANINGLESS:
             unused.append(key)
         elif key not in _NEUTRAL_KEYS:
             raise ConfigurationError(f"{where}: {key} ({value!r}) cannot be passed on by `fabricate run`; remove it")
+    if any(name.startswith("PARALLELISM_CONFIG_") for name in variables):
+        variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     if variables.get("CUDA_VISIBLE_DEVICES") == "all":
         del variables["CUDA_VISIBLE_DEVICES"]
     told = requests(variables)

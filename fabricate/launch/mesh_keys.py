@@ -1,0 +1,56 @@
+"""What Accelerate's ParallelismConfig, as `accelerate launch --use_parallelism_config` exports it, asks of a strategy.
+
+Must not know: other settings of launchers, strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fabricate.errors import ConfigurationError
+from fabricate.parallelism import instead
+
+REPLICATE, SHARD = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+VARIABLES = {
+    f"parallelism_config.parallelism_config_{word}_size": f"PARALLELISM_CONFIG_{word.upper()}_SIZE"
+    for word in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+} | {"use_parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG"}
+"""Keys of an Accelerate YAML and the variable that `accelerate launch` makes of each."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`replicate` copies of a model, each divided over `shard` ranks; 1 where nothing is asked for."""
+
+    replicate: int
+    shard: int
+
+    def shards(self, node: str | None) -> str:
+        """FSDP's option `shard`, where its own settings said `node` (or nothing)."""
+        if self.shard < 2:
+            raise ConfigurationError(
+                f"{SHARD}={self.shard} divides nothing, and ACCELERATE_USE_FSDP is true; give the ranks that share a copy, or use "
+                "strategy='ddp'"
+            )
+        if node:
+            raise ConfigurationError(
+                f"FSDP_SHARDING_STRATEGY asks for a copy per node and {SHARD}={self.shard} for one per {self.shard} ranks; remove one"
+            )
+        return str(self.shard)
+
+
+def mesh(environ: Mapping[str, str]) -> Mesh:
+    """The mesh asked for. Raises ConfigurationError for a dimension that no strategy has, and for what is no number."""
+    for word in ("tp", "cp", "sp"):
+        name = f"PARALLELISM_CONFIG_{word.upper()}_SIZE"
+        if (size := _size(environ, name)) > 1:
+            raise ConfigurationError(f"{name}={size}{instead(word)}; set it to 1")
+    return Mesh(_size(environ, REPLICATE), _size(environ, SHARD))
+
+
+def _size(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "").strip() or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigurationError(f"{name}={environ[name]!r} is not a whole number from 1 up; correct it or unset it")
+    return int(text)

@@ -1,0 +1,125 @@
+"""Tensor, context, sequence and pipeline parallelism: whoever asks for them, however, is told what is missing and what to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import TensorDataset
+
+from fabricate import ConfigurationError, Trainer, TrainModule
+from fabricate.launch import read_config, requests
+from fabricate.testing import run_ranks
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.ones(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [
+        ("fsdp:tp=2", "has no option 'tp'; that is tensor parallelism, .* use strategy='fsdp' or 'zero3'"),
+        ("tp=2", "is not known; that is tensor parallelism"),
+        ("ddp:tensor_parallel=2", "that is tensor parallelism"),
+        ("pp", "that is pipeline parallelism"),
+        ("fsdp:cp=2", "that is context parallelism, .* torch has no sharded attention on a CPU"),
+        ("zero3:ulysses=2", "that is sequence parallelism"),
+        ("hsdp", "replicas of a sharded model are strategy='fsdp:shard=node'"),
+    ],
+)
+def test_a_strategy_that_is_not_there_says_what_to_use(strategy: str, wanted: str) -> None:
+    with pytest.raises(ConfigurationError, match=wanted):
+        Trainer(max_steps=1, strategy=strategy, progress=False).fit(Net(), rows(), batch_size=2)
+
+
+MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+SHARDS = {"ACCELERATE_USE_FSDP": "true"}
+
+
+@pytest.mark.parametrize("word", ["TP", "CP", "SP"])
+def test_a_dimension_that_accelerate_launch_was_told_of_is_refused(word: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"PARALLELISM_CONFIG_{word}_SIZE=2; that is .* parallelism, .*set it to 1"
+    ):
+        requests({**MESH, f"PARALLELISM_CONFIG_{word}_SIZE": "2"})
+
+
+def strategy_of(environ: dict[str, str]) -> str | None:
+    told = requests(environ)
+    return told["strategy"].value if "strategy" in told else None
+
+
+def test_replicas_and_shards_become_the_strategy() -> None:
+    replicate, shard = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+    assert strategy_of({**MESH, replicate: "1", shard: "1"}) is None
+    assert strategy_of({**MESH, replicate: "2"}) == "ddp"
+    assert strategy_of({**MESH, **SHARDS, shard: "2"}) == "fsdp:shard=2"
+    assert strategy_of({**MESH, **SHARDS, replicate: "2", shard: "4"}) == "fsdp:shard=4"
+    assert strategy_of({replicate: "2", shard: "4"}) is None, "not in use"
+    for environ, wanted in (
+        ({**MESH, shard: "2"}, "ACCELERATE_USE_FSDP is not true"),
+        ({**MESH, **SHARDS, replicate: "2"}, "divides nothing"),
+        ({**MESH, **SHARDS, shard: "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "remove one"),
+        ({**MESH, shard: "two"}, "is not a whole number"),
+    ):
+        with pytest.raises(ConfigurationError, match=wanted):
+            requests(environ)
+
+
+def test_the_section_of_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.yaml"
+    kept = "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n  parallelism_config_cp_backend: torch\n"
+    path.write_text(f"distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n{kept}")
+    found = read_config(str(path))
+    assert (found.strategy, found.unused) == ("fsdp:shard=2", ("parallelism_config.parallelism_config_cp_backend",))
+    path.write_text(
+        f"distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n{kept}  parallelism_config_tp_size: 2\n"
+    )
+    with pytest.raises(ConfigurationError, match="PARALLELISM_CONFIG_TP_SIZE=2; that is tensor parallelism"):
+        read_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "no strategy here is Megatron-LM's"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", r"with Trainer\(compile=True\)"),
+    ],
+)
+def test_other_engines_that_accelerate_launch_was_told_of_are_refused(name: str, value: str, wanted: str) -> None:
+    with pytest.raises(ConfigurationError, match=wanted):
+        requests({name: value})
+
+
+def on_two_ranks() -> list[str]:
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        module = Net()
+        parallelize_module(module.layer, init_device_mesh("cpu", (2,)), ColwiseParallel())
+        try:
+            Trainer(max_steps=1, strategy=strategy, progress=False).fit(module, rows(), batch_size=2)
+        except ConfigurationError as exc:
+            found.append(str(exc))
+    return found
+
+
+def test_a_module_that_a_plan_divided_is_refused_before_the_first_step() -> None:
+    for found in run_ranks(on_two_ranks, 2):
+        assert [text.startswith("Net is sharded already (a tp_plan?) and strategy=") for text in found] == [True, True]
