@@ -91,6 +91,15 @@ def build_model(module: TrainModule, seed: int) -> str:
         return f"built whole on the CPU of every rank, because it needs real tensors ({str(exc).splitlines()[0]})"
 
 
+def check_has_values(module: torch.nn.Module) -> None:
+    """Refuse lazy layers that have not seen a batch: nobody knows the shapes of their parameters."""
+    lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ConfigurationError(
+            f"{', '.join(lazy[:5])}: a lazy layer without a shape; run one batch through it before fit, or give its sizes"
+        )
+
+
 def build_on_meta(module: TrainModule) -> str:
     """Run `configure_model` on the meta device; returns a line for the plan. Raises RuntimeError or NotImplementedError where
     it needs real tensors."""

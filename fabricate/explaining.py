@@ -36,6 +36,16 @@ def explain(run: Run, exc: BaseException) -> str:
         return _missed(run, text)
     if "device" in text and any(word in text for word in _APART):
         return _apart(run, exc)
+    if "backward through the graph a second time" in text:
+        return (
+            "the loop calls backward on the loss that training_step returns; leave out a backward of your own, and detach() what is "
+            "kept from one batch to the next"
+        )
+    if isinstance(exc, NotImplementedError) and "Sparse" in text:
+        return (
+            "sparse gradients, those of an Embedding(sparse=True), have no norm here; leave out max_grad_norm= and hooks that take "
+            "grad_norm, or use sparse=False"
+        )
     if "mixed torch.Tensor and DTensor" in text:
         return (
             f"a parameter was used outside of the layer that holds it{_where(run, exc)}: strategy={run.engine.strategy.name!r} gathers "

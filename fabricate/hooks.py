@@ -19,6 +19,7 @@ The loop, as the hooks see it:
             write_checkpoint (inside it on_save, per listener), on_saved      when due
     write_checkpoint, on_saved                     the last state, unless it is saved already
     on_preempt                                     when a signal ended the run; else
+    on_log                                         what was not logged yet
     on_export
     on_fit_end
     on_exception                                   when something was raised
@@ -139,7 +140,8 @@ class Events:
 
     @hookspec
     def on_log(self, trainer: Trainer, module: TrainModule, metrics: dict[str, float], step: int) -> None:
-        """At a log boundary: floats, reduced over micro-batches and ranks, the same on every rank. No collectives needed."""
+        """At a log boundary, and at the end of a fit for what came after the last one: floats, reduced over micro-batches and
+        ranks, the same on every rank. No collectives needed."""
 
     @hookspec
     def on_eval_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate.alike import check_alike
-from fabricate.construct import build_model
+from fabricate.construct import build_model, check_has_values
 from fabricate.dispatch import Calls, Manager, Origin
 from fabricate.engine import Engine, check_trackers
 from fabricate.errors import ConfigurationError, FabricateError, RankError
@@ -30,6 +30,7 @@ from fabricate.explaining import explain
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.interfaces import reasons
 from fabricate.launch import tell_preempted
+from fabricate.loop import log_rest
 from fabricate.memory import need, outline
 from fabricate.metrics import Metrics
 from fabricate.module import TrainModule
@@ -154,6 +155,7 @@ def opened(trainer: Trainer, found: Resolved, module: TrainModule, stages: Seque
             if training:
                 run.notes += stack.enter_context(signals_heard(run.requests))
             run.notes += [note] if (note := build_model(module, run.seed)) else []
+            check_has_values(module)
             if training and not any(p.requires_grad for p in module.parameters()):
                 raise ConfigurationError(
                     f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
@@ -280,6 +282,7 @@ def finish_fit(run: Run, reason: str) -> None:
             + (saved if run.checkpoint else "without a run_dir nothing is saved")
         )
     else:
+        log_rest(run)
         exporting.export(run)
     if run.calls.on_fit_end is not None:
         run.calls.on_fit_end(run.trainer, run.module)

@@ -354,6 +354,14 @@ def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None, epoch: 
         run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)
 
 
+def log_rest(run: Run) -> None:
+    """What was not logged yet when the fit came to its end. After the last save: a fit that goes on from there logs as if it
+    had never ended. All ranks."""
+    if metrics := run.metrics.reduce():
+        progress = run.progress
+        _log(run, metrics, None, progress.epoch - (progress.position == 0 and progress.epoch > 0))
+
+
 def _check_frozen(run: Run) -> None:
     """Optimizers and strategies took over what was trainable when the fit began."""
     for name, parameter in run.frozen.items():

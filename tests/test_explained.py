@@ -130,6 +130,34 @@ def test_nothing_is_told_where_every_parameter_trains(capsys: pytest.CaptureFixt
     assert "no gradient" not in capsys.readouterr().err
 
 
+class Backward(Net):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = super().training_step(batch)
+        loss.backward()
+        return loss
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 4, sparse=True)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.table(batch[0].long()).square().mean()
+
+
+def test_a_backward_of_the_users_own_is_explained() -> None:
+    kind, text = failure(Backward())
+    assert kind == "RuntimeError"
+    assert "the loop calls backward on the loss that training_step returns; leave out a backward of your own" in text
+
+
+def test_clipping_sparse_gradients_is_explained() -> None:
+    kind, text = failure(Sparse(), max_grad_norm=1.0)
+    assert kind == "NotImplementedError"
+    assert "sparse gradients, those of an Embedding(sparse=True), have no norm here; leave out max_grad_norm=" in text
+
+
 class Functional(Net):
     """Uses a weight without calling the layer."""
 

@@ -110,14 +110,15 @@ def test_what_is_not_asked_for_is_not_called() -> None:
     listener, heard = _recorder()
     _fit(listener, log_every=100)
     once = ["train_step", "on_accumulate", "on_before_step", "optimizer_step", "on_step"]
-    assert heard == ["on_fit_start", "on_epoch_start", *once, "on_fit_end", "on_teardown"]
+    assert heard == ["on_fit_start", "on_epoch_start", *once, "on_log", "on_fit_end", "on_teardown"]
 
 
 def test_a_state_that_no_moment_saved_is_saved_at_the_end(tmp_path: Path) -> None:
     listener, heard = _recorder()
     _fit(listener, max_steps=3, run_dir=tmp_path, save_every=2)
     assert heard.count("write_checkpoint") == 2
-    assert heard[-6:] == ["write_checkpoint", "on_save", "on_saved", "on_export", "on_fit_end", "on_teardown"]
+    end = ["write_checkpoint", "on_save", "on_saved", "on_log", "on_export", "on_fit_end", "on_teardown"]
+    assert heard[-7:] == end
 
 
 def test_a_resumed_fit_loads_after_it_started(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def test_never_keeps_the_earlier_run_aside(tmp_path: Path, capsys: pytest.Captur
     assert steps(tmp_path) == [4, 8]
     assert steps(tmp_path / "before-1") == [4]
     assert metrics(tmp_path / "before-1") == before
-    assert [line["step"] for line in metrics(tmp_path)] == [3, 3, 6, 6]
+    assert [line["step"] for line in metrics(tmp_path)] == [3, 3, 6, 6, 8]
     assert f"moved to {tmp_path / 'before-1'}" in capsys.readouterr().err
 
 

@@ -222,6 +222,12 @@ def test_a_module_without_super_init_is_refused() -> None:
         Trainer(max_steps=1).fit(module, ROWS, batch_size=2)
 
 
+def test_a_lazy_layer_without_a_shape_is_refused() -> None:
+    module = Regression()
+    module.late = torch.nn.LazyLinear(1)
+    _refused("late.weight, late.bias: a lazy layer without a shape; run one batch through it before fit", module=module)
+
+
 def test_a_missing_training_step_is_refused() -> None:
     _refused(
         "Wrong has no training_step; define training_step(self, batch) and return the loss",
