@@ -368,7 +368,7 @@ def _check_frozen(run: Run) -> None:
         if parameter.requires_grad:
             raise ConfigurationError(
                 f"{name} was frozen when the fit began and requires a gradient at step {run.progress.step}: neither the optimizer nor the "
-                "strategy knows of it. End the fit, unfreeze it, and fit again with a larger max_steps or max_epochs"
+                "strategy knows of it. End the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
             )
 
 

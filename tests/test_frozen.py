@@ -276,10 +276,19 @@ def test_unfreezing_during_a_fit_is_refused() -> None:
             if step == 2:
                 self.model.base_model.model.lm_head.weight.requires_grad_()
 
-    with pytest.raises(
-        ConfigurationError, match=r"wte.weight was frozen when the fit began .* fit again with a larger"
-    ):
+    with pytest.raises(ConfigurationError, match=r"wte.weight was frozen when the fit began .* fit the module again"):
         fit(None, module=Unfreezes())
+
+
+def test_a_module_is_fitted_again_with_more_of_it_unfrozen(tmp_path: Path) -> None:
+    module, _ = fit(tmp_path, max_steps=2)
+    head = module.model.base_model.model.transformer.ln_f.weight.requires_grad_()
+    before = head.detach().clone()
+    with pytest.raises(CheckpointError, match="has 1 groups over 4 parameters, this run 1 over 5"):
+        fit(tmp_path, module=module)
+    trainer = Trainer(precision="fp32", max_steps=2, run_dir=tmp_path, progress=False)
+    trainer.fit(module, ROWS, batch_size=4, resume="never")
+    assert not torch.equal(head, before)
 
 
 def test_turns_may_freeze_what_was_trainable() -> None:

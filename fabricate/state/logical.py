@@ -376,7 +376,8 @@ def compare_optimizer(
     if [g["names"] for g in saved["groups"]] != live:
         raise CheckpointError(
             f"{where} has {len(saved['groups'])} groups over {sum(len(g['names']) for g in saved['groups'])} parameters, this run "
-            f"{len(live)} over {sum(map(len, live))}, or in another order; build the optimizer as before, or resume='never'"
+            f"{len(live)} over {sum(map(len, live))}, or in another order (what is frozen is in none); build the optimizer as before, "
+            "or resume='never'"
         )
 
 
