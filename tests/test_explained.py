@@ -283,10 +283,11 @@ def limited(path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
     }
     command = [sys.executable, "-m", "fabricate", "run", str(script), "--nproc", "2", "--", strategy]
     return subprocess.run(
-        command, cwd=path, env=environment, preexec_fn=limit, capture_output=True, text=True, timeout=280
+        command, cwd=path, env=environment, preexec_fn=limit, capture_output=True, text=True, timeout=800
     )
 
 
+@pytest.mark.timeout(900)
 def test_a_model_larger_than_a_process_may_be_trains_in_shards_which_auto_chooses(tmp_path: Path) -> None:
     done = limited(tmp_path, "auto")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -296,6 +297,16 @@ def test_a_model_larger_than_a_process_may_be_trains_in_shards_which_auto_choose
     assert "ddp not within 1.4 GiB (ulimit -d)" in done.stdout
 
 
+@pytest.mark.timeout(900)
+def test_deepspeeds_shards_hold_it_too(tmp_path: Path) -> None:
+    """Its buckets are no larger than what is trained."""
+    done = limited(tmp_path, "zero3")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("trained 1") == 2
+    assert "bucket 32.0 MiB" in done.stdout
+
+
+@pytest.mark.timeout(900)
 def test_as_replicas_it_ends_with_what_takes_the_memory_and_what_helps(tmp_path: Path) -> None:
     done = limited(tmp_path, "ddp")
     assert done.returncode == 1

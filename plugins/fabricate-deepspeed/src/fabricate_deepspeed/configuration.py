@@ -95,8 +95,9 @@ class Configuration:
         self.content |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
     def fill_sizes(self, num_elements: int, hidden_size: int | None) -> None:
-        """Fill the sizes that depend on the model: as transformers does where it names a hidden size, else DeepSpeed's own
-        defaults; never a bucket larger than the model, whose memory would be taken for nothing."""
+        """Fill the sizes that depend on the model, of which `num_elements` are trained: as transformers does where it names a
+        hidden size, else DeepSpeed's own defaults; never a bucket larger than what is trained, whose memory would be taken
+        for nothing."""
         zero = self.content["zero_optimization"]
         square = hidden_size**2 if hidden_size else None
         sizes = {"reduce_bucket_size": square or _BUCKET, "allgather_bucket_size": _BUCKET}

@@ -120,8 +120,8 @@ class ZeRO(Strategy, abc.ABC):
         self._quiet.start()
         with self._process():
             self._deepspeed.init_distributed(dist.get_backend())
-        count = sum(math.prod(self.local_part(parameter).shape) for parameter in root.parameters())
-        self._configuration.fill_sizes(count, getattr(getattr(root, "config", None), "hidden_size", None))
+        trained = sum(math.prod(self.local_part(p).shape) for p in root.parameters() if p.requires_grad)
+        self._configuration.fill_sizes(trained, getattr(getattr(root, "config", None), "hidden_size", None))
         # DeepSpeed wraps; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         accelerator.prepare_model(root, device_placement=False, evaluation_mode=True)
         self._give_memory()
