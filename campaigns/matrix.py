@@ -1,7 +1,8 @@
-"""Nothing is silent, as a table: every strategy with every precision either takes effect, seen in a fit, or is refused.
+"""Nothing is silent, as tables: every strategy and option with every precision either takes effect, seen in a fit, or is refused;
+and so does what launchers tell (campaigns.launches).
 
 A cell of what runs says what was observed in the second update on rank 0: the dtype that comes out of a linear layer, the
-dtype of the parameters in `training_step`, the share of parameters and of optimizer state that this rank keeps between
+dtype of the parameters it computed with, the share of parameters and of optimizer state that this rank keeps between
 updates, the optimizer that steps. A refused cell says why, and no step ran.
 
     python -m campaigns.matrix --out docs/matrix.md
@@ -21,6 +22,7 @@ import torch.distributed.tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
+from campaigns import launches
 from fabricate import FabricateError, Trainer, TrainModule
 from fabricate.testing import close_pools, run_ranks
 
@@ -29,10 +31,19 @@ STRATEGIES = (
     "ddp",
     "ddp:find_unused_parameters=false",
     "ddp:gradient_as_bucket_view=true",
+    "ddp:static_graph=true",
+    "ddp:communication_hook=bf16",
     "fsdp",
     "fsdp:wrap=none",
     "fsdp:reshard_after_forward=false",
     "fsdp:offload=cpu",
+    "fsdp:param_dtype=bf16",
+    "fsdp:activation_checkpointing=true",
+    "fsdp:accumulate=whole",
+    "fsdp:shard=node",
+    "fsdp:tp=2",
+    "tp=2",
+    "cp=2",
     "diloco",
     "zero1",
     "zero2",
@@ -44,12 +55,20 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8:emulate=true")
 COMPUTES_IN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """What comes out of a linear layer; float8 exists only inside of one."""
 WHOLE, SHARDED = ("single", "ddp", "diloco"), ("fsdp", "zero1", "zero2", "zero3")
+NOWHERE = ("fsdp:tp=2", "tp=2", "cp=2")
+"""What no strategy does."""
 PAGE = """# Strategy and precision: what runs, and what is refused
 
 `python -m campaigns.matrix --out docs/matrix.md` wrote this page from real fits on CPU ranks. A cell of what runs: the dtype that
-comes out of a linear layer, the dtype of the parameters in `training_step`, the shares of parameters and optimizer state
-that rank 0 keeps between updates, the optimizer that steps. A refused cell says why; no step ran.
+comes out of a linear layer, the dtype of the parameters it computed with, the shares of parameters and optimizer state
+that rank 0 keeps between updates, the optimizer that steps, the device. A refused cell says why; no step ran.
 DeepSpeed leaves small parameters whole under `zero3` (`stage3_param_persistence_threshold`), all of this small net among them.
+"""
+LAUNCHES = """
+## By launcher
+
+What a launcher tells and what the script asks for, as plans in the environment that the launcher makes: strategy, precision, device
+and ranks in effect, or why it is refused. `tests/test_launchers.py` starts real ranks with each launcher.
 """
 
 
@@ -66,6 +85,7 @@ class Cell:
     parameter_share: float = 0.0
     optimizer_share: float = 0.0
     optimizer: str = ""
+    device: str = ""
     refused: str = ""
 
 
@@ -90,8 +110,14 @@ class Observed(TrainModule):
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)])
         self.whole = sum(p.numel() for p in self.parameters())
 
+    def on_fit_start(self) -> None:
+        self.blocks[0].register_forward_hook(self.computed, prepend=True)  # before the parameters are freed again
+
+    def computed(self, layer: torch.nn.Module, given: Any, output: Any) -> None:
+        self.cell.parameters = name(next(layer.parameters()).dtype)
+
     def training_step(self, batch: Any) -> torch.Tensor:
-        self.cell.parameters = name(next(self.parameters()).dtype)
+        self.cell.device = self.device.type
         hidden = self.blocks[0](batch[0])
         self.cell.activations = name(hidden.dtype)
         return mse_loss(self.blocks[1](torch.relu(hidden)).float(), batch[0])
@@ -125,6 +151,10 @@ def wrong(cell: Cell) -> str:
     """What of a cell is neither in effect nor refused; empty when it is as it should be."""
     if cell.refused:
         return "refused after a step had run" if cell.steps else ""
+    if cell.strategy in NOWHERE:
+        return "runs, and no strategy does it"
+    if "param_dtype=bf16" in cell.strategy and cell.parameters != "bfloat16":
+        return f"computes with parameters in {cell.parameters}"
     strategy, precision = cell.strategy.partition(":")[0], cell.precision.partition(":")[0]
     if cell.steps != 2:
         return f"{cell.steps} steps instead of 2"
@@ -152,7 +182,7 @@ def text(cell: Cell) -> str:
         return "refused: " + cell.refused.replace("|", "\\|")
     return (
         f"{cell.activations}, parameters {cell.parameters}, keeps {cell.parameter_share:.0%} and {cell.optimizer_share:.0%}, "
-        f"{cell.optimizer}"
+        f"{cell.optimizer}, {cell.device}"
     )
 
 
@@ -165,8 +195,16 @@ def main() -> int:
     close_pools()
     lines = [PAGE, "| strategy | precision | ranks | what happened |", "|---|---|---|---|"]
     lines += [f"| `{c.strategy}` | `{c.precision}` | {c.ranks} | {text(c)} |" for c in cells]
+    starts = launches.plans()
+    lines += [
+        LAUNCHES,
+        "| started as | `strategy=` | in effect on rank 0 |",
+        "|---|---|---|",
+        *map(launches.text, starts),
+    ]
     print("\n".join(lines))
     faults = [f"{c.strategy}, {c.precision}, {c.ranks} ranks: {wrong(c)}" for c in cells if wrong(c)]
+    faults += [f"{start.how}, {start.asked}: {launches.wrong(start)}" for start in starts if launches.wrong(start)]
     print("\n".join(faults) or "every cell takes effect or is refused")
     if options.out is not None:
         options.out.write_text("\n".join([*lines, ""]))

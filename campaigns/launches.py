@@ -1,0 +1,177 @@
+"""Nothing is silent, the second table: every launcher with every strategy, as it was told and as the script asks.
+
+A launcher tells its ranks by environment variables. Those of `accelerate launch` are made here by Accelerate's own code from its
+flags, those of `fabricate run` by fabricate's; a plan is then made as rank 0 of two would make it. A row says what is in effect,
+or why it is refused. That the launchers start real ranks is what tests/test_launchers.py shows. `campaigns.matrix` prints it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch.utils.data import TensorDataset
+
+from fabricate import FabricateError, Trainer, TrainModule
+from fabricate.launch import environment
+
+RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+ELASTIC = RANK_0 | MEETING | {"TORCHELASTIC_RUN_ID": "none"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NODEID": "0",
+}
+REFUSED = "refused"
+SAYS_NOTHING = ""
+TWO = "--num_processes 2"
+MESH = f"--use_fsdp {TWO} --use_parallelism_config --parallelism_config"
+# How it is started, and the strategy that this tells: none, one, or what nobody does.
+STARTS = (
+    ("python train.py", SAYS_NOTHING),
+    ("torchrun --nproc-per-node 2 train.py", SAYS_NOTHING),
+    ("srun --ntasks 2 python train.py", SAYS_NOTHING),
+    ("fabricate run train.py --nproc 2", SAYS_NOTHING),
+    ("fabricate run train.py --nproc 2 --strategy ddp", "ddp"),
+    ("fabricate run train.py --nproc 2 --strategy fsdp", "fsdp"),
+    ("fabricate run train.py --nproc 2 --strategy zero2", "zero2"),
+    ("fabricate run train.py --nproc 2 --strategy zero3", "zero3"),
+    ("fabricate run train.py --nproc 2 --strategy single", REFUSED),
+    ("fabricate run train.py --nproc 2 --strategy fsdp:tp=2", REFUSED),
+    ("accelerate launch train.py", SAYS_NOTHING),
+    ("accelerate launch --cpu --num_processes 2 train.py", REFUSED),
+    (f"accelerate launch --multi_gpu {TWO} train.py", SAYS_NOTHING),
+    (f"accelerate launch --use_fsdp {TWO} train.py", "fsdp"),
+    (f"accelerate launch --use_fsdp {TWO} --fsdp_sharding_strategy NO_SHARD train.py", REFUSED),
+    (f"accelerate launch --use_fsdp {TWO} --mixed_precision bf16 train.py", "fsdp"),
+    (f"accelerate launch {MESH}_dp_shard_size 2 train.py", "fsdp:shard=2"),
+    (f"accelerate launch {MESH}_tp_size 2 train.py", REFUSED),
+    (f"accelerate launch {MESH}_cp_size 2 train.py", REFUSED),
+    (f"accelerate launch --use_deepspeed {TWO} --zero_stage 2 train.py", "zero2"),
+    (f"accelerate launch --use_deepspeed {TWO} --zero_stage 3 train.py", "zero3"),
+    (f"accelerate launch --use_megatron_lm {TWO} train.py", REFUSED),
+    (f"accelerate launch --multi_gpu {TWO} --dynamo_backend inductor train.py", REFUSED),
+)
+ASKED = ("auto", "ddp", "fsdp", "zero3")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One row: how the script was started, what it asks for, and what came of it."""
+
+    how: str
+    asked: str
+    told: str
+    strategy: str = ""
+    precision: str = ""
+    device: str = ""
+    ranks: int = 0
+    refused: str = ""
+
+
+def variables(how: str) -> dict[str, str]:
+    """What rank 0 finds in its environment when it was started so."""
+    words = how.split()
+    if words[0] == "torchrun":
+        return ELASTIC
+    if words[0] == "srun":
+        return SLURM
+    if words[:2] == ["fabricate", "run"]:
+        strategy = words[words.index("--strategy") + 1] if "--strategy" in words else None
+        return ELASTIC | environment({}, nproc=2, strategy=strategy)
+    return _accelerate(words[2:]) if words[0] == "accelerate" else {}
+
+
+def _accelerate(flags: list[str]) -> dict[str, str]:
+    before = dict(os.environ)
+    with contextlib.redirect_stderr(io.StringIO()), _quiet():
+        told, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
+        if told.use_deepspeed:
+            told.deepspeed_fields_from_accelerate_config = ""
+            made: Mapping[str, str] = prepare_deepspeed_cmd_env(told)[1]
+        elif told.multi_gpu or told.use_fsdp or told.use_megatron_lm:
+            made = prepare_multi_gpu_env(told)
+        else:
+            return {k: v for k, v in prepare_simple_launcher_cmd_env(told)[1].items() if before.get(k) != v}
+    return ELASTIC | {name: value for name, value in made.items() if before.get(name) != value}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](batch[0])).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def plans() -> list[Start]:
+    """Every row. Starts no process; the environment is as before afterwards."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in RANK_0 and not k.startswith(("SLURM_", "ACCELERATE_", "FABRICATE_"))
+    }
+    rows, data = [], TensorDataset(torch.zeros(8, 4))
+    for how, told in STARTS:
+        found = variables(how)
+        for asked in ASKED:
+            with mock.patch.dict(os.environ, kept | found, clear=True):
+                try:
+                    plan = Trainer(strategy=asked, max_steps=1, progress=False).plan(Net(), data, batch_size=2)
+                except FabricateError as exc:
+                    rows.append(Start(how, asked, told, refused=str(exc).partition("\n")[0]))
+                else:
+                    values = (plan["strategy"], plan["precision"], str(plan["device"]), plan["world_size"])
+                    rows.append(Start(how, asked, told, *values))
+    return rows
+
+
+def wrong(row: Start) -> str:
+    """What is neither in effect nor refused; empty when it is as it should be."""
+    if row.told == REFUSED:
+        return "" if row.refused else f"{row.strategy} runs instead of a refusal"
+    alone = row.how.startswith("python") or row.how == "accelerate launch train.py"
+    wanted = (row.told or ("single" if alone else "ddp")) if row.asked == "auto" else row.asked
+    if (alone and wanted != "single") or row.told not in (SAYS_NOTHING, wanted):
+        names = [wanted, row.told] if row.told else ["needs 2 or more processes"]
+        return (
+            "" if all(name in row.refused for name in names) else f"{row.strategy or row.refused} instead of a refusal"
+        )
+    return "" if row.strategy == wanted.partition(":")[0] else f"{row.strategy or row.refused} instead of {wanted}"
+
+
+def text(row: Start) -> str:
+    """A row of the page."""
+    ranks = "1 process" if row.ranks == 1 else f"{row.ranks} ranks"
+    came = f"{row.strategy}, {row.precision}, {row.device}, {ranks}"
+    return f"| `{row.how}` | `{row.asked}` | {'refused: ' + row.refused.replace('|', chr(92) + '|') if row.refused else came} |"
