@@ -208,7 +208,8 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
             setup.notes.append(
                 f'{setup.argument}: rows are read as tensors (with_format("torch")), the stream had no format'
             )
-    _note_sequential(setup, "rows")
+    has_state = _has_state(data) and not _is_hugging_face(data, "IterableDataset")  # it forgets a shuffle buffer
+    _note_sequential(setup, "rows", has_state)
     return Sequential(
         setup,
         "stream",
@@ -218,6 +219,7 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
         collate=loading.collate_fn or default_collate,
         in_worker=loading.num_workers == 1,
         pin_memory=loading.pin_memory,
+        has_state=has_state,
     )
 
 
@@ -235,20 +237,31 @@ def _open_iterable(data: Iterable[Any], setup: Setup, loading: Loading) -> Sourc
 def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Source:
     if reason:
         setup.notes.append(f"{setup.argument}: the DataLoader is read as an iterable of batches, because {reason}")
-    _note_sequential(setup, "batches")
-    return Sequential(setup, "iterable", data, batch_size=None, units=_length(data), collate=None)
+    has_state = _has_state(data)
+    _note_sequential(setup, "batches", has_state)
+    return Sequential(setup, "iterable", data, batch_size=None, units=_length(data), collate=None, has_state=has_state)
 
 
-def _note_sequential(setup: Setup, what: str) -> None:
+def _has_state(data: Any) -> bool:
+    """Whether it says where it is, and goes on from there."""
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def _note_sequential(setup: Setup, what: str, has_state: bool) -> None:
     if setup.world_size > 1:
         setup.notes.append(f"{setup.argument}: every rank reads all {what} and keeps its own")
-    if setup.training:
+    if setup.training and not has_state:
         setup.notes.append(f"{setup.argument}: resuming reads the epoch again up to the position, which takes its time")
 
 
 def _is_hugging_face(data: Any, name: str) -> bool:
     datasets = sys.modules.get("datasets")  # its objects cannot exist before it is imported
     return datasets is not None and isinstance(data, getattr(datasets, name))
+
+
+def fingerprint(data: Any) -> str | None:
+    """What a `datasets.Dataset` says that its rows were made from, and how; None of other data."""
+    return str(data._fingerprint) if _is_hugging_face(data, "Dataset") else None
 
 
 def _shuffled_without_seed(data: Any) -> bool:

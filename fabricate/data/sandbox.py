@@ -20,6 +20,15 @@ class Sandbox:
         self._inside: tuple[Any, Any, torch.Tensor] | None = None
         self._outside: tuple[Any, Any, torch.Tensor] | None = None
 
+    @property
+    def state(self) -> tuple[Any, Any, torch.Tensor] | None:
+        """Where the generators inside are; None before the first time."""
+        return self._inside
+
+    @state.setter
+    def state(self, state: tuple[Any, Any, torch.Tensor]) -> None:
+        self._inside = state
+
     def __enter__(self) -> None:
         self._outside = _random_state()
         if self._inside is None:
@@ -49,10 +58,13 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the accelerators as well
 
 
-def begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> None:
-    """Tell foreign samplers, loaders and data sets which epoch it is, and seed their own generators for it."""
+def begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> list[torch.Generator]:
+    """Tell foreign samplers, loaders and data sets which epoch it is, and seed their own generators, which are returned."""
+    generators = []
     for part in parts:
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(batch_seed(seed, epoch))
+            generators.append(generator)
+    return generators

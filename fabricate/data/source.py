@@ -98,11 +98,13 @@ class Source(ABC):
     `kind` is "dataloader", "dataset", "stream" or "iterable". Counts that need a length nobody gave are None:
     `batch_size` (rows per rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last),
     `global_batch` (rows per update), `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the
-    data, None where a sampler or the data itself decides. `resumes` is "exactly, by position" or "by replay". `data` is
-    what is read.
+    data, None where a sampler or the data itself decides. `resumes` is "exactly, by position", "by its own
+    state" or "by replay". `data` is what is read. `state`: of data that resumes by its own, where it was after the window
+    yielded last; a checkpoint takes it, and a run that goes on sets it before its first window.
     """
 
     data: Any
+    state: Any = None
 
     def __init__(
         self, setup: Setup, kind: str, *, batch_size: int | None, units: int | None, resumes: str, shuffle: bool | None

@@ -16,6 +16,7 @@ import torch
 
 from fabricate.checkpoint.directory import Chunk, TensorRecord
 from fabricate.construct import pretrained_record
+from fabricate.data.opening import fingerprint
 from fabricate.metrics import torchmetrics_state
 from fabricate.module import recorded
 from fabricate.randomness import rng_state
@@ -74,6 +75,7 @@ def own_buffers(run: Run) -> dict[str, torch.Tensor]:
 
 def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
     """What is one value for all ranks. Called on every rank: sharded tensors inside are contributed by each."""
+    assert run.source is not None
     groups = optimizer_groups(run.module, run.optimizers, saver.strategy)
     held, lost = recorded(run.module)
     metrics_file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
@@ -98,7 +100,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         },
         "scaler": run.engine.scaler_state(),
         "seed": run.seed,
-        "data": data_identity(run),
+        "data": data_identity(run) | {"state": saver.encode(run.source.state, "data", saver.whole)},
         "progress": run.progress.state(),
         "latest": saver.encode(run.latest, "latest", saver.whole),
         "plugins": plugins,
@@ -125,4 +127,5 @@ def data_identity(run: Run) -> dict[str, Any]:
         "global_batch_size": run.source.global_batch,
         "kind": run.source.kind,
         "shuffle": run.source.shuffle,
+        "fingerprint": fingerprint(run.source.data),
     }

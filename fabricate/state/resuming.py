@@ -8,6 +8,7 @@ the loop's order; what a save does (fabricate.state.saving); the format's bytes 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -198,6 +199,7 @@ def restore(run: Run, path: Path) -> None:
         if tree["scaler"]:
             engine.load_scaler_state(tree["scaler"])
         run.progress.load(tree["progress"])
+        _restore_data(run, reader, tree["data"])
         run.latest = decode_mapping(reader, tree["latest"], "latest")
         if run.settings.seed is None:  # nobody asked for one: the order goes on as it began
             run.seed = tree["seed"]
@@ -245,6 +247,18 @@ def _restore_own(run: Run, reader: Reader, world_size: int) -> None:
         ) from exc
 
 
+def _restore_data(run: Run, reader: Reader, tree: Any) -> None:
+    """Where data is that says so itself. Data that does not is read again up to the position."""
+    assert run.source is not None
+    if run.source.resumes != "by its own state" or tree.get("state") is None:
+        return
+    state = decode_mapping(reader, tree["state"], "the state of train")
+    kinds = {"data": object, "taken": int, "random": tuple, "generators": list}
+    if state.keys() != kinds.keys() or not all(isinstance(state[name], kind) for name, kind in kinds.items()):
+        raise CheckpointError(f"checkpoint {reader.path}: the state of train is not as fabricate writes it")
+    run.source.state = state
+
+
 def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -> None:
     now, then = data_identity(run), tree["data"]
     for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train"), ("shuffle", "train")):
@@ -253,6 +267,15 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
                 f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
                 f"Use the same {argument}, or say that it is meant: Trainer(accept_changes=({argument!r},))"
             )
+    made = (then.get("fingerprint"), now["fingerprint"])
+    if None not in made and made[0] != made[1] and "train" not in accept_changes:
+        note = (
+            f"{path} was saved with a train whose fingerprint is {made[0]}, this one's is {made[1]}: other rows, or the same made "
+            "anew. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) says that it is meant"
+        )
+        run.event("data_changed", reason=note)
+        if run.engine.rank == 0:
+            print(f"warning: {note}", file=sys.stderr, flush=True)
     if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
         raise CheckpointError(
             f"{path} was saved with seed={tree['seed']}, this run has seed={run.settings.seed}; use the same, "

@@ -1,0 +1,188 @@
+"""Data that says itself where it is resumes from there, exactly; what may be other data than before is told."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate.data import Loading, Source, open_source
+
+BATCHES = 9
+
+
+class Remembers:
+    """Batches of two rows in an order that no second reading finds again: it depends on how often this was read, on a
+    generator of its own and on the global ones. Reading is counted."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.own = random.Random(3)
+        self.at = 0
+        self.begun = False
+        self.reads = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.begun:
+            self.epoch, self.at = self.epoch + 1, 0
+        self.begun = False
+        while self.at < BATCHES:
+            self.at += 1
+            self.reads += 1
+            row = 1000 * self.epoch + 10 * self.at
+            yield torch.tensor([[row, self.own.random(), random.random()], [row + 1, 0, float(torch.rand(()))]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "own": self.own.getstate(), "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.at, self.begun = state["epoch"], state["at"], True
+        self.own.setstate(state["own"])
+
+
+class Stream(IterableDataset[Any]):
+    """The same, a row at a time."""
+
+    def __init__(self) -> None:
+        self.inner = Remembers()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batch in self.inner:
+            yield batch[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def opened(data: Any, loading: Loading | None, rank: int, world_size: int, **settings: Any) -> Source:
+    return open_source(
+        data, argument="train", loading=loading or Loading(), training=True, rank=rank, world_size=world_size, seed=5,
+        **settings,
+    )  # fmt: skip
+
+
+def read(source: Source, epoch: int, start: int) -> Iterator[tuple[list[Any], int, Any]]:
+    """Per window: the rows, the position after it, the state there."""
+    for window in source.windows(epoch, start):
+        rows = [batch.tolist() for batch, count in window.micro_batches if count]
+        yield rows, (0 if window.last else window.end), copy.deepcopy(source.state)
+
+
+@pytest.mark.parametrize(
+    ("data", "loading", "settings"),
+    [
+        (Remembers, None, {}),
+        (Remembers, None, {"limit": 2}),
+        (Stream, Loading(2), {}),
+        (Stream, Loading(2, drop_last=True), {}),
+        (Stream, Loading(2, num_workers=1), {}),
+    ],
+    ids=["iterable", "limited", "stream", "stream, drop last", "stream in a worker"],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_from_every_position_goes_on_without_reading_again(
+    data: Any, loading: Loading | None, settings: dict[str, Any], world_size: int
+) -> None:
+    for rank in range(world_size):
+        source = opened(data(), loading, rank, world_size, **settings)
+        assert source.resumes == "by its own state"
+        assert not any("reads the epoch again" in note for note in source.notes)
+        whole = [[*read(source, epoch, 0)] for epoch in range(3)]
+        for epoch, windows in enumerate(whole[:2]):
+            for number, (_, end, state) in enumerate(windows):
+                fresh = data()
+                again = opened(fresh, loading, rank, world_size, **settings)
+                again.state = state
+                then = epoch + (end == 0)
+                following = whole[then] if end == 0 else windows[number + 1 :]
+                assert [rows for rows, *_ in read(again, then, end)] == [rows for rows, *_ in following]
+                if isinstance(fresh, Remembers) and not settings:
+                    assert fresh.reads == (BATCHES if end == 0 else BATCHES - state["taken"])
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = batch["row"][:, None].float().expand(-1, 3) if isinstance(batch, dict) else batch
+        return self.layer(self.drop(x / 1000)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.heard: list[float] = []
+
+    def on_step(self, loss: torch.Tensor) -> None:
+        self.heard.append(float(loss))
+
+
+def fit(run_dir: Path, steps: int, data: Any, **options: Any) -> tuple[list[float], list[float]]:
+    torch.manual_seed(1)
+    module, losses = Net(), Losses()
+    trainer = Trainer(
+        max_steps=steps, run_dir=run_dir, seed=2, gradient_accumulation_steps=2, progress=False, plugins=[losses],
+        save_every=None, **options,
+    )  # fmt: skip
+    trainer.fit(module, data, **({} if isinstance(data, Remembers) else {"batch_size": 2}))
+    return losses.heard, module.layer.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("save", ["sync", "async"])
+@pytest.mark.parametrize("stop", [2, 5, 7])  # five updates an epoch: inside the first, at its end, inside the second
+def test_a_run_over_such_data_ends_as_one_that_never_stopped(tmp_path: Path, stop: int, save: str) -> None:
+    wanted = fit(tmp_path / "straight", 12, Remembers())
+    first, _ = fit(tmp_path / "parts", stop, Remembers(), save=save)
+    then, weights = fit(tmp_path / "parts", 12, Remembers(), save=save)
+    assert (first + then, weights) == wanted
+
+
+def test_a_state_that_is_not_as_it_was_written_is_an_error() -> None:
+    source = opened(Remembers(), None, 0, 1, limit=2)
+    source.state = {"data": Remembers().state_dict(), "taken": 8, "random": (), "generators": []}
+    with pytest.raises(ConfigurationError, match="cannot resume at row 4"):
+        next(iter(source.windows(0, 4)))
+
+
+def test_a_stream_of_datasets_is_read_again_since_its_state_forgets_a_shuffle_buffer() -> None:
+    made = datasets.Dataset.from_dict({"row": list(range(8))}).to_iterable_dataset(2)
+    interleaved = datasets.interleave_datasets([made, made.shuffle(seed=1, buffer_size=3)])
+    for data in (made, interleaved):
+        source = opened(data, Loading(2), 0, 1)
+        assert source.resumes == "by replay"
+        assert any("reads the epoch again" in note for note in source.notes)
+        whole = [batch["row"].tolist() for window in source.windows(0) for batch, _ in window.micro_batches]
+        for done in range(1, len(whole)):
+            again = opened(data, Loading(2), 0, 1)
+            rest = [batch["row"].tolist() for window in again.windows(0, 2 * done) for batch, _ in window.micro_batches]
+            assert rest == whole[done:]
+
+
+def test_other_rows_of_the_same_number_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, others = (datasets.Dataset.from_dict({"row": list(range(first, first + 16))}) for first in (0, 1))
+    fit(tmp_path, 2, rows)
+    fit(tmp_path, 3, rows)
+    assert "fingerprint" not in capsys.readouterr().err
+    fit(tmp_path, 4, others)
+    assert "whose fingerprint is" in capsys.readouterr().err
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("data_changed") == 1
+    fit(tmp_path, 5, rows, accept_changes=("train",))
+    assert "fingerprint" not in capsys.readouterr().err
