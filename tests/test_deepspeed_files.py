@@ -103,7 +103,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op is refused"),
     ({"zero_optimization": {"cpu_offload": True}}, {}, "write offload_optimizer: {device: cpu}"),
     ({"zero_optimization": {"compute_grad_norm": False}}, {}, "compute_grad_norm is refused"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "offload_optimizer.device is 'nvme', which is not offered"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "device is 'nvme'; offload to NVMe is not offered"),
 ]  # fmt: skip
 
 
@@ -141,6 +141,10 @@ def test_equal_values_on_both_sides_and_switched_off_sections_pass() -> None:
         ("zero0", "stage 0 shards nothing, it is data parallelism; use strategy='ddp'"),
         ("zero3:config=nowhere.json", "config='nowhere.json' cannot be read"),
         ("zero2:offload_optimizer=disk", "offload_optimizer='disk': give 'cpu'"),
+        (
+            "zero3:offload_param=nvme",
+            "offload_param='nvme': give 'cpu' or leave it out; offload to NVMe is not offered, because",
+        ),
         ("zero2:offload_param=cpu", "has no option 'offload_param'"),
     ],
 )

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from fabricate import DDP, FSDP, Callback, ConfigurationError, Trainer, TrainModule
+from fabricate.builtin.ddp_hooks import share
 from fabricate.testing import run_ranks
 
 STEPS, GLOBAL_BATCH, TOLERANCE = 5, 8, 1e-5
@@ -492,6 +493,14 @@ def test_powersgd_sends_thin_matrices_after_its_first_updates(two: Answers) -> N
 def test_a_run_with_powersgd_resumes_exactly(two: Answers) -> None:
     for found in two["resumed"]:
         assert same(found["straight"], found["halves"])
+
+
+def test_what_powersgd_left_out_is_not_lost_on_another_number_of_ranks() -> None:
+    rows = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    for world_size in (1, 2, 3):
+        held = [share(rows, rank, world_size) for rank in range(world_size)]
+        torch.testing.assert_close(torch.stack(held).mean(0), rows.mean(0))
+    assert torch.equal(share(rows, 1, 2), rows[1])
 
 
 # ------------------------------------------------------------------------------------------------- refusals

@@ -109,15 +109,20 @@ class PowerSGD(DDP):
             state["left_out"][name] = DTensor.from_local(own[None], mesh, [Shard(0)])
 
     def on_load(self, module: torch.nn.Module, state: MutableMapping[str, Any]) -> None:
-        """Go on from there; on another number of ranks what was left out so far is forgotten."""
+        """Go on from there, on any number of ranks."""
         self._updates = state["updates"]
         devices = {name: parameter.device for name, parameter in module.named_parameters()}
         self._columns = {name: columns.to(devices[name]) for name, columns in state["columns"].items()}
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         self._left_out = {
-            name: rows[dist.get_rank()].to(devices[name])
-            for name, rows in state["left_out"].items()
-            if len(rows) == dist.get_world_size()
+            name: share(rows, rank, world_size).to(devices[name]) for name, rows in state["left_out"].items()
         }
+
+
+def share(rows: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """What `rank` goes on with of what ranks left out, one row each: its own; on another number of ranks the mean, which
+    leaves the average over ranks, and so the gradient, what it was."""
+    return rows[rank] if len(rows) == world_size else rows.mean(0)
 
 
 def _sum(tensors: Sequence[torch.Tensor]) -> None:

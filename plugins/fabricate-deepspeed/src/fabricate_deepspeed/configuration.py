@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _BUCKET = 500_000_000
 """DeepSpeed's own default, in elements."""
+NO_NVME = (
+    "offload to NVMe is not offered, because neither a checkpoint nor a resume reaches what DeepSpeed keeps in its own files there; host "
+    "memory, or more ranks, take it as well"
+)
 _OFFLOAD = ("offload_optimizer", "offload_param")
 _TRAINERS = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
@@ -75,8 +79,7 @@ class Configuration:
         for section, device in offload.items():
             if zero.get(section, {}).get("device") == "nvme":
                 raise ConfigurationError(
-                    f"{self.where}: zero_optimization.{section}.device is 'nvme', which is not offered, because checkpoints could not "
-                    "hold what lies there; use 'cpu'"
+                    f"{self.where}: zero_optimization.{section}.device is 'nvme'; {NO_NVME}: write 'cpu'"
                 )
             if device is not None:
                 inner = zero.setdefault(section, {})

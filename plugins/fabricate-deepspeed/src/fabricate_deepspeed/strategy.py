@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fabricate import ConfigurationError, FabricateError, Strategy
 from fabricate_deepspeed import library, shards
-from fabricate_deepspeed.configuration import Configuration
+from fabricate_deepspeed.configuration import NO_NVME, Configuration
 from fabricate_deepspeed.loss_scale import LossScale
 from fabricate_deepspeed.optimizers import check_elementwise
 
@@ -56,7 +56,10 @@ class ZeRO(Strategy, abc.ABC):
     def __post_init__(self) -> None:
         for option, device in self._offload().items():
             if device not in (None, "cpu"):
-                raise ConfigurationError(f"{self.name}: {option}={device!r}: give 'cpu' or leave it out")
+                raise ConfigurationError(
+                    f"{self.name}: {option}={device!r}: give 'cpu' or leave it out"
+                    + (f"; {NO_NVME}" if device == "nvme" else "")
+                )
         self._settled: Strategy.Settled | None = None
         self._engine: Any = None
         self._slices: dict[int, shards.Slice] = {}
