@@ -365,7 +365,7 @@ def _apart_by_rank(strategies: tuple[str, ...]) -> list[str]:
 
 def test_ranks_that_use_other_layers_are_told_apart() -> None:
     """Gradients of unlike parameters would be added up as if they were one."""
-    for told in run_ranks(_apart_by_rank, 2, STAGES, timeout=60)[0]:
+    for told in run_ranks(_apart_by_rank, 2, STAGES)[0]:
         assert "ranks ran different layers in the update to step 1" in told
 
 
@@ -411,9 +411,9 @@ def _with_gaps(strategy: str) -> Any:
 
 
 def test_an_update_that_is_left_out_leaves_nothing_behind() -> None:
-    wanted, losses, skipped, _ = run_ranks(_with_gaps, 2, "ddp", timeout=60)[0]
+    wanted, losses, skipped, _ = run_ranks(_with_gaps, 2, "ddp")[0]
     for stage in (*STAGES, "zero2:offload_optimizer=cpu", "zero3:offload_optimizer=cpu"):
-        left_out, again, told, errors = run_ranks(_with_gaps, 2, stage, timeout=60)[0]
+        left_out, again, told, errors = run_ranks(_with_gaps, 2, stage)[0]
         assert _apart(left_out, wanted) < TOLERANCE
         assert again[:4] == pytest.approx(losses[:4], rel=TOLERANCE)
         assert told == skipped == ["non-finite gradients"]
@@ -495,7 +495,7 @@ def _refused(strategy: str, **arguments: Any) -> list[str]:
 
 
 def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
-    two, factored, gathered, editing = run_ranks(_refused, 2, "zero2", timeout=60)[0]
+    two, factored, gathered, editing = run_ranks(_refused, 2, "zero2")[0]
     assert "trains with one optimizer and there are 2 (first, second)" in two
     assert "Adafactor is not known to treat every element by itself" in factored
     assert "zero2:allow_untested_optimizer=true" in factored

@@ -183,7 +183,7 @@ def test_sections_for_optimizer_and_scheduler_are_compared_with_the_modules_own(
         ({"communication_data_type": "auto"}, "'auto' has no meaning for communication_data_type"),
         ({"zero_optimization": {"stage3_max_live": 5}}, "DeepSpeed refuses config: 1 validation error"),
     ]  # fmt: skip
-    told = run_ranks(_optimizer_sections, 2, [section for section, _ in sections], timeout=60)[0]
+    told = run_ranks(_optimizer_sections, 2, [section for section, _ in sections])[0]
     for found, (_, wanted) in zip(told, sections, strict=True):
         assert wanted in found
 

@@ -57,7 +57,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     script.write_text(script_of(page), encoding="utf-8")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{page.name}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
@@ -67,7 +67,7 @@ def test_the_script_in_the_readme_is_short_and_learns_the_line(tmp_path: Path) -
     (tmp_path / "line.py").write_text(script)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "fabricate", "run", "line.py", "--nproc", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     losses = re.findall(r"200 steps, loss (\S+)", done.stdout)
     assert len(losses) == 2, "each rank says so"

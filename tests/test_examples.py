@@ -16,7 +16,7 @@ def run(*command: str, directory: Path) -> str:
     """What `python COMMAND` printed; without the network, on the CPU, one thread per process."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout

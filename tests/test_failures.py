@@ -228,7 +228,7 @@ def test_an_interrupt_saves_the_state_and_the_same_command_goes_on(tmp_path: Pat
         file = run_dir / "metrics.jsonl"
         wait_for(lambda: file.exists() and len(file.read_text().splitlines()) >= 6, process)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()

@@ -353,7 +353,7 @@ def started(command: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=seconds)
     finally:
