@@ -99,7 +99,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_rank_of_shards_takes_little_more_than_its_part(path: str) -> None:
-    found = run_ranks(peaks, 2, path, timeout=250)
+    found = run_ranks(peaks, 2, path, timeout=800)
     print(found)
     for rank in found:
         assert rank["drawn in parts"][0] < 0.7 * WHOLE, found

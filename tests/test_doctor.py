@@ -21,7 +21,7 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | known | environment,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
     )
 
 

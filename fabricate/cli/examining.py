@@ -32,7 +32,7 @@ from fabricate.resources import host_memory
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "safetensors", "numpy", "pluggy")
 _OPTIONAL = ("deepspeed", "torchao", "transformer_engine", "tensorboard", "torchmetrics")
 _MEBIBYTES = 16
-_SECONDS = 120.0
+_SECONDS = 300.0
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|SystemExit): .*)$", re.MULTILINE)
 
 
