@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import socket
 import threading
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fabricate import Callback, RankError, Trainer, TrainModule
-from fabricate.group import compare_builds
+from fabricate.group import compare_builds, meet
 from fabricate.testing import run_ranks
 
 
@@ -101,3 +103,18 @@ def test_another_build_of_torch_or_another_device_is_named_before_ranks_wait_for
     assert without == without[:1] * 2
     assert "the device is cuda on rank 0" in without[0]
     assert "and cpu on rank 1" in without[0]
+
+
+@pytest.mark.parametrize(("rank", "found"), [(0, "1/2 clients joined"), (1, "timed out")])
+def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError) as caught:
+        meet(rank, 2, {}, datetime.timedelta(seconds=1))
+    assert f"did not meet all of 2 ranks at 127.0.0.1:{port} within 0:00:01: start one process per rank" in str(
+        caught.value
+    )
+    assert found in str(caught.value)
