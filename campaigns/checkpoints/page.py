@@ -43,8 +43,8 @@ that disagree.
 
 MUTANTS = """## The code without one of its precautions
 
-Each `fsync`, each `rename`, each digest, each proof of coverage and each other check of `fabricate.checkpoint` is taken out, one at
-a time; in all {number} variants the campaigns above or the tests of the format failed.
+Each `fsync`, each `rename`, each digest and each proof of coverage of `fabricate.checkpoint` is taken out, one at a time: in all
+{number} variants the campaigns above or the tests of the format failed.
 """
 
 PAIRS = """## Every checkpoint under every strategy
@@ -96,7 +96,10 @@ def page(found: dict[str, Any]) -> str:
         kinds = Counter(variants["kinds"].values())
         parts += [
             MUTANTS.format(number=len(variants["kinds"])),
-            table(["taken out", "variants, all noticed"], [[kind, f"{kinds[kind]}"] for kind in mutants.KINDS]),
+            table(
+                ["taken out", "variants, all noticed"],
+                [[kind, f"{kinds[kind]}"] for kind in mutants.VITAL],
+            ),
         ]
     if cases := found.get("pairs"):
         names = [str(topology) for topology in pairs.TOPOLOGIES]
