@@ -26,7 +26,7 @@ from typing import Any
 
 from fabricate.checkpoint.files import Files, Writer
 
-_MOST_SECONDS = 120.0
+_MOST_SECONDS = 300.0
 _OPERATIONS = (
     "create", "write", "fsync", "fsync_directory", "fsync_path", "close_writer", "make_directory", "rename", "unlink",
     "remove_directory", "open", "read_into", "size", "listdir",
