@@ -307,6 +307,38 @@ def test_a_worker_that_hangs_still_ends_with_the_fit() -> None:
     assert time.monotonic() - began < 30
 
 
+ORPHAN = """
+import multiprocessing, os, signal, sys, time
+from fabricate.data.workers import live_with
+
+def work(main):
+    print(os.getpid(), flush=True)
+    while os.getppid() == main:  # as torch would find it: the parent is gone before anybody looks
+        time.sleep(0.01)
+    live_with(main)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.get_context(sys.argv[1]).Process(target=work, args=(os.getpid(),)).start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_whose_main_process_was_killed_at_its_start_ends(tmp_path: Path, method: str) -> None:
+    file = tmp_path / "orphan.py"
+    file.write_text(ORPHAN)
+    with subprocess.Popen([sys.executable, str(file), method], stdout=subprocess.PIPE, text=True) as main:
+        assert main.stdout is not None
+        worker = psutil.Process(int(main.stdout.readline()))
+        main.kill()
+    try:
+        worker.wait(240)
+    finally:
+        if worker.is_running():
+            worker.kill()
+
+
 # ------------------------------------------------------------------------------------------------- two ranks
 
 

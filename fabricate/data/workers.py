@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
+
+_LOOK_SECONDS = 5.0
+"""How long a worker may outlive a main process that was killed."""
 
 
 class Workers:
@@ -25,32 +29,41 @@ class Workers:
 
 
 class WorkerStart:
-    """Puts the user's data set, not our wrapper, into `get_worker_info()`, then calls the user's `worker_init_fn`."""
+    """Puts the user's data set, not our wrapper, into `get_worker_info()`, then calls the user's `worker_init_fn`. Made by the
+    main process, called in the worker."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
+        self._main = os.getpid()
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the info refuses plain assignment
-        _leave_signals_to_the_main_process()
+        live_with(self._main)
         if self._then is not None:
             self._then(worker)
 
 
-def _leave_signals_to_the_main_process() -> None:
-    """Launchers and schedulers signal whole process groups, and a worker that dies of it takes the fit along before it can
-    save. SIGTERM counts only when the main process sends it, as torch does to a worker that does not end by itself."""
+def live_with(main: int) -> None:
+    """Leave signals to the process `main`, and end when it is gone. Called in a worker.
+
+    Launchers and schedulers signal whole process groups, and a worker that dies of it takes the fit along before it can
+    save. SIGTERM counts only when the main process sends it, as torch does to a worker that does not end by itself. Torch's own
+    watch asks whether the parent is still the one of the worker's start, and does not see one that was killed before that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # macOS
+    if not hasattr(signal, "sigtimedwait"):  # macOS
         return
-    main = os.getppid()
+    method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
+    parent = os.getppid() if method == "forkserver" else main
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main:
-            pass
+        while os.getppid() == parent:
+            told = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)
+            if told is not None and told.si_pid == main:
+                break
         os._exit(0)
 
     threading.Thread(target=wait, name="fabricate-signals", daemon=True).start()
