@@ -528,3 +528,15 @@ def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> Non
 def test_options_are_the_same_as_arguments_of_the_classes() -> None:
     assert FSDP(wrap="size:1.5K", shard=4, param_dtype="bf16").shard == 4
     assert DDP(communication_hook="powersgd").name == "ddp"
+
+
+def test_an_optimizer_that_takes_no_shards_is_refused_under_fsdp(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it with the first optimizer
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        ConfigurationError, match=r"torch.optim.Adafactor \(optimizer 'main'\): its update takes no par"
+    ):
+        FSDP().prepare_optimizers(layer, {"main": torch.optim.Adafactor(layer.parameters())})
+    assert FSDP().prepare_optimizers(layer, {"main": torch.optim.AdamW(layer.parameters())}) is layer

@@ -207,6 +207,19 @@ class FSDP(Strategy):
             undo.append(recompute(module, units))
         self._undo = undo
 
+    def prepare_optimizers(
+        self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> torch.nn.Module:
+        import torch
+
+        for name, optimizer in optimizers.items():
+            if isinstance(optimizer, torch.optim.Adafactor):
+                raise ConfigurationError(
+                    f"strategy='fsdp' with torch.optim.Adafactor (optimizer {name!r}): its update takes no parameters in shards; choose "
+                    "an optimizer that treats every element by itself, AdamW for instance, or strategy='ddp'"
+                )
+        return model
+
     def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
         module = cast("torch.nn.Module", root.module)
         before, names = vars(root)["fsdp"]
