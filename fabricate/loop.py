@@ -106,7 +106,11 @@ def fit(run: Run) -> str:
                     backward(scaled if scaler is None else scaler.scale(scaled))
                 made_by = last_operation(loss) if name not in weighing else ""
                 loss = loss.detach()
-                metrics.pending.append(("loss", loss, weight, "mean"))
+                if moves:
+                    metrics.pending.append(("loss", loss, weight, "mean"))
+                else:  # as numbers, see Metrics.take
+                    own = weight.item() if type(weight) is torch.Tensor else weight
+                    metrics.pending.append(("loss", loss.item(), own, "mean"))
                 if module._logged:
                     if not weighing:
                         check_logged(run)

@@ -84,7 +84,13 @@ class Metrics:
             if reduce == "object":
                 self._objects[name] = value
             else:
-                self.pending.append((name, value, weight if own is None else own, reduce))
+                counted = weight if own is None else own
+                if self._device.type == "cpu":
+                    # Nothing to wait for, and small tensors kept from step to step would lie between the large ones of every step
+                    # and leave holes in the heap: it would grow until the log boundary.
+                    value = value.item() if isinstance(value, torch.Tensor) else value
+                    counted = counted.item() if isinstance(counted, torch.Tensor) else counted
+                self.pending.append((name, value, counted, reduce))
         logged.clear()
 
     def reduce(self) -> dict[str, float]:
