@@ -81,14 +81,14 @@ def build_model(module: TrainModule, seed: int) -> str:
         return ""
     try:
         note = build_on_meta(module)
-        if adapted_models(module):
-            raise NotImplementedError("peft initialises its layers itself")
+        needs = "peft initialises its layers itself" if adapted_models(module) else ""
+    except (RuntimeError, NotImplementedError) as exc:  # code that reads or sets values
+        note, needs = "", str(exc).splitlines()[0]
+    if not needs:
         return note
-    except (RuntimeError, NotImplementedError) as exc:
-        # Code that reads or sets values: it needs real tensors. Seeded, so the same on every rank.
-        seed_everything(derive_seed(seed, "configure_model"))
-        module.configure_model()
-        return f"built whole on the CPU of every rank, because it needs real tensors ({str(exc).splitlines()[0]})"
+    seed_everything(derive_seed(seed, "configure_model"))  # so the same on every rank
+    module.configure_model()
+    return f"built whole on the CPU of every rank, because it needs real tensors ({needs})"
 
 
 def check_has_values(module: torch.nn.Module) -> None:

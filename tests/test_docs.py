@@ -69,9 +69,9 @@ def test_the_script_in_the_readme_is_short_and_learns_the_line(tmp_path: Path) -
     command = [sys.executable, "-m", "fabricate", "run", "line.py", "--nproc", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    losses = re.findall(r"200 steps, loss (\S+)", done.stdout)
-    assert len(losses) == 2, "each rank says so"
-    assert all(float(loss) < 1e-3 for loss in losses)
+    losses = re.findall(r"^200 steps, loss (\S+)$", done.stdout, re.MULTILINE)
+    assert len(losses) == 1, "rank 0 says so"
+    assert float(losses[0]) < 1e-3
 
 
 def test_every_explained_error_is_in_the_source() -> None:
