@@ -237,7 +237,14 @@ def imported(statement: str) -> set[str]:
 
 
 def test_importing_fabricate_imports_next_to_nothing() -> None:
-    assert imported("import fabricate") - imported("import importlib, typing") == {"__future__", "fabricate"}
+    assert imported("import fabricate") - imported("import gc, importlib, typing") == {"__future__", "fabricate"}
+
+
+def test_importing_leaves_the_garbage_collector_as_it_was() -> None:
+    statement = "import gc; {before}; from fabricate import Trainer; print(gc.isenabled())"
+    for before, after in (("gc.enable()", "True"), ("gc.disable()", "False")):
+        command = [sys.executable, "-c", statement.format(before=before)]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == [after]
 
 
 def test_importing_the_trainer_imports_what_accelerate_does_and_ourselves() -> None:
