@@ -137,6 +137,31 @@ def test_a_signal_reaches_the_script_and_shows_in_the_exit_code(script: str, npr
     assert "Traceback" not in errors
 
 
+STUBBORN = """
+import os, pathlib, signal, sys, time
+ready, lasted = pathlib.Path(sys.argv[1], "ready"), pathlib.Path(sys.argv[1], "lasted")
+def hold_on(*_):
+    time.sleep(20)
+    lasted.touch()
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, hold_on)
+    ready.touch()
+    time.sleep(600)
+while not ready.exists():
+    time.sleep(0.1)
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_does_not_end_after_another_failed_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
+    """torch alone gives it 30 seconds, whatever it was told: here it would last."""
+    (tmp_path / "train.py").write_text(STUBBORN)
+    done = _run("run", "--nproc", "2", "--shutdown-timeout", "0", str(tmp_path / "train.py"), str(tmp_path))
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "ready").exists()
+    assert not (tmp_path / "lasted").exists()
+
+
 def test_plan_tells_the_script_to_stop_after_the_plan(script: str) -> None:
     assert _run("plan", script, "--strategy", "ddp").stdout == (
         f"{ {'FABRICATE_STRATEGY': 'ddp', 'FABRICATE_PLAN_ONLY': '1'} } []\n"

@@ -38,6 +38,12 @@ _OPTIONS = (
     _single("--node-rank", type=int, metavar="I", help="Which of the nodes this is, from 0."),
     _single("--master-addr", metavar="HOST", help="The host of node rank 0."),
     _single("--master-port", type=int, metavar="PORT", help="A free port there; default: 29500."),
+    _single(
+        "--shutdown-timeout",
+        type=click.IntRange(min=0),
+        metavar="SECONDS",
+        help="How long ranks have to save and end, once told to or once another one failed; default: 30.",
+    ),
     _single("--strategy", metavar="NAME", help="ddp, fsdp, zero3, ..., with options: zero3:offload_optimizer=cpu."),
     _single("--precision", metavar="NAME", help="fp32, bf16, fp16, ..."),
     click.option(
@@ -67,6 +73,7 @@ def prepared(
     node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
+    shutdown_timeout: int | None,
     strategy: str | None,
     precision: str | None,
     plan_only: bool = False,
@@ -98,6 +105,7 @@ def prepared(
         strategy=_agreed("--strategy", strategy, file.path, "the strategy", file.strategy),
         precision=_agreed("--precision", precision, file.path, "mixed_precision", file.precision),
         plugins=plugins,
+        shutdown_timeout=shutdown_timeout,
         plan_only=plan_only,
         variables=file.variables,
     )

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from fabricate.launch import PREEMPTED_FILE
+from fabricate.launch import PREEMPTED_FILE, SHUTDOWN_TIMEOUT
 from fabricate.records import EXIT_PREEMPTED
 
 # SIGUSR1 as well: schedulers send it ahead of the end, and torchrun would die of it and leave its ranks behind.
@@ -52,6 +52,7 @@ def _torchrun(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    _wait_for_ranks(float(os.environ.get(SHUTDOWN_TIMEOUT, "30")))
     try:
         main(list(arguments))
     except ChildFailedError as exc:
@@ -62,6 +63,18 @@ def _torchrun(arguments: Sequence[str]) -> int:
     except SignalException as exc:
         return 128 + int(exc.sigval)
     return 0
+
+
+def _wait_for_ranks(seconds: float) -> None:
+    """Ranks have `seconds` to end also where another one failed: there torch 2.13 gives them 30, whatever it was told."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close = PContext.close
+
+    def closing(self: PContext, death_sig: signal.Signals | None = None, timeout: float = seconds) -> None:
+        close(self, death_sig, timeout)  # type: ignore[arg-type]
+
+    PContext.close = closing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

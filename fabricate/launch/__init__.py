@@ -5,10 +5,18 @@ how to start one process per rank (`starting`). Must not know plugins, devices o
 from fabricate.launch.asked import Request, requests
 from fabricate.launch.config_files import ConfigFile, read_config
 from fabricate.launch.places import Launch, detect
-from fabricate.launch.starting import PREEMPTED_FILE, command, environment, listed_plugins, tell_preempted
+from fabricate.launch.starting import (
+    PREEMPTED_FILE,
+    SHUTDOWN_TIMEOUT,
+    command,
+    environment,
+    listed_plugins,
+    tell_preempted,
+)
 
 __all__ = [
     "PREEMPTED_FILE",
+    "SHUTDOWN_TIMEOUT",
     "ConfigFile",
     "Launch",
     "Request",

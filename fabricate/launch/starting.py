@@ -15,6 +15,9 @@ from fabricate.errors import ConfigurationError
 PREEMPTED_FILE = "FABRICATE_PREEMPTED_FILE"
 """The variable that names the file by which a fit tells `fabricate.cli.runner`, its launcher, that it was told to end."""
 
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""torchrun's variable: the seconds that ranks have to end, once they are told to, before they are killed."""
+
 
 def tell_preempted(environ: Mapping[str, str], by: str) -> None:
     """Leave `by`, the signal that ended a fit, where `fabricate.cli.runner` finds it; empty: the last fit was not told to end.
@@ -86,6 +89,7 @@ def environment(
     strategy: str | None = None,
     precision: str | None = None,
     plugins: Sequence[str] = (),
+    shutdown_timeout: int | None = None,
     plan_only: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
@@ -99,6 +103,7 @@ def environment(
         if ";" in plugin or len(listed_plugins(plugin)) != 1:
             raise ConfigurationError(f"--plugin {plugin!r}: give one plugin and repeat --plugin for each of them")
     wanted = {"FABRICATE_STRATEGY": strategy, "FABRICATE_PRECISION": precision, **(variables or {})}
+    wanted[SHUTDOWN_TIMEOUT] = None if shutdown_timeout is None else str(shutdown_timeout)
     result = dict(base)
     for name, value in wanted.items():
         if value is None:
