@@ -7,6 +7,7 @@ the batch. Must not know: the engine, the loop.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,17 @@ class Need:
 def total(per_rank: Mapping[str, int], on_device: bool) -> int:
     """Bytes that count against a device's memory, or against the host's where there is no device."""
     return sum(count for kind, count in per_rank.items() if not (on_device and kind.startswith("host ")))
+
+
+def halved(needed: Need, strategy: Strategy, world_size: int) -> tuple[int, int]:
+    """Bytes on one rank of a training in half precision, without and with float32 master weights: weights and gradients of
+    half the width beside the whole optimizer state, divided as `strategy`, which is not settled, divides float32."""
+    held = needed.per_rank(strategy, world_size)
+    share = {kind: held.get(kind, held.get(f"host {kind}", 0)) / (count or 1) for kind, count in needed.whole.items()}
+    narrow = (needed.whole["parameters"] * share["parameters"] + needed.whole["gradients"] * share["gradients"]) / 2
+    state = share["optimizer state"]
+    counted = narrow + needed.whole["optimizer state"] * state
+    return math.ceil(counted), math.ceil(counted + needed.whole["gradients"] * state)
 
 
 def available(device: torch.device, local_ranks: int) -> tuple[int, str]:

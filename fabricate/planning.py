@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabricate.console import size_text
 from fabricate.data import Loading, Source, open_source
 from fabricate.dispatch import Origin
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.interfaces import lines as lines_of
 from fabricate.launch import Launch, Request, detect, requests
-from fabricate.memory import Need, available, need_ahead, total
+from fabricate.memory import Need, available, halved, need_ahead, total
 from fabricate.module import TrainModule
 from fabricate.plan import Plan, Setting
 from fabricate.precision import Precision
@@ -279,21 +279,23 @@ def _rows(data: object) -> bool:
 
 def settle(settings: Settings, found: Resolved, data: Data) -> None:
     """Tell the strategy what came out of all settings. Pure."""
-    found.strategy.settle(
-        Strategy.Settled(
-            world_size=found.launch.world_size,
-            device=found.device,
-            precision=found.precision,
-            micro_batch_size=data.train.batch_size if data.train is not None else None,
-            gradient_accumulation_steps=data.accumulation[0],
-            max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
-            nonfinite=settings.nonfinite,
-        )
+    found.strategy.settle(_settled(settings, found, data))
+
+
+def _settled(settings: Settings, found: Resolved, data: Data) -> Strategy.Settled:
+    return Strategy.Settled(
+        world_size=found.launch.world_size,
+        device=found.device,
+        precision=found.precision,
+        micro_batch_size=data.train.batch_size if data.train is not None else None,
+        gradient_accumulation_steps=data.accumulation[0],
+        max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
+        nonfinite=settings.nonfinite,
     )
 
 
-def _memory(found: Resolved, needed: Need) -> Iterator[Setting]:
-    """What a rank needs under the strategy of this run, and under the built-in ones."""
+def _memory(found: Resolved, needed: Need, settled: Strategy.Settled) -> Iterator[Setting]:
+    """What a rank needs under the strategy of this run, and under the others."""
     world_size, on_device = found.launch.world_size, found.device.type != "cpu"
     room, where = available(found.device, found.launch.local_world_size)
     per_rank = needed.per_rank(found.strategy, world_size)
@@ -304,12 +306,43 @@ def _memory(found: Resolved, needed: Need) -> Iterator[Setting]:
         f"estimate, {needed.counted}, activations not counted; a rank has {has}",
     )
     if world_size > 1:
-        others: dict[str, Strategy] = {n: found.registry.resolve("strategy", n)[0] for n in ("ddp", "fsdp")}
-        others[found.strategy.name] = found.strategy
-        by_name = {name: total(needed.per_rank(other, world_size), on_device) for name, other in others.items()}
+        others = _others(found)
+        if found.precision.mixed_precision in ("bf16", "fp16") and found.plan_only and "gradients" in needed.whole:
+            counts = {name: halved(needed, other, world_size) for name, other in others.items()}
+            for number, (name, what) in enumerate(_COUNTED):
+                yield Setting(name, [f"{strategy} {c[number] / 1e9:.1f} GB" for strategy, c in counts.items()], what)
+        by_name = {}
+        for name, other in (others | {found.strategy.name: found.strategy}).items():
+            try:
+                if other is not found.strategy:
+                    other.settle(settled)
+                by_name[name] = total(needed.per_rank(other, world_size), on_device)
+            except FabricateError:
+                continue  # it does not run with these settings
         too_big = [name for name, takes in by_name.items() if takes > room]
         fits = f"{' and '.join(too_big)} not within {has}" if too_big else f"all within {has}"
         yield Setting("memory_by_strategy", by_name, fits)
+
+
+_COUNTED = (
+    ("memory_in_tutorials", "half precision without float32 master weights, as many tutorials count"),
+    ("memory_with_masters", "the same with float32 master weights, which training keeps"),
+)
+
+
+def _others(found: Resolved) -> dict[str, Strategy]:
+    """The strategies that could run in the place of this one: the built-in ones; under `fabricate plan` those of installed
+    plugins as well, which are imported for it. They are not settled."""
+    offered = [offer.name for offer in found.registry.offered("strategy")] if found.plan_only else ["ddp", "fsdp"]
+    others = {}
+    for name in offered:
+        try:
+            other: Strategy = found.registry.resolve("strategy", name)[0]
+        except Exception:  # of a plugin that nobody asked for
+            continue
+        if not any(other.check(found.launch.world_size, found.device)):
+            others[name] = other
+    return others
 
 
 def _for_evaluation(data: object, loading: Loading) -> Loading:
@@ -404,7 +437,7 @@ def make_plan(
             Setting("schedule" if name == "main" else f"schedule {name}", schedule.text, "configure_optimizers")
             for name, schedule in (schedules or {}).items()
         ),
-        *(_memory(found, needed) if needed is not None else ()),
+        *(_memory(found, needed, _settled(settings, found, data)) if needed is not None else ()),
         Setting("parameters_trainable", count(True), "module"),
         Setting("parameters_frozen", count(False), "module"),
         _clipping(settings, found),

@@ -233,3 +233,28 @@ def test_the_memory_of_each_stage_is_what_it_divides(monkeypatch: pytest.MonkeyP
     offloaded = Trainer(strategy="zero2:offload_optimizer=cpu", precision="bf16", max_steps=1, progress=False)
     held, _ = _setting(offloaded.plan(Billions(), ROWS, batch_size=3), "memory_per_rank")
     assert (held["host master weights"] + held["host optimizer state"]) / 1e9 == pytest.approx(21.0)
+
+
+def test_fabricate_plan_shows_every_strategy_that_is_installed_as_tutorials_count_and_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seven billion parameters in half precision on 4 ranks. A run, which did not ask for them, looks at no plugins."""
+    _launch(monkeypatch, 4)
+    trainer = Trainer(strategy="ddp", precision="bf16", max_steps=1, progress=False)
+    settings = trainer.plan(Billions(), ROWS, batch_size=3).to_json()["settings"]
+    assert settings["memory_by_strategy"]["value"].keys() == {"ddp", "fsdp"}
+    assert "memory_in_tutorials" not in settings
+    monkeypatch.setenv("FABRICATE_PLAN_ONLY", "1")
+    plan = trainer.plan(Billions(), ROWS, batch_size=3)
+    in_tutorials, with_masters = ({}, {})
+    for found, name in ((in_tutorials, "memory_in_tutorials"), (with_masters, "memory_with_masters")):
+        found.update(text.removesuffix(" GB").split() for text in plan[name])
+    three = ("zero1", "zero2", "zero3")
+    assert [in_tutorials[name] for name in ("ddp", *three, "fsdp")] == ["84.0", "42.0", "31.5", "21.0", "21.0"]
+    assert [with_masters[name] for name in ("ddp", *three, "fsdp")] == ["112.0", "49.0", "38.5", "28.0", "28.0"]
+    assert "without float32 master weights" in plan.source("memory_in_tutorials")
+    takes = plan["memory_by_strategy"]
+    assert takes.keys() >= {"ddp", "fsdp", "diloco", *three}, "what is installed, without what refuses: single, zero0"
+    assert takes.keys().isdisjoint({"single", "zero0"})
+    assert [takes[name] / 1e9 for name in three] == pytest.approx([50, 39.5, 29]), "one bucket besides"
+    assert takes["diloco"] / 1e9 == pytest.approx(112 + 56 + 84), "the outer optimizer, and a replica while others meet"

@@ -8,7 +8,7 @@ back when training goes on, so that looking at the model does not change the run
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, MutableMapping, Sequence
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -46,6 +46,14 @@ class DiLoCo(Strategy):
                 f"diloco: every={self.every!r}, outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}: every is at "
                 "least 1, outer_lr above 0, outer_momentum at least 0 and below 1"
             )
+
+    def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
+        """A replica, the outer optimizer's weights and momentum, and the replica that is put aside while a checkpoint or an
+        evaluation looks at the mean."""
+        if "gradients" not in whole:
+            return dict(whole)
+        aside = whole["parameters"] + whole["optimizer state"]
+        return {**whole, "outer weights and momentum": 2 * whole["gradients"], "replica put aside": aside}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         model = super().prepare(accelerator, root, module)  # placed, and nothing around it that would synchronise
