@@ -39,6 +39,7 @@ COVERAGE = {"_prove_coverage", "_check_directory", "tensors_of"}
 DIGEST = ("digest", "sealed", "_is_content")
 VITAL = ("durable", "digest", "coverage")
 KINDS = (*VITAL, "check")
+_TESTS = ("test_checkpoint", "test_checkpoint_damage", "test_checkpoint_kills")
 _SECONDS = 300
 
 
@@ -172,5 +173,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "tests":
         import pytest
 
-        sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/test_checkpoint.py"]))
+        sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in _TESTS)]))
     probe()

@@ -1,0 +1,173 @@
+"""Validation and what stops at it: when it runs, what its metrics are taken over, what it leaves alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from fabricate import Callback, EarlyStopping, FabricateError, Trainer, hookimpl
+from tests.support.regression import ROWS, Hears, Regression, Scripted, equal, fit, weights
+
+# -------------------------------------------------------------------------------------------------------------------- validation
+
+
+def test_validate_first_evaluates_before_the_first_step() -> None:
+    order: list[str] = []
+
+    class Notes(Callback):
+        def on_eval_end(self) -> None:
+            order.append("eval")
+
+        def on_step(self) -> None:
+            order.append("step")
+
+    fit(None, Notes(), val=ROWS, validate_first=True, validate_every=2)
+    assert order == ["eval", "step", "step", "eval"]
+
+
+def test_several_validation_sets_are_named_in_their_metrics() -> None:
+    class Mean(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            self.log("last", batch[1][-1, 0])
+            return {"mean": batch[1].mean()}
+
+    hears = Hears()
+    result = fit(Mean(), hears, val={"low": ROWS[:3], "high": ROWS[5:]}, validate_every=2)
+    [metrics] = hears.evaluations
+    assert metrics == pytest.approx(
+        {
+            "val_low_mean": 1 / 8,
+            "val_low_last": (2 * 1 + 2) / 3 / 8,
+            "val_high_mean": 6 / 8,
+            "val_high_last": (2 * 6 + 7) / 3 / 8,
+        }
+    )
+    assert result.metrics.items() >= metrics.items()
+
+
+def test_validation_metrics_are_exact_over_a_ragged_last_batch() -> None:
+    class Mean(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"mean": batch[1].mean()}
+
+    assert fit(Mean(), val=ROWS[:7], validate_every=2).metrics["val_mean"] == pytest.approx(3 / 8)
+
+
+def test_a_metric_returned_with_a_weight_is_a_mean_over_it() -> None:
+    class Weighted(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"last": batch[1][-1, 0] * 8, "weight": float(batch[1][-1, 0] == 7 / 8)}
+
+    assert fit(Weighted(), val=ROWS, validate_every=2).metrics["val_last"] == 7
+
+
+def test_validating_more_often_changes_nothing_bitwise() -> None:
+    def draw() -> tuple[Any, ...]:
+        return random.random(), float(numpy.random.random()), float(torch.rand(()))
+
+    class Draws(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            assert not self.training
+            assert not torch.is_grad_enabled()
+            return {"drawn": sum(draw())}
+
+    ends = []
+    for arguments in ({"validate_every": None}, {"validate_every": 1, "validate_first": True}):
+        module = Draws()
+        module.layers.load_state_dict(
+            {name: torch.full_like(value, 0.1) for name, value in module.layers.state_dict().items()}
+        )
+        fit(module, val=ROWS, max_steps=8, seed=5, **arguments)
+        ends.append((weights(module), draw()))
+    assert equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def test_validation_leaves_the_modes_of_submodules_as_they_were() -> None:
+    modes: list[tuple[bool, bool]] = []
+
+    class Frozen(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            modes.append((self.training, self.layers[1].training))
+            return super().training_step(batch)
+
+        def validation_step(self, batch: Any) -> None:
+            modes.append((self.training, self.layers[1].training))
+
+        def on_fit_start(self) -> None:
+            self.layers[1].eval()
+
+    fit(Frozen(), val=ROWS[:2], validate_every=1)
+    assert modes == [(True, False), (False, False), (True, False), (False, False)]
+
+
+def test_a_hook_may_ask_for_an_evaluation() -> None:
+    class Asks(Callback):
+        def on_step(self, trainer: Trainer, step: int) -> None:
+            if step == 2:
+                trainer.request_eval()
+
+    hears = Hears()
+    fit(None, Asks(), hears, val=ROWS, validate_every=None, max_steps=3)
+    assert len(hears.evaluations) == 1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_evaluation_batches_are_numbered(wrapped: bool) -> None:
+    numbers: list[int] = []
+
+    class Numbered(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            numbers.append(batch_idx)
+
+    class Wraps(Callback):
+        @hookimpl(wrapper=True)
+        def eval_step(self) -> Any:
+            return (yield)
+
+    fit(Numbered(), *([Wraps()] if wrapped else []), val=ROWS, max_steps=1, validate_every=1)
+    assert numbers == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------------------- early stopping
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "steps"),
+    [
+        ([3.0, 2.0, 2.5, 2.1], {"patience": 2}, 4),
+        ([3.0, 2.0, 2.5, 1.0, 1.1, 1.2], {"patience": 2}, 6),
+        ([3.0, 2.9, 2.8], {"patience": 2, "min_delta": 0.5}, 3),
+        ([1.0, 2.0, 1.5], {"patience": 1, "mode": "max"}, 3),
+        ([1.0, float("nan"), float("nan")], {"patience": 2}, 3),
+    ],
+)
+def test_early_stopping_stops_after_its_patience(values: list[float], options: dict[str, Any], steps: int) -> None:
+    result = fit(Scripted(values), EarlyStopping("val_loss", **options), val=ROWS[:2], validate_every=1, max_steps=20)
+    assert result.steps == steps
+    assert result.stop_reason.startswith("early stopping: val_loss has not improved on ")
+
+
+def test_early_stopping_begins_anew_with_each_fit() -> None:
+    stopping = EarlyStopping(patience=2)
+    for _ in range(2):
+        assert fit(Scripted([1.0, 2.0, 3.0, 4.0]), stopping, val=ROWS[:2], validate_every=1, max_steps=20).steps == 3
+
+
+def test_early_stopping_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"val": ROWS[:2], "validate_every": 1, "run_dir": tmp_path}
+    assert fit(Scripted([1.0, 2.0]), EarlyStopping(patience=2), max_steps=2, **common).stop_reason == "max_steps"
+    result = fit(Scripted([2.0, 2.0]), EarlyStopping(patience=2), max_steps=9, **common)
+    assert (result.steps, result.stop_reason) == (3, "early stopping: val_loss has not improved on 1 in 2 validations")
+
+
+def test_early_stopping_on_a_metric_that_is_not_there_says_which_are() -> None:
+    with pytest.raises(
+        FabricateError, match=r"EarlyStopping\(metric='val_acc'\): validation gave val_loss; use one of these"
+    ):
+        fit(None, EarlyStopping("val_acc"), val=ROWS, validate_every=1)

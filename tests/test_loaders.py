@@ -1,0 +1,226 @@
+"""DataLoaders as data: what of them is kept, whose order it is, which are refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from fabricate.data import Loading
+from fabricate.errors import ConfigurationError
+from tests.support.sources import Numbers, Stream, flat, in_twos, opened, ranks, updates
+
+
+def test_a_loader_is_rebuilt_with_everything_but_its_sampler() -> None:
+    def collate(rows: list[int]) -> list[int]:
+        return [row + 100 for row in rows]
+
+    source = opened(in_twos(5, collate_fn=collate))
+    assert flat(updates([source])) == [100, 101, 102, 103, 104]
+    assert (source.kind, source.batch_size, source.global_batch) == ("dataloader", 2, 2)
+    assert source.notes == ("train: the DataLoader is rebuilt around a global order; not shuffled",)
+
+
+def test_a_shuffled_loader_takes_the_same_order_as_its_data_set() -> None:
+    loader = in_twos(31, shuffle=True)
+    by_hand = DataLoader(Numbers(31), batch_sampler=BatchSampler(RandomSampler(Numbers(31)), 2, False))
+    expected = flat(updates([opened(Numbers(31), Loading(2))], epoch=4))
+    assert flat(updates(ranks(lambda: loader, None, 3), epoch=4)) == expected
+    assert flat(updates(ranks(lambda: by_hand, None, 3), epoch=4)) == expected
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self) - 1, -1, -1))
+
+
+class Told:
+    """A sampler without random numbers that wants to be told the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(row + self.epoch) % 6 for row in range(6)])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: SubsetRandomSampler([1, 3, 5, 7, 9]),
+        lambda: SubsetRandomSampler([1, 3, 5, 7, 9], generator=torch.Generator()),
+        lambda: WeightedRandomSampler([1.0, 5.0] * 5, 7),
+        lambda: RandomSampler(Numbers(10), replacement=True, num_samples=9),
+        lambda: RandomSampler(Numbers(10), num_samples=4),
+    ],
+)
+def test_any_other_sampler_gives_one_global_order_that_a_resume_finds_again(sampler: Any) -> None:
+    data = [DataLoader(Numbers(10), batch_size=2, sampler=sampler()) for _ in range(3)]
+    loaders = iter(data)
+    torch.rand(3)  # the global state is elsewhere by now: it must not matter
+    found = updates(ranks(lambda: next(loaders), None, 3), epoch=2)
+    assert len(flat(found)) == len(sampler())
+    again = DataLoader(Numbers(10), batch_size=6, sampler=sampler())
+    assert flat(updates([opened(again)], epoch=2)) == flat(found)
+    assert flat(updates([opened(again)], epoch=3)) != flat(found)
+
+
+def test_a_random_sampler_that_draws_some_rows_or_repeats_them_is_asked_too() -> None:
+    some = opened(DataLoader(Numbers(10), sampler=RandomSampler(Numbers(10), num_samples=4)))
+    assert max(flat(updates([some], epoch=1)) + flat(updates([some], epoch=2))) > 3
+    repeating = opened(DataLoader(Numbers(10), sampler=RandomSampler(Numbers(10), replacement=True)))
+    assert len(set(flat(updates([repeating])))) < 10
+
+
+def test_samplers_are_asked_for_their_order_even_when_they_derive_from_torchs_own() -> None:
+    assert flat(updates([opened(DataLoader(Numbers(4), sampler=Backwards(Numbers(4))))])) == [3, 2, 1, 0]
+    source = opened(DataLoader(Numbers(6), sampler=Told()))
+    assert flat(updates([source], epoch=2)) == [2, 3, 4, 5, 0, 1]
+    assert "the rows of Told, drawn per epoch" in source.notes[0]
+
+
+def test_keys_that_are_not_numbers_reach_the_data_set_as_they_are() -> None:
+    class ByKey(Dataset[int]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, key: tuple[str, int]) -> int:
+            return {("a", 1): 7, ("b", 2): 8}[key]
+
+    assert flat(updates([opened(DataLoader(ByKey(), sampler=[("b", 2), ("a", 1)]))])) == [8, 7]
+
+
+def test_the_batches_of_a_batch_sampler_are_dealt_to_the_ranks_whole() -> None:
+    batches = [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
+    sources = ranks(lambda: DataLoader(Numbers(9), batch_sampler=batches), None, 2)
+    found = updates(sources)
+    assert [rows for rows, *_ in found] == [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
+    assert [end for _, _, end, _ in found] == [3, 7, 9]
+    assert (sources[0].batch_size, sources[0].global_batch, sources[0].num_samples) == (None, None, None)
+    assert sources[0].updates_per_epoch == 3
+    with pytest.raises(
+        ConfigurationError, match="cannot resume at row 4: an epoch has 9 rows and no batch begins there"
+    ):
+        next(iter(sources[0].windows(0, start=4)))
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (lambda: DataLoader(Stream(6), batch_size=2), "its data set is a stream"),
+        (
+            lambda: DataLoader(TensorDataset(torch.arange(6).unsqueeze(1)), batch_size=None),
+            "batch_size=None turns",
+        ),
+        (lambda: OwnLoop(Numbers(6), batch_size=4), "OwnLoop has an iterator of its own"),
+    ],
+)
+def test_loaders_that_cannot_be_rebuilt_are_read_as_iterables(loader: Any, reason: str) -> None:
+    sources = ranks(loader, None, 2)
+    assert sorted(flat(updates(sources))) == list(range(6))
+    assert sources[0].kind == "iterable"
+    assert sources[0].resumes == "by replay"
+    assert any(reason in note for note in sources[0].notes)
+
+
+class OwnLoop(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_a_shuffled_iterable_comes_in_the_same_order_on_every_rank() -> None:
+    found = updates(ranks(lambda: OwnLoop(Numbers(20), batch_size=2, shuffle=True), None, 2), epoch=1)
+    assert sorted(flat(found)) == list(range(20))
+    generator = torch.Generator()
+    used = OwnLoop(Numbers(20), batch_size=2, shuffle=True, generator=generator)
+    first = flat(updates([opened(used)], epoch=1))
+    assert flat(updates([opened(used)], epoch=1)) == first
+    assert flat(updates([opened(used)], epoch=2)) != first
+
+
+def test_the_users_worker_init_fn_runs_and_sees_the_users_data_set() -> None:
+    class Late(Numbers):
+        offset = 0
+
+        def __getitem__(self, index: int) -> int:
+            return index + self.offset
+
+    def start(worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.offset = 50  # type: ignore[attr-defined]
+
+    source = opened(DataLoader(Late(4), batch_size=2, num_workers=1, worker_init_fn=start))
+    assert flat(updates([source])) == [50, 51, 52, 53]
+
+
+def test_rows_are_fetched_together_where_the_data_set_can() -> None:
+    class Together(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [index + 1000 * len(indices) for index in indices]
+
+    for num_workers in (0, 1):
+        source = opened(Together(4), Loading(2, num_workers=num_workers, shuffle=False))
+        assert flat(updates([source])) == [2000, 2001, 2002, 2003]
+
+
+def test_worker_processes_are_gone_after_an_epoch() -> None:
+    source = opened(Numbers(8), Loading(2, num_workers=2))
+    flat(updates([source]))
+    gc.collect()
+    assert not torch.multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 4),
+        ("num_workers", 2),
+        ("collate_fn", list),
+        ("shuffle", True),
+        ("shuffle", False),
+        ("drop_last", True),
+    ],
+)
+def test_settings_that_a_loader_already_has_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}=.* has no effect: train is a DataLoader, which has its own"):
+        opened(in_twos(4), Loading(**{name: value}))
+
+
+def test_a_distributed_sampler_is_refused() -> None:
+    sampler: Any = DistributedSampler(Numbers(4), num_replicas=2, rank=0)
+    for loader in (
+        DataLoader(Numbers(4), sampler=sampler),
+        DataLoader(Numbers(4), batch_sampler=BatchSampler(sampler, 2, False)),
+    ):
+        with pytest.raises(
+            ConfigurationError, match=r"DistributedSampler, but fabricate splits .* drop the sampler and pass"
+        ):
+            opened(loader)
+
+
+def test_a_loader_that_accelerate_prepared_is_refused() -> None:
+    from accelerate.data_loader import DataLoaderShard
+
+    with pytest.raises(ConfigurationError, match="train is a DataLoaderShard that accelerate has already split"):
+        opened(DataLoaderShard(Numbers(4), batch_size=2))

@@ -1,0 +1,180 @@
+"""What is logged in training, learning rates included: over the right rows, at the right step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+
+from fabricate import Callback, Trainer
+from tests.support.regression import ROWS, Hears, Regression, Scripted, exploding, fit, weights
+
+
+def test_a_torchmetrics_object_is_computed_over_each_set() -> None:
+    class Measures(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.largest = torchmetrics.MaxMetric()
+
+        def validation_step(self, batch: Any) -> None:
+            self.largest(batch[1] * 8)
+            self.log("largest", self.largest)
+
+    result = fit(Measures(), val={"low": ROWS[:3], "all": ROWS}, validate_every=1)
+    assert {name: value for name, value in result.metrics.items() if "largest" in name} == {
+        "val_low_largest": 2.0,
+        "val_all_largest": 7.0,
+    }
+
+
+def test_a_torchmetrics_object_in_training_is_computed_at_the_end_of_the_epoch() -> None:
+    class Measures(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.largest = torchmetrics.MaxMetric()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.largest.update(batch[1] * 8 * (1 + self.trainer.epoch))
+            self.log("largest", self.largest)
+            return super().training_step(batch)
+
+    assert fit(Measures(), max_steps=None, max_epochs=2).metrics["epoch_largest"] == 14.0
+
+
+def test_a_torchmetrics_object_goes_on_after_a_resume_inside_an_epoch(tmp_path: Path) -> None:
+    class Measures(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = torchmetrics.SumMetric()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.total.update(batch[1] * 8)
+            self.log("total", self.total)
+            return super().training_step(batch)
+
+    fit(Measures(), max_steps=2, run_dir=tmp_path)
+    assert fit(Measures(), max_steps=4, run_dir=tmp_path).metrics["epoch_total"] == sum(range(8))
+
+
+def test_the_learning_rate_follows_its_schedule_once_per_update() -> None:
+    class Scheduled(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    hears = Hears()
+    fit(Scheduled(rate=0.6), hears, max_steps=3, log_every=1, gradient_accumulation_steps=2)
+    assert [metrics["lr"] for _, metrics in hears.logs] == pytest.approx([0.3, 0.2, 0.15])
+
+
+def test_a_schedule_stands_still_while_updates_are_skipped() -> None:
+    class Scheduled(type(exploding(0))):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    hears = Hears()
+    fit(Scheduled(rate=0.6), hears, max_steps=1, log_every=1, nonfinite="skip")
+    assert hears.skips
+    assert hears.logs[-1][1]["lr"] == pytest.approx(0.3)
+
+
+def test_reduce_lr_on_plateau_steps_with_the_validation_loss() -> None:
+    class Plateau(Scripted):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+            return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+
+    hears = Hears()
+    fit(Plateau([1.0, 2.0, 0.5, 3.0]), hears, val=ROWS[:2], validate_every=1, log_every=1, max_steps=4)
+    assert [metrics["lr"] for _, metrics in hears.logs] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+
+
+def test_each_optimizer_is_updated_when_it_is_chosen() -> None:
+    class Two(Regression):
+        def configure_optimizers(self) -> Any:
+            return {
+                "first": torch.optim.SGD(self.layers[0].parameters(), lr=0.1),
+                "second": torch.optim.SGD(self.layers[2].parameters(), lr=0.2),
+            }
+
+        def training_step(self, batch: Any) -> Any:
+            return {"loss": super().training_step(batch), "optimizer": ("first", "second")[self.trainer.step % 2]}
+
+    changed: list[tuple[bool, bool]] = []
+
+    class Compares(Callback):
+        def on_step(self, module: Any) -> None:
+            now = [layer.weight.detach().clone() for layer in (module.layers[0], module.layers[2])]
+            changed.append((not torch.equal(now[0], self.before[0]), not torch.equal(now[1], self.before[1])))
+
+        def on_before_step(self, module: Any) -> None:
+            self.before = [layer.weight.detach().clone() for layer in (module.layers[0], module.layers[2])]
+
+    hears = Hears()
+    fit(Two(), Compares(), hears, log_every=1, gradient_accumulation_steps=2)
+    assert changed == [(True, False), (False, True)]
+    assert [(metrics["lr_first"], metrics["lr_second"]) for _, metrics in hears.logs] == [(0.1, 0.2)] * 2
+
+
+def test_what_is_logged_is_written_with_its_step_and_epoch(tmp_path: Path) -> None:
+    fit(None, val=ROWS, max_steps=6, log_every=3, run_dir=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["stage"]) for line in lines] == [
+        (3, "train"),
+        (4, "epoch"),
+        (4, "validate"),
+        (6, "train"),
+    ]
+    assert lines[0]["metrics"].keys() == {"loss", "lr"}
+    assert lines[2]["metrics"].keys() == {"val_loss"}
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_window() -> None:
+    class Rows(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return batch[1].mean() + 0 * self.layers[0].weight.sum()  # type: ignore[no-any-return]
+
+    losses: list[float] = []
+
+    class Listens(Callback):
+        def on_step(self, loss: torch.Tensor) -> None:
+            losses.append(float(loss))
+
+    trainer = Trainer(max_epochs=1, gradient_accumulation_steps=2, plugins=[Listens()], progress=False)
+    trainer.fit(Rows(), ROWS[:7], batch_size=3, shuffle=False)
+    assert losses == pytest.approx([2.5 / 8, 6 / 8])
+
+
+def _accumulated(batch_size: int, accumulation: int, weigh: Callable[[Any], Any]) -> list[torch.Tensor]:
+    class Weighs(Regression):
+        def training_step(self, batch: Any) -> Any:
+            weight = weigh(batch)
+            each = (self.layers[2](self.layers[0](batch[0])) - batch[1]).square().mean(dim=1)
+            if weight is None:
+                return each.mean()
+            return {"loss": (each * weight).sum() / weight.sum(), "weight": weight.sum()}
+
+    module = Weighs(rate=0.5)
+    module.layers.load_state_dict(
+        {
+            name: torch.linspace(-0.3, 0.3, value.numel()).reshape(value.shape)
+            for name, value in module.layers.state_dict().items()
+        }
+    )
+    trainer = Trainer(max_epochs=2, gradient_accumulation_steps=accumulation, progress=False)
+    trainer.fit(module, ROWS[:7], batch_size=batch_size, shuffle=False)
+    return weights(module)
+
+
+@pytest.mark.parametrize("weigh", [lambda batch: None, lambda batch: batch[1][:, 0] * 8 + 1], ids=["rows", "weights"])
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 7), (2, 4), (3, 3)])
+def test_the_update_does_not_depend_on_how_its_batch_is_split(batch_size: int, accumulation: int, weigh: Any) -> None:
+    whole, split = _accumulated(7, 1, weigh), _accumulated(batch_size, accumulation, weigh)
+    for one, two in zip(whole, split, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,125 @@
+"""Losses that are not a number, and the scaling that keeps half precision from making them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, FabricateError, Trainer, TrainModule
+from tests.support.regression import Hears, equal, exploding, fit, weights
+
+# --------------------------------------------------------------------------------------------------------------- loss scaling
+
+
+def test_fp16_really_scales_the_loss() -> None:
+    scales: list[Any] = []
+
+    class Looks(Callback):
+        def on_accumulate(self, trainer: Trainer, module: Any, loss: torch.Tensor) -> None:
+            gradient = float(module.layers[2].bias.grad)
+            scaler = trainer.accelerator.scaler
+            assert scaler is not None
+            scales.append((scaler.get_scale(), gradient))
+
+        def on_before_step(self, module: Any) -> None:
+            scales.append(float(module.layers[2].bias.grad))
+
+    fit(None, Looks(), precision="fp16:init_scale=1024", max_steps=1)
+    (scale, scaled), unscaled = scales
+    assert scale == 1024
+    assert scaled == pytest.approx(1024 * unscaled)
+
+
+def test_an_overflow_under_fp16_skips_the_update_and_halves_the_scale(tmp_path: Path) -> None:
+    hears = Hears()
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer: Trainer, step: int) -> None:
+            seen.append((step, trainer.accelerator.scaler.get_scale()))  # type: ignore[union-attr]
+
+        def on_step_skipped(self, module: Any) -> None:
+            seen.append(weights(module))
+
+        def on_before_step(self, module: Any) -> None:
+            seen.append(weights(module))
+
+    result = fit(
+        exploding(1, gradient_only=True),
+        Watch(),
+        hears,
+        precision="fp16:init_scale=1024",
+        max_steps=3,
+        run_dir=tmp_path,
+    )
+    assert hears.skips == [(1, "loss scale overflow")]
+    assert [entry for entry in seen if isinstance(entry, tuple)] == [(1, 1024.0), (2, 512.0), (3, 512.0)]
+    assert equal(seen[2], seen[3]), "weights changed in a skipped update"
+    assert result.steps == 3
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["reason"]) for event in events if event["event"] == "skipped"] == [
+        (1, "loss scale overflow")
+    ]
+
+
+def test_the_scale_survives_a_resume(tmp_path: Path) -> None:
+    fit(exploding(0, gradient_only=True), precision="fp16:init_scale=1024", max_steps=1, run_dir=tmp_path)
+    scales: list[float] = []
+
+    class Looks(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            scales.append(trainer.accelerator.scaler.get_scale())  # type: ignore[union-attr]
+
+    fit(None, Looks(), precision="fp16:init_scale=1024", max_steps=2, run_dir=tmp_path)
+    assert scales == [512.0]
+
+
+# ------------------------------------------------------------------------------------------------------------ not a number
+
+
+def test_a_loss_that_is_not_finite_stops_the_fit_with_the_remedy() -> None:
+    with pytest.raises(
+        FabricateError,
+        match=r"the loss became inf in the updates up to step 2; .* skip such updates with nonfinite='skip'",
+    ):
+        fit(exploding(1), max_steps=9, log_every=2)
+
+
+def test_a_loss_that_is_not_finite_is_noticed_at_the_end_too(tmp_path: Path) -> None:
+    with pytest.raises(FabricateError, match="the loss became inf"):
+        fit(exploding(1), max_steps=2, log_every=100, run_dir=tmp_path)
+    assert not (tmp_path / "model").exists()
+
+
+class Root(TrainModule):
+    """The gradient of a square root at nothing is infinite, the loss is not: from the third update on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (self.weight * (0.0 if self.trainer.step == 2 else 1.0)).sqrt().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("options", [{"save_every": 3, "max_steps": 9}, {"max_steps": 3}])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(FabricateError, match=r"weights are not finite after step 3 \(weight\): no checkpoint"):
+        fit(Root(), log_every=100, run_dir=tmp_path, **{"save_every": 2, **options})
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert saved == ([] if options["max_steps"] == 9 else ["step-00000002"])
+
+
+def test_updates_that_are_not_finite_are_skipped_on_request() -> None:
+    hears, module = Hears(), exploding(1)
+    result = fit(module, hears, max_steps=3, nonfinite="skip")
+    assert hears.skips == [(1, "non-finite gradients")]
+    assert result.steps == 3
+    assert all(torch.isfinite(weight).all() for weight in weights(module))

@@ -1,0 +1,231 @@
+"""Hooks that are refused at start-up, or with what they return: misspelt, foreign, in the wrong place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, PluginError, hookimpl
+from fabricate.hooks import EVENTS, FOREIGN, HOOKS, PER_LISTENER
+from tests.support.hearing import ROWS, Regression, fit, hearing
+
+
+def _method(name: str, parameters: str = "self", body: str = "pass") -> Any:
+    scope: dict[str, Any] = {}
+    exec(f"def {name}({parameters}):\n    {body}\n", scope)
+    return scope[name]
+
+
+def _refused(plugin: object, message: str, **arguments: Any) -> None:
+    """`plugin` is refused with `message` (a part of it) before the first forward."""
+    forwards: list[int] = []
+
+    class Counting(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            forwards.append(1)
+            return super().training_step(batch)
+
+    with pytest.raises(PluginError) as caught:
+        fit(plugin, module=Counting(), **arguments)
+    assert message in str(caught.value)
+    assert not forwards
+
+
+@pytest.mark.parametrize(("wrong", "right"), sorted(FOREIGN.items()))
+def test_a_hook_of_lightning_or_transformers_is_refused_with_ours(wrong: str, right: str) -> None:
+    plugin = type("Migrated", (Callback,), {wrong: _method(wrong)})()
+    _refused(plugin, f"Migrated.{wrong} is not a hook of fabricate; use {right}")
+
+
+@pytest.mark.parametrize("wrong", sorted(FOREIGN))
+def test_a_foreign_hook_on_the_module_is_refused_too(wrong: str) -> None:
+    with pytest.raises(PluginError, match=f"Migrated.{wrong} is not a hook of fabricate; use "):
+        fit(module=type("Migrated", (Regression,), {wrong: _method(wrong)})())
+
+
+def test_foreign_names_point_to_what_exists() -> None:
+    here = (
+        *EVENTS,
+        "training_step",
+        "validation_step",
+        "configure_optimizers",
+        "configure_model",
+        "Trainer(",
+        "trainer.",
+        "nothing: ",
+    )
+    assert [name for name, hint in FOREIGN.items() if not hint.startswith(here)] == []
+    assert sorted(set(FOREIGN) & set(HOOKS)) == []
+
+
+@pytest.mark.parametrize("hook", EVENTS)
+def test_a_misspelt_hook_is_refused_with_the_nearest(hook: str) -> None:
+    wrong = hook + "x"
+    _refused(
+        type("Misspelt", (Callback,), {wrong: _method(wrong)})(),
+        f"Misspelt.{wrong} is not a hook of fabricate; did you mean {hook!r}?",
+    )
+
+
+def test_a_misspelt_hook_of_a_marked_object_is_refused_with_the_nearest() -> None:
+    plugin = type("Marked", (), {"on_stp": hookimpl(_method("on_stp"))})()
+    _refused(plugin, "Marked.on_stp is not a hook of fabricate; did you mean 'on_step'?")
+
+
+def test_a_hook_of_a_later_version_may_be_marked_optional() -> None:
+    plugin = type("Newer", (Callback,), {"on_future": hookimpl(optionalhook=True)(_method("on_future"))})()
+    assert fit(plugin).steps == 1
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_misspelt_argument_is_refused_with_the_nearest(marked: bool) -> None:
+    method = _method("on_step", "self, stepp")
+    plugin = (
+        type("Misspelt", (), {"on_step": hookimpl(method)})()
+        if marked
+        else type("Misspelt", (Callback,), {"on_step": method})()
+    )
+    text = "Misspelt.on_step: hook on_step has no argument 'stepp' (it has trainer, module, step, loss, grad_norm); did you mean 'step'?"
+    _refused(plugin, text)
+
+
+@pytest.mark.parametrize("argument", ["batch", "batch_idx"])
+def test_a_batch_in_on_step_points_to_the_training_step(argument: str) -> None:
+    plugin = type("Old", (Callback,), {"on_step": _method("on_step", f"self, {argument}")})()
+    _refused(plugin, "compute the loss in `training_step(batch)`")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("self, step=0", "argument 'step' has a default, which a hook would always use; remove it"),
+        ("self, *, step", "step is never filled"),
+        ("self, **rest", "**rest is never filled"),
+        ("self, *rest", "*rest is never filled"),
+    ],
+)
+def test_an_argument_that_would_not_be_filled_is_refused(parameters: str, message: str) -> None:
+    _refused(type("Odd", (Callback,), {"on_step": _method("on_step", parameters)})(), message)
+
+
+def test_a_generator_that_is_no_wrapper_is_refused() -> None:
+    plugin = type("Yields", (Callback,), {"train_step": _method("train_step", "self", "return (yield)")})()
+    _refused(
+        plugin,
+        "Yields.train_step is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)",
+    )
+
+
+def test_a_wrapper_that_is_no_generator_is_refused() -> None:
+    plugin = type("Wraps", (Callback,), {"train_step": hookimpl(wrapper=True)(_method("train_step"))})()
+    _refused(plugin, "not a generator function")
+
+
+@pytest.mark.parametrize("hook", PER_LISTENER)
+def test_a_hook_called_per_listener_cannot_be_wrapped(hook: str) -> None:
+    plugin = type(
+        "Wraps", (Callback,), {hook: hookimpl(wrapper=True)(_method(hook, "self, state", "return (yield)"))}
+    )()
+    _refused(plugin, f"{hook} is called for each listener by itself and cannot be wrapped")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_value_returned_from_an_event_is_an_error(wrapped: bool) -> None:
+    class Answers(Callback):
+        def on_step(self) -> str:
+            return "stop"
+
+    class Wraps(Callback):
+        @hookimpl(wrapper=True)
+        def on_step(self) -> Iterator[None]:
+            return (yield)
+
+    with pytest.raises(
+        PluginError, match=r"'Answers' returned str; an event returns nothing: use trainer.request_save\(\)"
+    ):
+        fit(Answers(), *([Wraps()] if wrapped else []))
+
+
+@pytest.mark.parametrize("hook", ["train_step", "optimizer_step", "write_checkpoint"])
+def test_a_wrapper_that_keeps_the_answer_is_an_error(hook: str, tmp_path: Path) -> None:
+    plugin = type("Keeps", (Callback,), {hook: hookimpl(wrapper=True)(_method(hook, "self", "yield"))})()
+    with pytest.raises(
+        PluginError, match=rf"hook {hook} ended without an answer: .*\(Keeps\); end it with `return \(yield\)`"
+    ):
+        fit(plugin, run_dir=tmp_path)
+
+
+def test_a_wrapper_may_pass_on_nothing_from_a_validation_step() -> None:
+    class Silent(Regression):
+        def validation_step(self, batch: Any) -> None: ...  # type: ignore[override]
+
+    class Wraps(Callback):
+        @hookimpl(wrapper=True)
+        def eval_step(self) -> Iterator[None]:
+            return (yield)
+
+    assert fit(Wraps(), module=Silent(), val=ROWS[:2], validate_every=1).steps == 1
+
+
+def test_a_class_instead_of_an_object_is_refused() -> None:
+    _refused(type("Watch", (Callback,), {}), "plugins: Watch is a class; pass an instance: Watch()")
+
+
+def test_a_dataclass_that_compares_by_value_is_refused() -> None:
+    @dataclass
+    class Options(Callback):
+        decay: float = 0.5
+
+        def on_step(self) -> None: ...
+
+    _refused(Options(), "plugins compare by identity: use @dataclass(eq=False)")
+
+
+def test_an_unmarked_hook_of_a_plain_object_is_refused() -> None:
+    plugin = type("Plain", (), {"on_step": _method("on_step")})()
+    _refused(
+        plugin,
+        "Plain.on_step would never be called: inherit from fabricate.Callback or decorate it with @fabricate.hookimpl",
+    )
+
+
+@pytest.mark.parametrize("plugin", [None, object(), 3])
+def test_a_plugin_that_hears_and_offers_nothing_is_refused(plugin: object) -> None:
+    _refused(plugin, "hears no hook and offers no name: inherit from fabricate.Callback")
+
+
+def test_a_hook_set_on_the_object_is_refused() -> None:
+    plugin = Callback()
+    plugin.on_step = lambda: None  # type: ignore[method-assign]
+    _refused(plugin, "on_step is set on the object and would never be called; define it in Callback")
+
+
+def test_a_step_of_the_module_on_a_callback_is_refused() -> None:
+    plugin = type("Confused", (Callback,), {"training_step": _method("training_step", "self, batch")})()
+    _refused(plugin, "Confused.training_step is not a hook of fabricate; did you mean 'train_step'?")
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_static_or_class_method_is_heard(kind: Any) -> None:
+    heard: list[int] = []
+    method = hearing("on_step", ["step"], lambda self, hook, step: heard.append(step))
+    if kind is staticmethod:
+        method = lambda step: heard.append(step)  # noqa: E731
+    assert fit(type("Odd", (Callback,), {"on_step": kind(method)})()).steps == 1
+    assert heard == [1]
+
+
+def test_one_object_listed_twice_is_refused() -> None:
+    plugin = type("Watch", (Callback,), {"on_step": _method("on_step")})()
+    with pytest.raises(PluginError, match="this Watch object is listed twice"):
+        fit(plugin, plugin)
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    plugin = type("Watch", (Callback,), {"on_step": _method("on_step"), "name": "module"})()
+    _refused(plugin, "plugin 'module': the name is taken by another plugin of this run")

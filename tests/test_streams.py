@@ -1,0 +1,217 @@
+"""Data sets of other kinds, streams and iterables of batches as data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from fabricate.data import Loading, Source, rows_of
+from fabricate.errors import ConfigurationError
+from tests.support.sources import Numbers, Rereadable, Stream, flat, opened, ranks, updates
+
+# ------------------------------------------------------------------------------------------------- data sets, streams
+
+
+def test_lists_tensors_and_subsets_are_data_sets_when_a_batch_size_is_given() -> None:
+    for data in ([5, 6, 7], (5, 6, 7), torch.tensor([5, 6, 7]), Subset(Numbers(9), [5, 6, 7])):
+        source = opened(data, Loading(2, shuffle=False))
+        assert source.kind == "dataset"
+        assert flat(updates([source])) == [5, 6, 7]
+
+
+def test_a_hugging_face_data_set_yields_tensors_and_the_plan_says_so() -> None:
+    table = datasets.Dataset.from_dict({"ids": [[1, 2], [3, 4], [5, 6]]})
+    source = opened(table, Loading(2, shuffle=False))
+    window = next(iter(source.windows(0)))
+    assert next(window.micro_batches)[0]["ids"].tolist() == [[1, 2], [3, 4]]
+    assert 'with_format("torch")' in source.notes[0]
+    assert opened(table.with_format("numpy"), Loading(2)).notes == ()
+    collated = opened(table, Loading(2, shuffle=False, collate_fn=lambda rows: [row["ids"] for row in rows]))
+    assert next(next(iter(collated.windows(0))).micro_batches)[0] == [[1, 2], [3, 4]]
+
+
+def hugging_face_stream(rows: int = 40) -> Any:
+    return datasets.Dataset.from_dict({"row": list(range(rows))}).to_iterable_dataset(num_shards=4)
+
+
+def stream_rows(sources: list[Source], epoch: int, start: int = 0) -> list[list[int]]:
+    found = []
+    for windows in zip(*(source.windows(epoch, start) for source in sources), strict=True):
+        pairs = [pair for window in windows for pair in window.micro_batches]
+        found.append([row for batch, count in pairs if count for row in batch["row"].tolist()])
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shuffled_hugging_face_stream_is_replayed_per_epoch(num_workers: int) -> None:
+    def sources() -> list[Source]:
+        stream = hugging_face_stream().shuffle(seed=3, buffer_size=7)
+        return ranks(lambda: stream, Loading(3, num_workers=num_workers), 2)
+
+    first, second = stream_rows(sources(), 0), stream_rows(sources(), 1)
+    assert sorted(row for rows in first for row in rows) == list(range(40))
+    assert first != second
+    assert stream_rows(sources(), 1, start=12) == second[2:]
+    assert sources()[0].resumes == "by replay"
+
+
+def test_a_hugging_face_stream_shuffled_without_a_seed_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"shuffled without a seed: .* Call .shuffle\(seed=...\)"):
+        opened(hugging_face_stream().shuffle(), Loading(2))
+
+
+def test_collating_a_stream_in_a_worker_is_random_by_position_and_leaves_the_order_alone() -> None:
+    def masked(rows: list[int]) -> torch.Tensor:
+        return torch.tensor([[row, random.random(), np.random.rand(), torch.rand(()).item()] for row in rows])
+
+    def read(start: int) -> list[Any]:
+        source = opened(Stream(12, shuffled=True), Loading(2, num_workers=1, collate_fn=masked), accumulation=2)
+        return [batch.tolist() for window in source.windows(0, start) for batch, _ in window.micro_batches]
+
+    assert read(4) == read(0)[2:]
+    assert sorted(row[0] for batch in read(0) for row in batch) == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("data", "loading", "message"),
+    [
+        (Numbers(3), Loading(), r"train is a dataset: pass batch_size="),
+        (Stream(3), Loading(), r"train is a stream of rows \(Stream\): pass batch_size="),
+        (Stream(3), Loading(2, shuffle=True), r"shuffle=True cannot reorder: shuffle in the data set itself"),
+        (Stream(3), Loading(2, num_workers=2), r"num_workers=2: each worker process would read the whole stream"),
+        (Numbers(0), Loading(2), r"train has no rows"),
+        (Numbers(1), Loading(2, drop_last=True), r"fewer rows than one global batch \(1 of 2\) and drop_last=True"),
+        (Numbers(3), Loading(0), r"batch_size=0 \(for train\) must be a whole number, 1 or more"),
+        (Numbers(3), Loading(2, num_workers=-1), r"num_workers=-1 \(for train\) must be a whole number"),
+        ({"a": 1}, Loading(2), r"train is a dict, which holds no rows"),
+        ("train.csv", Loading(2), r"train is a str, which holds no rows"),
+        (None, Loading(2), r"train is a NoneType, which holds no rows"),
+        (3, Loading(2), r"train is a int, neither a data set .* nor iterable"),
+        ([], Loading(), r"train has no rows"),
+        (iter([1]), Loading(batch_size=2), r"batch_size=2 has no effect: train is an iterable of batches"),
+        ([torch.ones(1)], Loading(num_workers=2), r"num_workers=2 has no effect: train is an iterable of batches"),
+        ([torch.ones(1)], Loading(shuffle=True), r"shuffle=True has no effect: train is an iterable of batches"),
+        (DataLoader(Numbers(0)), Loading(), r"train has no rows"),
+    ],
+)
+def test_data_that_cannot_be_read_as_asked_is_refused(data: Any, loading: Loading, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        opened(data, loading)
+
+
+def test_a_data_set_without_a_length_is_refused() -> None:
+    class Unsized(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    with pytest.raises(ConfigurationError, match="train is a Unsized without a length: give it __len__"):
+        opened(Unsized(), Loading(2))
+
+
+@pytest.mark.parametrize("data", [Stream(0), Rereadable([])])
+def test_sequential_data_that_turns_out_empty_is_named(data: Any) -> None:
+    loading = Loading(2) if isinstance(data, Stream) else None
+    with pytest.raises(ConfigurationError, match="train has no rows"):
+        next(iter(opened(data, loading).windows(0)))
+    with pytest.raises(ConfigurationError, match="val has no rows"):
+        list(opened(data, loading, argument="val", training=False).batches(stand_ins=True))
+
+
+def test_a_position_beyond_the_data_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="cannot resume at row 9: an epoch has 8 rows"):
+        next(iter(opened(Numbers(8), Loading(2)).windows(0, start=9)))
+    with pytest.raises(ConfigurationError, match="cannot resume at row 9: reading it again reached row 8"):
+        next(iter(opened(Stream(8), Loading(2)).windows(0, start=9)))
+    assert list(opened(Numbers(8), Loading(2)).windows(0, start=8)) == []
+    assert list(opened(Stream(8), Loading(2)).windows(0, start=8)) == []
+
+
+def test_an_exception_of_the_data_keeps_its_type_and_the_random_state() -> None:
+    class Broken(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            torch.rand(3)
+            raise KeyError("file 7")
+            yield 0
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError, match="file 7"):
+        next(iter(opened(Broken(), Loading(2)).windows(0)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ------------------------------------------------------------------------------------------------ iterables of batches
+
+
+def test_batches_of_an_iterable_are_dealt_in_turn_with_their_own_rows() -> None:
+    batches = [torch.arange(size) for size in (3, 1, 2, 4, 1)]
+    sources = ranks(lambda: batches, None, 2, accumulation=2)
+    windows = [[(window.rows, window.end, window.last) for window in source.windows(0)] for source in sources]
+    assert windows == [[(10, 10, False), (1, 11, True)]] * 2
+    counts = [[count for window in source.windows(0) for _, count in window.micro_batches] for source in sources]
+    assert counts == [[3, 2, 1], [1, 4, 0]]
+    assert (sources[0].kind, sources[0].updates_per_epoch, sources[0].num_samples) == ("iterable", 2, None)
+
+
+def test_an_iterable_may_be_told_not_to_shuffle() -> None:
+    assert flat(updates([opened([torch.tensor([1]), torch.tensor([2])], Loading(shuffle=False))])) == [1, 2]
+
+
+def test_a_generator_serves_one_epoch_and_the_second_is_an_error() -> None:
+    source = opened(torch.tensor([row]) for row in range(3))
+    assert source.updates_per_epoch is None
+    assert flat(updates([source])) == [0, 1, 2]
+    for epoch in (0, 1):
+        with pytest.raises(ConfigurationError, match=r"train is a one-shot iterator \(generator\)"):
+            next(iter(source.windows(epoch)))
+
+
+def test_a_batch_that_does_not_show_its_rows_is_passed_on_without_a_count() -> None:
+    source = opened(["a prompt", "another", "third"], accumulation=2)
+    windows = [(window.rows, window.end, list(window.micro_batches)) for window in source.windows(0)]
+    assert windows == [(2, 2, [("a prompt", None), ("another", None)]), (1, 3, [("third", None)])]
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="train yielded a batch without rows after row 0"):
+        next(iter(opened([torch.zeros(0, 3)]).windows(0)))
+
+
+@dataclass
+class Pair:
+    scale: float
+    image: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (torch.zeros(4, 2), 4),
+        (np.zeros((3, 2)), 3),
+        ({"scale": torch.tensor(1.0), "image": torch.zeros(5, 2)}, 5),
+        ((torch.zeros(6), torch.zeros(2)), 6),
+        ([[{"deep": torch.zeros(7)}], 1], 1),
+        ([{"x": torch.zeros(9)}, {"x": torch.zeros(8)}], 2),
+        (["a", "b", "c"], 3),
+        ({"text": ["a", "b"]}, 2),
+        ({"text": ["a", "b"], "label": torch.zeros(4)}, 4),
+        (Pair(1.0, torch.zeros(3, 1)), 3),
+    ],
+)
+def test_rows_are_read_off_the_batch(batch: Any, rows: int) -> None:
+    assert rows_of(batch) == rows
+
+
+@pytest.mark.parametrize("batch", ["text", torch.tensor(1.0), {"a": 1}, object(), None])
+def test_a_batch_without_visible_rows_is_an_error_that_asks_for_the_weight(batch: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r'cannot tell how many rows .* Return \{"loss": loss, "weight": weight\}'
+    ):
+        rows_of(batch)
