@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import threading
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from fabricate import Callback, RankError, Trainer, TrainModule
 from fabricate.group import compare_builds, meet
 from fabricate.testing import run_ranks
+from fabricate.testing.ranks import free_port
 
 
 class Regression(TrainModule):
@@ -107,9 +107,7 @@ def test_another_build_of_torch_or_another_device_is_named_before_ranks_wait_for
 
 @pytest.mark.parametrize(("rank", "found"), [(0, "1/2 clients joined"), (1, "timed out")])
 def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RankError) as caught:

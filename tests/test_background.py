@@ -123,13 +123,24 @@ def test_every_checkpoint_is_the_one_that_a_stopping_save_writes(tmp_path: Path,
         assert second[step] == first[step], step
 
 
-def test_training_goes_on_and_the_end_waits(tmp_path: Path, slow_disk: None) -> None:
+def test_training_goes_on_and_the_end_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing: list[tuple[int, bool]] = []
+    spins_until = {"step-00000004": threading.Event(), "step-00000008": threading.Event()}
+    real = Files.fsync
+
+    def fsync(self: Files, writer: Writer) -> None:
+        for name, done in spins_until.items():
+            if name in writer.path.parent.name:
+                assert done.wait(600)
+        real(self, writer)
 
     class Looks(Callback):
         def on_step(self, step: int) -> None:
-            time.sleep(0.02)
             writing.append((step, any(t.name == "fabricate-save" for t in threading.enumerate())))
+            if step in (6, 9):
+                spins_until[f"step-{step // 4 * 4:08d}"].set()
+
+    monkeypatch.setattr(Files, "fsync", fsync)
 
     keeps = Keeps()
     result = fit(tmp_path, keeps, Looks(), save_every=4, steps=9)

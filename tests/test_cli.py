@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from click.testing import CliRunner, Result
 import fabricate
 from fabricate.checkpoint import directory as checkpoint
 from fabricate.cli.main import main
+from fabricate.testing.ranks import free_port
 
 SCRIPT = """
 import os, sys, time
@@ -110,10 +110,7 @@ def test_two_processes_run_through_torchrun_with_options_on_both_sides(script: s
 
 
 def test_two_nodes_find_each_other(script: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = ("run", script, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    shared = ("run", script, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     nodes = [
         subprocess.Popen(_line(*shared, "--node-rank", str(rank)), stdout=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -210,7 +210,7 @@ def metrics(run_dir: Path) -> list[Any]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the script did not get so far"

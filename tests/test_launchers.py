@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fabricate.testing.ranks import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 NOTEBOOK = Path(__file__).parent / "scripts" / "notebook.py"
@@ -47,14 +48,8 @@ deepspeed_config:
 """
 
 
-def port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def torchrun() -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port()]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
 
 
 def accelerate(*flags: str) -> list[str]:
@@ -90,7 +85,7 @@ def srun(port: str) -> list[str]:
 
 def started(root: Path) -> dict[str, list[str]]:
     """The command lines. A name is also the name of the run directory."""
-    both = ["--multi_gpu", "--num_processes", "2", "--main_process_port", port()]
+    both = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port())]
     fsdp, stage2 = yaml(root, "fsdp.yaml", FSDP), str(FILES / "deepspeed_zero2.json")
     deepspeed = yaml(root, "deepspeed.yaml", DEEPSPEED.format(file=stage2))
     run = {
@@ -100,18 +95,18 @@ def started(root: Path) -> dict[str, list[str]]:
         "accelerate-multi": [*accelerate(*both), str(SCRIPT)],
         "accelerate-cpu": [*accelerate("--cpu", "--num_processes", "2"), str(SCRIPT)],
         "accelerate-fsdp-file": [
-            *accelerate("--config_file", fsdp, "--main_process_port", port()),
+            *accelerate("--config_file", fsdp, "--main_process_port", str(free_port())),
             str(SCRIPT),
         ],
         "accelerate-deepspeed-file": [
-            *accelerate("--config_file", deepspeed, "--main_process_port", port()),
+            *accelerate("--config_file", deepspeed, "--main_process_port", str(free_port())),
             str(SCRIPT),
         ],
         "fabricate-fsdp": fabricate("--nproc", "2", "--strategy", "fsdp"),
         "fabricate-fsdp-file": fabricate("--config", fsdp),
         "fabricate-deepspeed-file": fabricate("--nproc", "2", "--config", str(FILES / "deepspeed_zero3.json")),
-        "srun": [*srun(port()), str(SCRIPT)],
-        "notebook": [sys.executable, str(NOTEBOOK), port()],
+        "srun": [*srun(str(free_port())), str(SCRIPT)],
+        "notebook": [sys.executable, str(NOTEBOOK), str(free_port())],
     }
     return {name: [*command, str(root / name)] for name, command in run.items()} | {
         "failing": [*torchrun(), str(SCRIPT), str(root / "failing"), "--fails"]

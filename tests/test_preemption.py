@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -274,17 +275,14 @@ class Stuck(Dataset[Any]):
 
     def __getitem__(self, row: int) -> Any:
         if row == 2:
-            time.sleep(60)
+            time.sleep(100_000)
         return (torch.zeros(4),)
 
 
 def test_what_a_whole_process_group_hears_does_not_end_the_workers() -> None:
-    before = set(psutil.Process().children())
-
     class Signals(Callback):
         def on_step(self, step: int) -> None:
-            new = set(psutil.Process().children()) - before
-            workers = [child for child in new if "resource_tracker" not in str(child.cmdline())]
+            workers = multiprocessing.active_children()
             assert len(workers) == 2
             # From another process, as a launcher does it; what this process sends is torch's own way to end a worker.
             for worker in workers:
@@ -301,10 +299,9 @@ def test_a_worker_that_hangs_still_ends_with_the_fit() -> None:
             raise KeyError("enough")
 
     loader = DataLoader(Stuck(), batch_size=1, num_workers=1)
-    began = time.monotonic()
     with pytest.raises(KeyError, match="enough"):
         fit(None, Leaves(), data=loader, max_steps=12)
-    assert time.monotonic() - began < 30
+    assert not multiprocessing.active_children()
 
 
 ORPHAN = """
@@ -395,7 +392,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, st
 
 
 def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, number: int) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     file = run_dir / "metrics.jsonl"
     while not (file.exists() and len(file.read_text().splitlines()) >= number):
         assert process.poll() is None, process.communicate()

@@ -137,11 +137,11 @@ def test_state_that_is_not_saved_and_changes_the_updates_is_found() -> None:
 
 @pytest.mark.parametrize("plugin", [ReducesOnRankZero, SleepsOnRankOne])
 def test_a_rank_that_leaves_the_others_waiting_is_an_error_and_not_a_stuck_suite(plugin: type[Callback]) -> None:
-    start = time.monotonic()
     message = failure(check_plugin, plugin, strategies=["ddp"], timeout=TIMEOUT)
     assert "ranks out of step: saving, ddp on 2 ranks" in message
     assert "every rank has to call every collective, in the same order" in message
-    assert time.monotonic() - start < 60 + TIMEOUT
+    if plugin is SleepsOnRankOne:  # of two that wait in different collectives one may be ended by gloo, and sooner
+        assert f"did not finish in {TIMEOUT:g} s" in message
 
 
 def test_a_swallowed_exception_is_found() -> None:

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -33,9 +34,11 @@ _ALIKE_SECONDS = 0.5  # after a failure, for the others to fail alike; then the 
 _GRACE_SECONDS = 3.0  # what the others get after that; a closed connection ends most collectives
 _DUMP_SECONDS = 2.0  # writing the stacks of all threads
 _POLL_SECONDS = 0.1
+_PORTS = range(10_000, 30_000)  # below those that Linux (from 32768) and macOS (from 49152) give by themselves
 _OUTPUT_BYTES = 20_000  # how much of a failed rank's output goes into the message, from its end
 
 _pools: dict[int, _Pool] = {}
+_given: set[int] = set()
 
 
 def run_ranks(
@@ -97,6 +100,20 @@ def close_pools() -> None:
 atexit.register(close_pools)
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens on, for ranks that open it a moment later. Another one with every call.
+
+    Not one of those that the system gives to whoever asks for any port: another program could have got it by then.
+    """
+    for port in random.Random().sample(_PORTS, 1000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
+    raise RankError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free on 127.0.0.1, where ranks would meet")
+
+
 def worker_process_ids() -> set[int]:
     """The process ids of all workers and of the process they are forked from, for a check that looks for leaked ones."""
     server = server_process_id()
@@ -133,9 +150,7 @@ class _Pool:
     """`world_size` workers that run one job at a time."""
 
     def __init__(self, world_size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
+        self._port = free_port()
         self._started = False
         self.workers = [_Worker() for _ in range(world_size)]
         self.reusable = False  # true between jobs, while every rank is known to be idle and in step with the others

@@ -32,5 +32,5 @@ class Tells(Callback):
 
 if __name__ == "__main__":
     rows = TensorDataset(torch.ones(64, 4))
-    trainer = Trainer(max_steps=100_000, seed=1, progress=False, timeout="0.1 minutes", plugins=[Tells()])
+    trainer = Trainer(max_steps=100_000, seed=1, progress=False, timeout="0.25 minutes", plugins=[Tells()])
     trainer.fit(Slow(), rows, batch_size=4)
