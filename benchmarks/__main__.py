@@ -1,6 +1,6 @@
 """Runs every benchmark, one after another, and writes what they found: JSON, and the tables of docs/benchmarks.md.
 
-    python -m benchmarks              # all of it, about ten minutes on an idle machine
+    python -m benchmarks              # all of it, about twenty minutes on an idle machine
     python -m benchmarks overhead     # one part; the tables of the others stay as they are
     python -m benchmarks --tables     # measures nothing: the page again from benchmarks/results.json
 
@@ -24,7 +24,7 @@ from benchmarks.targets import held
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-PARTS = ("overhead", "startup", "compiling", "scaling", "checkpoint", "dispatch")
+PARTS = ("overhead", "sections", "startup", "compiling", "scaling", "checkpoint", "dispatch")
 
 
 def measured(part: str) -> dict[str, Any] | None:

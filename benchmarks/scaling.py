@@ -3,6 +3,10 @@
     python -m benchmarks.scaling [--ranks 1 2] [--json FILE]
 
 Weak: 8 rows per rank whatever the number of ranks. Strong: 16 rows in all. Wall-clock time: run it on a quiet machine.
+
+"On paper" goes on from the weak ddp run of two ranks to more, each pair of them like the two measured: what is computed takes as
+long, and a ring all-reduce over n ranks sends 2 (n - 1) / n of the gradients' bytes, twice what it sends over two when n is large
+(Patarasuk and Yuan, 2009: bandwidth optimal all-reduce algorithms). Latency and what a network shares are not in it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from benchmarks.tables import table
 
 STEPS, LOG_EVERY = 120, 20
 ROWS = {"weak": 8, "strong": 16}
+ON_PAPER = (4, 8, 64)
 
 
 def train(strategy: str, rows: int, folder: Path) -> None:
@@ -63,6 +68,28 @@ def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
     return {name: statistics.median(lap[name] for lap in laps) for name in laps[0] if name not in ("time", "seconds")}
 
 
+def on_paper(alone: dict[str, Any], pair: dict[str, Any]) -> list[dict[str, Any]]:
+    """`pair`, the weak ddp run of two ranks, carried on to more; `alone` is that of one."""
+    communicated = pair["seconds_per_step"] * pair["communication_share"]
+    found = []
+    for ranks in ON_PAPER:
+        travelled = communicated * 2 * (ranks - 1) / ranks
+        seconds = pair["seconds_per_step"] - communicated + travelled
+        found.append(
+            {
+                "kind": "on paper, weak",
+                "strategy": "ddp",
+                "ranks": ranks,
+                "rows": pair["rows"],
+                "seconds_per_step": seconds,
+                "samples_per_second": ranks * alone["rows"] / seconds,
+                "data_share": pair["data_share"] * pair["seconds_per_step"] / seconds,
+                "communication_share": travelled / seconds,
+            }
+        )
+    return found
+
+
 def main() -> None:
     """Measure and print the table, or be one rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -83,6 +110,10 @@ def main() -> None:
                     {"kind": kind, "strategy": strategy, "ranks": ranks, "rows": own, **measure(strategy, ranks, own)}
                 )
     alone = {f["kind"]: f["samples_per_second"] for f in found if f["ranks"] == 1}
+    first = {(f["kind"], f["strategy"], f["ranks"]): f for f in found}
+    if (pair := first.get(("weak", "ddp", 2))) and (single := first.get(("weak", "single", 1))):
+        found += on_paper(single, pair)
+        alone["on paper, weak"] = alone["weak"]
     rows = []
     for f in found:
         faster = f["samples_per_second"] / alone[f["kind"]]
@@ -96,7 +127,7 @@ def main() -> None:
                 f"{faster:.2f}",
                 f"{faster / f['ranks']:.0%}",
                 f"{f['data_share']:.1%}",
-                f"{share:.1%}" if share is not None else "not known",
+                "none" if f["ranks"] == 1 else f"{share:.1%}" if share is not None else "not known",
             ]
         )
     if options.json:
