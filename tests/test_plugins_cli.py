@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,30 +14,12 @@ from click.testing import CliRunner, Result
 
 from fabricate.cli.main import main
 from fabricate.cli.plugin_template import KINDS
-
-Install = Callable[..., None]
+from tests.support.distributions import Install, installing
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`install(distribution, code, attribute=..., name=...)` puts a distribution with one plugin on sys.path."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
-
-    def installed(distribution: str, code: str, *, attribute: str = "", name: str = "") -> None:
-        module = distribution.replace("-", "_")
-        (tmp_path / f"{module}.py").write_text(f"from fabricate import *\nimport click\n{code}\n")
-        info = tmp_path / f"{module}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-        value = f"{module}:{attribute}" if attribute else module
-        (info / "entry_points.txt").write_text(f"[fabricate]\n{name or module} = {value}\n")
-        importlib.invalidate_caches()
-
-    yield installed
-    for new in set(sys.modules) - before:
-        if (getattr(sys.modules[new], "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[new]
+    yield from installing(tmp_path, monkeypatch)
 
 
 def _invoke(*arguments: str) -> Result:

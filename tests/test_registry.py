@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -17,34 +17,12 @@ import fabricate
 from fabricate import DDP, FSDP, Callback, ConfigurationError, PluginError, Precision, Single, Strategy
 from fabricate.naming import build, parse_name
 from fabricate.registry import Registry
-
-Install = Callable[..., None]
+from tests.support.distributions import Install, installing
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`install(distribution, code, name=..., attribute=..., version=...)` puts a distribution with one plugin on sys.path."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
-
-    def installed(
-        distribution: str, code: str = "", *, name: str = "", attribute: str = "", version: str = "1.0"
-    ) -> None:
-        module = distribution.replace("-", "_")
-        (tmp_path / f"{module}.py").write_text(
-            f"from fabricate import Callback, Precision, Strategy, hookimpl\n{code}\n"
-        )
-        info = tmp_path / f"{module}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        value = f"{module}:{attribute}" if attribute else module
-        (info / "entry_points.txt").write_text(f"[fabricate]\n{name or module} = {value}\n")
-        importlib.invalidate_caches()
-
-    yield installed
-    for new in set(sys.modules) - before:
-        if (getattr(sys.modules[new], "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[new]
+    yield from installing(tmp_path, monkeypatch)
 
 
 MARS = """

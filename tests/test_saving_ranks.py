@@ -10,37 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import TensorDataset
 
-from fabricate import Trainer, TrainModule
+from fabricate import Trainer
 from fabricate.testing import run_ranks
 from tests.support.runs import ROWS, SAVED, Average, Net, assert_same_run, content, fit, fit_until_the_crash, step
-
-
-class Storyteller(TrainModule):
-    """A small GPT-2, whose head is tied to its embedding."""
-
-    def configure_model(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        self.model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-        )
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
-        return loss
-
-    def predict_step(self, batch: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=batch[0]).logits
-        return logits
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
-
-
-def stories() -> TensorDataset:
-    return TensorDataset(torch.randint(1, 31, (8, 8), generator=torch.Generator().manual_seed(2)))
+from tests.support.stories import Storyteller, stories
 
 
 def tell(root: Path, strategy: str, batch_size: int) -> list[torch.Tensor] | None:

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from fabricate import DDP, FSDP, Callback, ConfigurationError, Trainer, TrainModule
 from fabricate.builtin.ddp_hooks import share
 from fabricate.testing import run_ranks
+from tests.support.stories import Storyteller, stories
 
 STEPS, GLOBAL_BATCH, TOLERANCE = 5, 8, 1e-5
 
@@ -217,31 +218,12 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
     return answers_of(jobs)
 
 
-class Storyteller(TrainModule):
-    """transformers' own recomputation: with dropout, block by block."""
-
-    def configure_model(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        self.model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-        )
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
-
-
 def storyteller() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    data = TensorDataset(torch.randint(1, 31, (8, 8), generator=torch.Generator().manual_seed(2)))
     for strategy in ("fsdp", "fsdp:activation_checkpointing=true"):
         module, calls = Storyteller(), [0]
         trainer = Trainer(strategy=strategy, max_steps=2, seed=3, progress=False, plugins=[Count(calls)])
-        trainer.fit(module, data, batch_size=2, shuffle=False)
+        trainer.fit(module, stories(), batch_size=2, shuffle=False)
         found[strategy] = (whole(module), calls[0], module.model.is_gradient_checkpointing)
     return found
 
