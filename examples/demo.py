@@ -90,7 +90,8 @@ def main() -> None:
     result = trainer.fit(module, train, val, batch_size=options.batch_size)
     if trainer.is_main:
         print(f"ended at step {result.steps} ({result.stop_reason}), loss curve: {draw_losses(options.run_dir)}")
-        print(f"a sample of {options.run_dir / 'model'}:", sample(options.run_dir / "model"), sep="\n")
+        if (options.run_dir / "model").exists():  # a run that was interrupted has not written it yet
+            print(f"a sample of {options.run_dir / 'model'}:", sample(options.run_dir / "model"), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,11 @@ def test_the_update_does_not_depend_on_how_its_batch_is_split(batch_size: int, a
     whole, split = _accumulated(7, 1, weigh), _accumulated(batch_size, accumulation, weigh)
     for one, two in zip(whole, split, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("max_steps", "shown"), [(1, ["step 1/1"]), (2, ["step 1/2", "step 2/2"])])
+def test_the_first_and_the_last_step_have_a_line_and_no_step_has_two(
+    capsys: pytest.CaptureFixture[str], max_steps: int, shown: list[str]
+) -> None:
+    fit(max_steps=max_steps, log_every=1, progress=True)
+    assert re.findall(r"^step \d+/\d+", capsys.readouterr().out, re.MULTILINE) == shown

@@ -29,7 +29,7 @@ class ProgressBar(Callback):
 
     def __init__(self) -> None:
         self._live: Any = None
-        self._shown = 0.0
+        self._shown, self._last = 0.0, -1
         self._metrics: dict[str, float] = {}
         self._main = False
         self._tokens = 0.0
@@ -88,7 +88,7 @@ class ProgressBar(Callback):
         self._metrics = {n: v for n, v in metrics.items() if n == "loss"} or dict(list(metrics.items())[:2])
         now = time.monotonic()
         if self._live is None and (not self._shown or now - self._shown >= LINE_SECONDS):
-            self._shown = now
+            self._shown, self._last = now, self._trainer.step
             self._print(self._line())
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
@@ -96,7 +96,7 @@ class ProgressBar(Callback):
             self._print(f"step {trainer.step}  " + "  ".join(f"{n} {v:.5g}" for n, v in metrics.items()))
 
     def on_fit_end(self) -> None:
-        if self._live is None:
+        if self._live is None and self._last != self._trainer.step:
             self._print(self._line())
 
     def on_teardown(self) -> None:

@@ -30,6 +30,9 @@ class Net(TrainModule):
         loss = total / counts.sum().clamp(min=1)
         return loss if self.mean else {"loss": loss, "weight": counts.sum()}
 
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": mse_loss(self.layers(batch[0]), batch[0])}
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -43,4 +46,5 @@ if __name__ == "__main__":
     trainer = Trainer(
         max_epochs=5, strategy="ddp", max_grad_norm=0.5, run_dir="never-made", save_every=1, progress=False
     )
-    trainer.fit(Net(options.mean), loader)
+    result = trainer.fit(Net(options.mean), loader, loader)
+    print(result.metrics["val_loss"])  # which a check that leaves validation out does not have
