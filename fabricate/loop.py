@@ -19,6 +19,7 @@ from fabricate.observing import Activations, observe, tell_unreached
 from fabricate.progress import Due
 from fabricate.returned import check_logged, check_loss, check_window, choose, other_weight, unpack, weigh
 from fabricate.state.saving import save_requested, settle
+from fabricate.strategy import Strategy
 from fabricate.weighing import last_operation
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def fit(run: Run) -> str:
     wants_loss, wants_norm = manager.wants("on_step", "loss"), _wants_norm(run)
     scales_loss = engine.scales_loss
     backward, step = strategy.backward, strategy.step if scaler is None else engine.step
+    alike = type(strategy).no_sync is Strategy.no_sync  # the last micro-batch of a window is like the others
     look_at_norm = settings.nonfinite == "skip" and not (scales_loss or strategy.skips_nonfinite)
     weighing: dict[str, str] = {}  # by optimizer, where the weights of its losses come from, see `weigh`
     activations: Activations | None = Activations(module)
@@ -82,7 +84,7 @@ def fit(run: Run) -> str:
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
                 stopwatch.waited += now() - asked
                 run.batch = batch = engine.to_device(batch) if moves else batch
-                with _SYNCHRONISED if micro_step == last else strategy.no_sync(model):
+                with _SYNCHRONISED if alike or micro_step == last else strategy.no_sync(model):
                     wrapped = calls.train_step
                     output = wrapped(trainer, module, batch) if wrapped else forward(batch, progress.micro_step)
                     loss, weight, chosen = output, None, None

@@ -175,14 +175,21 @@ class Strategy(Listener):
         """2-norm of the global gradient over `parameters`: 0-dim device tensor, the same on every rank. All ranks."""
         import torch
 
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        grads = [p.grad for p in parameters if p.grad is not None]
+        kinds = {(type(g), g.layout, g.dtype) for g in grads}
+        if len(kinds) == 1 and next(iter(kinds))[:2] == (torch.Tensor, torch.strided):
+            # What torch's function computes, without sorting by device and type: a third of the time of a small model's.
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0)))
+            return total
+        norm = torch.nn.utils.get_total_norm(grads)
         return norm.full_tensor() if is_sharded(norm) else norm
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
         """Scale gradients in place so that their global norm is at most `max_norm`; `norm` comes from `grad_norm`."""
         import torch
 
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if grads := _local_gradients(parameters):
+            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     def clip_by_value(self, parameters: Sequence[torch.nn.Parameter], max_value: float) -> None:
         """Clamp every element of the gradients to -max_value ... max_value, in place. Not called unless `exposes_gradients`."""
@@ -310,4 +317,6 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
 
 def _local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """The memory of this rank's gradients: of a shard, the shard."""
-    return [p.grad.to_local() if is_sharded(p.grad) else p.grad for p in parameters if p.grad is not None]
+    tensor = sys.modules.get("torch.distributed.tensor")  # as in `is_sharded`, without a call for each
+    sharded = () if tensor is None else tensor.DTensor
+    return [p.grad.to_local() if isinstance(p.grad, sharded) else p.grad for p in parameters if p.grad is not None]
