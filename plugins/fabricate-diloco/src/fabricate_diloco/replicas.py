@@ -68,3 +68,12 @@ def mean(tensor: torch.Tensor) -> torch.Tensor:
     """The mean over the ranks, in place. All ranks."""
     dist.all_reduce(tensor)
     return tensor.div_(dist.get_world_size())
+
+
+def memory(whole: Mapping[str, int]) -> dict[str, int]:
+    """Bytes per rank where one process needs `whole`: a replica, in training also the outer optimizer's weights and momentum,
+    and the replica that is put aside while a checkpoint or an evaluation looks at the mean."""
+    if "gradients" not in whole:
+        return dict(whole)
+    aside = whole["parameters"] + whole["optimizer state"]
+    return {**whole, "outer weights and momentum": 2 * whole["gradients"], "replica put aside": aside}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fabricate import ConfigurationError, Strategy, hookimpl
 from fabricate_diloco.outer import Outer
-from fabricate_diloco.replicas import Replicas, mean
+from fabricate_diloco.replicas import Replicas, mean, memory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,12 +48,7 @@ class DiLoCo(Strategy):
             )
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
-        """A replica, the outer optimizer's weights and momentum, and the replica that is put aside while a checkpoint or an
-        evaluation looks at the mean."""
-        if "gradients" not in whole:
-            return dict(whole)
-        aside = whole["parameters"] + whole["optimizer state"]
-        return {**whole, "outer weights and momentum": 2 * whole["gradients"], "replica put aside": aside}
+        return memory(whole)
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         model = super().prepare(accelerator, root, module)  # placed, and nothing around it that would synchronise
