@@ -53,7 +53,7 @@ STARTS = (
     ("fabricate run train.py --nproc 2 --strategy zero2", "zero2"),
     ("fabricate run train.py --nproc 2 --strategy zero3", "zero3"),
     ("fabricate run train.py --nproc 2 --strategy single", REFUSED),
-    ("fabricate run train.py --nproc 2 --strategy fsdp:tp=2", REFUSED),
+    ("fabricate run train.py --nproc 2 --strategy fsdp:tp=2", "fsdp:tp=2"),
     ("accelerate launch train.py", SAYS_NOTHING),
     ("accelerate launch --cpu --num_processes 2 train.py", REFUSED),
     (f"accelerate launch --multi_gpu {TWO} train.py", SAYS_NOTHING),
@@ -61,7 +61,7 @@ STARTS = (
     (f"accelerate launch --use_fsdp {TWO} --fsdp_sharding_strategy NO_SHARD train.py", REFUSED),
     (f"accelerate launch --use_fsdp {TWO} --mixed_precision bf16 train.py", "fsdp"),
     (f"accelerate launch {MESH}_dp_shard_size 2 train.py", "fsdp:shard=2"),
-    (f"accelerate launch {MESH}_tp_size 2 train.py", REFUSED),
+    (f"accelerate launch {MESH}_tp_size 2 train.py", "fsdp:tp=2"),
     (f"accelerate launch {MESH}_cp_size 2 train.py", REFUSED),
     (f"accelerate launch --use_deepspeed {TWO} --zero_stage 2 train.py", "zero2"),
     (f"accelerate launch --use_deepspeed {TWO} --zero_stage 3 train.py", "zero3"),
@@ -126,6 +126,7 @@ class Net(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+        self.tp_plan = {"blocks.0": "colwise", "blocks.1": "rowwise"}
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.blocks[1](self.blocks[0](batch[0])).square().mean()

@@ -55,7 +55,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8:emulate=true")
 COMPUTES_IN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """What comes out of a linear layer; float8 exists only inside of one."""
 WHOLE, SHARDED = ("single", "ddp", "diloco"), ("fsdp", "zero1", "zero2", "zero3")
-NOWHERE = ("fsdp:tp=2", "tp=2", "cp=2")
+NOWHERE = ("tp=2", "cp=2")
 """What no strategy does."""
 PAGE = """# Strategy and precision: what runs, and what is refused
 
@@ -108,6 +108,7 @@ class Observed(TrainModule):
         super().__init__()
         self.cell = cell
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)])
+        self.tp_plan = {"blocks.0": "colwise", "blocks.1": "rowwise"}
         self.whole = sum(p.numel() for p in self.parameters())
 
     def on_fit_start(self) -> None:

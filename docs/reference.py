@@ -78,10 +78,15 @@ def interfaces_page() -> str:
     return "\n".join(parts)
 
 
+_ALIASES = {"Part": Strategy.Part}  # classes that have a file of their own
+
+
 def _members(tree: ast.ClassDef, level: str) -> list[str]:
     """The attributes of a class as a list, then its methods and inner classes, each with what its source says of it."""
     attributes, entries = [], []
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+            (node,) = ast.parse(inspect.getsource(_ALIASES[ast.unparse(node.target)])).body
         if isinstance(node, ast.AnnAssign):
             told = after.value if isinstance(after, ast.Expr) else None
             text = f": {inspect.cleandoc(told.value)}" if isinstance(told, ast.Constant) else ""

@@ -154,7 +154,7 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
     """Write the initial values of `waiting` into the memory that its tensors have by now, only this rank's part.
 
     The values depend on files, `seed` and names only. A submodule sets its own tensors in its own turn, a shared one in the turn of
-    the first that holds it. All ranks, no collectives. Raises `ConfigurationError` for what gets no value.
+    the first that holds it. All ranks, in the same order. Raises `ConfigurationError` for what gets no value.
     """
     owners = {id(child): model for model in pretrained_models(module) for child in model.modules()}
     done: set[int] = set()
@@ -170,14 +170,12 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
             values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy)
         with torch.no_grad():
             for key, tensor in own:
-                part, start, *_ = strategy.local_part(tensor)
-                end = start + part.numel()
-                flat = (
-                    blank.stored[key].read(start, end - start)
+                part = strategy.local_part(tensor)
+                part.write(
+                    blank.stored[key].read(part.start, part.count)
                     if key in blank.stored
-                    else values[key].reshape(-1)[start:end]
+                    else values[key].reshape(-1)[part.start : part.start + part.count]
                 )
-                part.copy_(flat.reshape(part.shape))
     set_rng_state(before)
 
 

@@ -26,11 +26,12 @@ from fabricate.construct import blanks, fill, materialise, pretrained_models
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.forked import settle_fork
 from fabricate.group import Group, interface_towards, meet
-from fabricate.interfaces import reasons
+from fabricate.interfaces import ranks_per_row, reasons
 from fabricate.launch import Launch
 from fabricate.module import TrainModule, step_function
+from fabricate.parts import is_sharded
 from fabricate.precision import Precision
-from fabricate.strategy import Strategy, is_sharded
+from fabricate.strategy import Strategy
 from fabricate.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -100,6 +101,14 @@ class Engine(Group):
         self._logging_dir = logging_dir
         self.rank = launch.rank
         self.world_size = launch.world_size
+        self.ranks_per_row = ranks_per_row(strategy, launch.world_size)
+        """How many successive ranks read the same rows: 1 unless they divide a layer's arithmetic."""
+        self.data_rank = self.rank // self.ranks_per_row
+        self.data_world_size = self.world_size // self.ranks_per_row
+        self.sum_rows: Callable[[torch.Tensor], torch.Tensor] = (
+            self.all_reduce if self.ranks_per_row == 1 else self._sum_once
+        )
+        """Sum over ranks of what was computed from rows, each row once; in place, `tensor` is on the device. All ranks."""
         self.device = device
         self.scaler: torch.amp.GradScaler | None = None
         self.context: contextlib.AbstractContextManager[object] | None = None
@@ -185,12 +194,17 @@ class Engine(Group):
 
     def topology(self) -> dict[str, Any]:
         """What a checkpoint says of how it was made."""
+        shared = {"ranks_per_row": self.ranks_per_row} if self.ranks_per_row > 1 else {}
         return {
             "world_size": self.world_size,
+            **shared,
             "strategy": self.strategy.name,
             "precision": self.precision.name,
             "device": self.device.type,
         }
+
+    def _sum_once(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(tensor).div_(self.ranks_per_row)
 
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:

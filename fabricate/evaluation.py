@@ -65,7 +65,7 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, stage)
         for name, source in sources.items():
-            metrics = Metrics(engine, engine.device)
+            metrics = Metrics(engine, engine.device, engine.ranks_per_row)
             watch: CrossEntropies | None = CrossEntropies()
             for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
                 batch = engine.to_device(item.batch)
@@ -147,6 +147,8 @@ def predict(run: Run, source: Source) -> list[Any] | None:
         engine.strategy.after_evaluation(engine.model)
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})
+    if engine.rank % engine.ranks_per_row:  # the first of those that read the same rows has them too
+        indices, outputs = [], []
     return _gather_rows(run, indices, outputs)
 
 

@@ -30,6 +30,7 @@ from fabricate.errors import RankError
 
 _control_groups: dict[int, Any] = {}
 _side_groups: dict[int, Any] = {}
+_counterparts: dict[tuple[int, int], Any] = {}
 _exit_handlers: list[object] = []
 _failures: list[str] = []
 _opened = itertools.count()
@@ -206,6 +207,17 @@ class Group:
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank. All ranks."""
         return self.gather_json(value if self.rank == 0 else None)[0]
+
+    def counterparts(self, number: int) -> Any:
+        """The process group of the ranks that stand where this one does among `number` successive ones. All ranks; kept as
+        long as the process group."""
+        key = (id(dist.group.WORLD), number)
+        if key not in _counterparts:
+            for place in range(number):
+                group = dist.new_group(list(range(place, self.world_size, number)))
+                if self.rank % number == place:
+                    _counterparts[key] = group
+        return _counterparts[key]
 
     def beside(self) -> Group:
         """The same ranks once more, for a thread of each: its messages do not meet those of the main thread. All ranks."""

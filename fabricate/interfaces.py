@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fabricate.errors import PluginError
+from fabricate.errors import ConfigurationError, PluginError
 
 
 def check_part(kind: str, part: Any, base: type) -> None:
@@ -39,6 +39,22 @@ def _check_signature(cls: type, name: str, own: Any, wanted: Any) -> None:
         raise PluginError(
             f"{cls.__name__}.{name}{inspect.signature(own)}: it is called as {name}({', '.join(arguments[1:])})"
         ) from None
+
+
+def ranks_per_row(strategy: Any, world_size: int) -> int:
+    """What `strategy.ranks_per_row(world_size)` answers, if it is what it may be; `ConfigurationError` where it does not divide
+    the ranks that were started."""
+    answered = strategy.ranks_per_row(world_size)
+    if type(answered) is not int or answered < 1:
+        raise PluginError(
+            f"{type(strategy).__name__}.ranks_per_row returned {answered!r}; return how many successive ranks read the same rows, 1 or more"
+        )
+    if world_size % answered:
+        raise ConfigurationError(
+            f"strategy={strategy.name!r}: {answered} successive ranks read the same rows, so their number has to be a multiple of "
+            f"{answered}, and it is {world_size}; start them with `fabricate run script.py --nproc {answered}`"
+        )
+    return answered
 
 
 def reasons(part: Any, answered: Any) -> Iterable[str]:

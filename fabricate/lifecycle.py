@@ -32,7 +32,7 @@ from fabricate.interfaces import reasons
 from fabricate.launch import tell_preempted
 from fabricate.loop import log_rest
 from fabricate.memory import need, outline
-from fabricate.metrics import Metrics
+from fabricate.metrics import Metrics, synchronise_torchmetrics
 from fabricate.module import TrainModule
 from fabricate.optimization import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.planning import Data, Resolved, make_plan, settle
@@ -130,7 +130,7 @@ def opened(trainer: Trainer, found: Resolved, module: TrainModule, stages: Seque
             engine=engine,
             calls=Calls(register(found, module, bar=settings.progress and training)),
             progress=Progress(),
-            metrics=Metrics(engine, engine.device),
+            metrics=Metrics(engine, engine.device, engine.ranks_per_row),
             settings=settings,
             max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
             seed=seed,
@@ -162,6 +162,8 @@ def opened(trainer: Trainer, found: Resolved, module: TrainModule, stages: Seque
                 )
             check_alike(run)  # before anything is broadcast
             engine.prepare(module, stages, run.seed)
+            if engine.ranks_per_row > 1:
+                stack.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
             run.notes += engine.notes
             yield run
         except BaseException as exc:
@@ -253,7 +255,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         temporary.replace(run.run_dir / "plan.json")
     engine.barrier()
     if settings.seed is not None or engine.world_size > 1:
-        seed_everything(derive_seed(run.seed, "rank", engine.rank))
+        seed_everything(derive_seed(run.seed, "rank", engine.data_rank))
     if run.trackers:
         engine.start_trackers(plan.to_json()["settings"])
     if run.calls.on_fit_start is not None:

@@ -36,6 +36,7 @@ def fit(run: Run) -> str:
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
     model, forward, strategy, scaler = engine.model, engine.forward, engine.strategy, engine.scaler
     settings, world_size, source, moves = run.settings, engine.world_size, run.source, engine.device.type != "cpu"
+    readers = engine.data_world_size
     assert source is not None
     stopwatch, metrics, now = run.stopwatch, run.metrics, time.perf_counter
     moments = tuple(
@@ -78,7 +79,7 @@ def fit(run: Run) -> str:
             last = num_micro_steps - 1
             name, losses, weights = only, [], []
             known = weighing.get(name) if name is not None else None
-            alone = last == 0 and world_size == 1
+            alone = last == 0 and readers == 1
             keeps = moves or wants_loss or calls.on_accumulate is not None or activations is not None
             mark = len(metrics.pending)
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
@@ -104,8 +105,8 @@ def fit(run: Run) -> str:
                             raise other_weight(known, how, loss)
                     # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
                     # leave to normalise is done once, below.
-                    whole = (alone and known == "counted") or (type(weight) is int and weight * world_size == rows)
-                    scaled = loss if whole else loss * (weight * (world_size / rows))
+                    whole = (alone and known == "counted") or (type(weight) is int and weight * readers == rows)
+                    scaled = loss if whole else loss * (weight * (readers / rows))
                     backward(scaled if scaler is None else scaler.scale(scaled))
                 made_by = last_operation(loss) if name not in weighing else ""
                 if keeps:  # else the number below is all that is wanted of it
@@ -140,7 +141,7 @@ def fit(run: Run) -> str:
             if alone and known == "counted":
                 total = weights[0]  # the loss is the mean over the whole window as it is
             elif own_weights:
-                total = engine.all_reduce(_sum(weights, engine.device))
+                total = engine.sum_rows(_sum(weights, engine.device))
                 strategy.scale_gradients(parameters, torch.where(total > 0, rows / total, 0.0))
             norm = engine.grad_norm(parameters) if wants_norm else None
             if run.max_grad_norm is not None:
@@ -297,7 +298,7 @@ def _sum(weights: list[Any], device: torch.device) -> torch.Tensor:
 
 def _mean_loss(run: Run, losses: list[Any], weights: list[Any], total: Any) -> torch.Tensor:
     """Weighted mean over the window and all ranks, on the device; no wait."""
-    if len(losses) == 1 and run.engine.world_size == 1:
+    if len(losses) == 1 and run.engine.data_world_size == 1:
         return losses[0]  # type: ignore[no-any-return]
     zero = torch.zeros((), device=run.engine.device)
     weighted = sum(
@@ -307,7 +308,7 @@ def _mean_loss(run: Run, losses: list[Any], weights: list[Any], total: Any) -> t
         ),
         zero,
     )
-    mean: torch.Tensor = run.engine.all_reduce(weighted) / total
+    mean: torch.Tensor = run.engine.sum_rows(weighted) / total
     return mean
 
 
@@ -382,7 +383,7 @@ def _check_frozen(run: Run) -> None:
 
 def _check_weights(run: Run) -> None:
     """Before a checkpoint or the end: a gradient may have been infinite under a finite loss. All ranks; waits for the device."""
-    parts = {n: run.engine.strategy.local_part(p).values for n, p in run.module.named_parameters() if p.requires_grad}
+    parts = {n: run.engine.strategy.local_part(p).memory for n, p in run.module.named_parameters() if p.requires_grad}
     finite = {}
     for name, part in parts.items():
         if part.numel():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, RankError
 
 MOST_PENDING = 1024
 """Entries that wait for a reduction before they are compacted."""
@@ -70,8 +70,10 @@ class Total(NamedTuple):
 class Metrics:
     """Collects entries of one stage ("train", or one evaluation) and reduces them over the ranks."""
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, collectives: Collectives, device: torch.device, ranks_per_row: int = 1) -> None:
+        """`ranks_per_row`: how many successive ranks see the same rows, of which the first counts."""
         self._collectives = collectives
+        self._ranks_per_row = ranks_per_row
         self._device = device
         self.pending: list[Entry] = []
         self._since: dict[str, Total] = {}
@@ -149,6 +151,8 @@ class Metrics:
                 total = sum(v * w for v, w in zip(values, weights, strict=True) if w)
             own.append([name, reduce, total, weight])
         everyone = self._collectives.gather_json(own)
+        if self._ranks_per_row > 1:
+            everyone = _once(everyone, self._ranks_per_row)
         sums: dict[str, Total] = {}
         for name, reduce, total, weight in sorted((entry for entries in everyone for entry in entries), key=_kind):
             mean = reduce == "mean"
@@ -213,6 +217,31 @@ def _kind(entry: list[Any]) -> tuple[str, str]:
     return entry[0], entry[1]
 
 
+def _once(everyone: list[list[Any]], ranks_per_row: int) -> list[list[Any]]:
+    """The sums of the first of each `ranks_per_row` successive ranks. Raises `RankError` where another of them came to another
+    loss: it read other rows, and what they computed together was of neither."""
+    for rank, entries in enumerate(everyone):
+        first = rank - rank % ranks_per_row
+        for mine, theirs in zip(_losses(entries), _losses(everyone[first]), strict=False):
+            if not all(map(_close, mine[2:], theirs[2:])):
+                means = [total / weight if weight else math.nan for _, _, total, weight in (theirs, mine)]
+                raise RankError(
+                    f"ranks {first} and {rank} share one copy of the model, and {mine[0]!r} came to {means[0]} on the one and "
+                    f"{means[1]} on the other since the last log boundary: they read other rows. Let every rank iterate over the same "
+                    "data, with whatever draws it seeded alike, or use a strategy whose ranks read rows of their own, 'fsdp' or 'ddp'"
+                )
+    return everyone[::ranks_per_row]
+
+
+def _losses(entries: list[Any]) -> list[Any]:
+    return [entry for entry in entries if entry[0] == "loss" or entry[0].endswith("_loss")]
+
+
+def _close(one: float, other: float) -> bool:
+    """Kernels may add up in another order; rows that differ give more than that."""
+    return one == other or one != one or other != other or abs(one - other) <= 1e-4 * max(abs(one), abs(other))
+
+
 def _lists(totals: dict[str, Total]) -> dict[str, list[Any]]:
     return {name: list(total) for name, total in totals.items()}
 
@@ -244,6 +273,19 @@ def load_torchmetrics_state(module: torch.nn.Module, state: dict[str, dict[str, 
             elif isinstance(value, list):
                 value = [v.to(metric.device) if isinstance(v, torch.Tensor) else v for v in value]
             object.__setattr__(metric, field, value) if field.startswith("_") else setattr(metric, field, value)
+
+
+def synchronise_torchmetrics(module: torch.nn.Module, group: Any) -> Callable[[], None]:
+    """Let every torchmetrics object inside `module` meet those of `group` only, unless it has a group of its own; the returned
+    function undoes it."""
+    theirs: list[Any] = [m for m in module.modules() if is_torchmetric(m) and m.process_group is None]
+
+    def meet(where: Any) -> None:
+        for metric in theirs:
+            metric.process_group = where
+
+    meet(group)
+    return lambda: meet(None)
 
 
 def snapshot_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The ways to divide a model or a sequence that no strategy here does: how users ask for them, why not, what to use instead.
+"""The ways to divide a model or a sequence that are no strategy here: how users ask for them, why not, what to use instead.
 
 Must not know: what is registered, launchers, torch.
 """
@@ -10,10 +10,7 @@ _SHORTEN = (
     "use 'fsdp:activation_checkpointing=true' and fewer rows per micro-batch with more gradient_accumulation_steps"
 )
 _REASONS = {
-    "tp": (
-        "tensor parallelism, whose ranks share their batches: data, the loss's mean and checkpoints here count every rank as one "
-        f"that reads rows of its own; {_DIVIDE}"
-    ),
+    "tp": "tensor parallelism, which is an option of one strategy: use 'fsdp:tp=2', with the number of ranks that divide a layer",
     "pp": f"pipeline parallelism, which needs a loop of its own over parts of a micro-batch; {_DIVIDE}",
     "cp": (
         "context parallelism, whose ranks share a sequence: torch has no sharded attention on a CPU (its flash attention there "

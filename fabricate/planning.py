@@ -20,6 +20,7 @@ from fabricate.data import Loading, Source, open_source
 from fabricate.dispatch import Origin
 from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.interfaces import lines as lines_of
+from fabricate.interfaces import ranks_per_row
 from fabricate.launch import Launch, Request, detect, requests
 from fabricate.memory import Need, available, halved, need_ahead, total
 from fabricate.module import TrainModule
@@ -199,7 +200,8 @@ def _told(argument: str, own: Any, asked: Mapping[str, Request], kind: type) -> 
 
 def open_data(settings: Settings, found: Resolved, train: object, val: object, loading: Loading) -> Data:
     """Open training and validation data for this rank; a global batch is turned into accumulation steps."""
-    rank, world_size, seed = found.launch.rank, found.launch.world_size, found.seed[0]
+    per_row, seed = ranks_per_row(found.strategy, found.launch.world_size), found.seed[0]
+    rank, world_size = found.launch.rank // per_row, found.launch.world_size // per_row
 
     def opened(data: object, argument: str, how: Loading, training: bool, accumulation: int = 1) -> Source:
         limit = settings.limit_train_batches if training else settings.limit_val_batches
@@ -407,7 +409,8 @@ def make_plan(
     ]
     if source is not None:
         size = f"{source.num_samples:,} samples" if source.num_samples is not None else "no length"
-        product = f"{source.batch_size} x {data.accumulation[0]} x {world_size}"
+        readers = world_size // ranks_per_row(strategy, world_size)
+        product = f"{source.batch_size} x {data.accumulation[0]} x {readers}"
         counted = source.batch_size is not None
         lines += [
             Setting("train", source.kind, size),

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from fabricate import parts
 from fabricate.hooks import Listener
+from fabricate.parts import is_sharded
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-    from torch.distributed.tensor import DTensor
 
     from fabricate.precision import Precision
 
@@ -43,21 +44,7 @@ class Strategy(Listener):
             """Whether the precision needs a loss scale."""
             return self.precision.loss_scaler(self.device) is not None
 
-    class Part(NamedTuple):
-        """What this rank holds of a logical tensor: a range of its elements in row-major order."""
-
-        values: torch.Tensor
-        """Local memory of any shape, detached: what is written here is written to the tensor, see `after_load`."""
-        start: int
-        """Where the range begins."""
-        shape: tuple[int, ...]
-        """Of the whole."""
-        replicated: bool
-        """Whether every rank holds the whole."""
-        copy: int = 0
-        """Of the ranks that hold this range (all of them where it is replicated), which one this is."""
-        copies: int = 1
-        """How many they are."""
+    Part: TypeAlias = parts.Part
 
     name: ClassVar[str] = ""
     """What users call it, in settings, the plan and messages. It has to be given."""
@@ -101,6 +88,11 @@ class Strategy(Listener):
                 f"strategy={self.name!r} is for {self.max_world_size} process and {world_size} were started; "
                 "use strategy='ddp' or 'fsdp', or start one process"
             )
+
+    def ranks_per_row(self, world_size: int) -> int:
+        """How many successive ranks read the same rows, because together they compute what elsewhere one rank does: a divisor of
+        `world_size`. What they count is counted once, and their dropout is the same. Pure, the same on every rank."""
+        return 1
 
     def asks(self) -> Mapping[str, tuple[Any, str]]:
         """What a configuration file of the strategy sets of what belongs to the Trainer: by name the value and where it
@@ -218,23 +210,9 @@ class Strategy(Listener):
 
     def local_part(self, tensor: torch.Tensor) -> Part:
         """What this rank holds of a parameter or buffer, or of something shaped like one, for initial values and checkpoints.
-        Default: a DTensor sharded in dimension 0 gives its shard, anything else is held whole by every rank."""
-        if not is_sharded(tensor):
-            return self.Part(tensor.detach(), 0, tuple(tensor.shape), True)
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        if any(isinstance(p, Shard) and p.dim != 0 for p in tensor.placements):
-            raise ValueError(f"placements {tensor.placements} are no flat range; only dimension 0 may be sharded")
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local: torch.Tensor = tensor.to_local().detach()
-        start = offset[0] * (tensor.numel() // tensor.shape[0]) if local.numel() else 0
-        copy, copies = 0, 1
-        for dimension, placement in enumerate(tensor.placements):
-            if isinstance(placement, Replicate):
-                number = tensor.device_mesh.size(dimension)
-                copy, copies = copy * number + tensor.device_mesh.get_local_rank(dimension), copies * number
-        return self.Part(local, start, tuple(tensor.shape), False, copy, copies)
+        Default: a DTensor cut in dimension 0 gives its shard, one cut in dimension 1 too a share of its rows, which ranks exchange;
+        anything else is held whole by every rank. This rank alone; what is done with the part may be for all ranks."""
+        return parts.part_of(tensor)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter or buffer, in the dtype in which it is trained. All ranks."""
@@ -307,12 +285,6 @@ class Strategy(Listener):
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""
         return {}
-
-
-def is_sharded(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor. Nothing can be one before its module is there, and importing that takes half a second."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def _local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import fabricate.testing
 FLOORS = [
     {"errors", "hooks"},
     {"records", "metrics", "launch", "order", "plan", "randomness", "strategy", "precision", "console", "group"}
-    | {"naming", "parallelism", "resources", "stopwatch", "transfer", "weighing", "forked"},
+    | {"naming", "parallelism", "parts", "resources", "stopwatch", "transfer", "weighing", "forked"},
     {"progress", "checkpoint", "dispatch", "interfaces", "data", "settings", "schedules"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "run"}
     | {"compiling", "explaining", "memory", "observing", "preemption", "returned"},

@@ -35,9 +35,9 @@ def rows() -> TensorDataset:
 @pytest.mark.parametrize(
     ("strategy", "wanted"),
     [
-        ("fsdp:tp=2", "has no option 'tp'; that is tensor parallelism, .* use strategy='fsdp' or 'zero3'"),
-        ("tp=2", "is not known; that is tensor parallelism"),
-        ("ddp:tensor_parallel=2", "that is tensor parallelism"),
+        ("fsdp:tp=2", "2 successive ranks read the same rows, .* `fabricate run script.py --nproc 2`"),
+        ("tp=2", "is not known; that is tensor parallelism, .* use 'fsdp:tp=2'"),
+        ("ddp:tensor_parallel=2", "that is tensor parallelism, .* use 'fsdp:tp=2'"),
         ("pp", "that is pipeline parallelism"),
         ("fsdp:cp=2", "that is context parallelism, .* torch has no sharded attention on a CPU"),
         ("zero3:ulysses=2", "that is sequence parallelism"),
@@ -53,7 +53,7 @@ MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 SHARDS = {"ACCELERATE_USE_FSDP": "true"}
 
 
-@pytest.mark.parametrize("word", ["TP", "CP", "SP"])
+@pytest.mark.parametrize("word", ["CP", "SP"])
 def test_a_dimension_that_accelerate_launch_was_told_of_is_refused(word: str) -> None:
     with pytest.raises(
         ConfigurationError, match=f"PARALLELISM_CONFIG_{word}_SIZE=2; that is .* parallelism, .*set it to 1"
@@ -73,11 +73,18 @@ def test_replicas_and_shards_become_the_strategy() -> None:
     assert strategy_of({**MESH, **SHARDS, shard: "2"}) == "fsdp:shard=2"
     assert strategy_of({**MESH, **SHARDS, replicate: "2", shard: "4"}) == "fsdp:shard=4"
     assert strategy_of({replicate: "2", shard: "4"}) is None, "not in use"
+    tensor = "PARALLELISM_CONFIG_TP_SIZE"
+    assert strategy_of({**MESH, **SHARDS, tensor: "2"}) == "fsdp:tp=2"
+    assert strategy_of({**MESH, **SHARDS, shard: "2", tensor: "2"}) == "fsdp:shard=2,tp=2"
+    assert strategy_of({**MESH, tensor: "2", "WORLD_SIZE": "2"}) == "fsdp:tp=2", "nothing beside it"
     for environ, wanted in (
         ({**MESH, shard: "2"}, "ACCELERATE_USE_FSDP is not true"),
         ({**MESH, **SHARDS, replicate: "2"}, "divides nothing"),
         ({**MESH, **SHARDS, shard: "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "remove one"),
         ({**MESH, shard: "two"}, "is not a whole number"),
+        ({**MESH, tensor: "2", "WORLD_SIZE": "4"}, "PARALLELISM_CONFIG_TP_SIZE=2 .* use strategy='fsdp:tp=2'"),
+        ({**MESH, tensor: "2", "ACCELERATE_USE_DEEPSPEED": "true"}, "use strategy='fsdp:tp=2'"),
+        ({**MESH, **SHARDS, tensor: "2", replicate: "2"}, "divides nothing"),
     ):
         with pytest.raises(ConfigurationError, match=wanted):
             requests(environ)
@@ -90,10 +97,9 @@ def test_the_section_of_a_file_is_read(tmp_path: Path) -> None:
     found = read_config(str(path))
     assert (found.strategy, found.unused) == ("fsdp:shard=2", ("parallelism_config.parallelism_config_cp_backend",))
     path.write_text(
-        f"distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n{kept}  parallelism_config_tp_size: 2\n"
+        f"distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n{kept}  parallelism_config_tp_size: 2\n"
     )
-    with pytest.raises(ConfigurationError, match="PARALLELISM_CONFIG_TP_SIZE=2; that is tensor parallelism"):
-        read_config(str(path))
+    assert read_config(str(path)).strategy == "fsdp:shard=2,tp=2"
 
 
 @pytest.mark.parametrize(

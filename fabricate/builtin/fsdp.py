@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ from fabricate import ConfigurationError, Strategy
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+    from fabricate.builtin.tensor_parallel import Division
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -31,6 +34,8 @@ class FSDP(Strategy):
     optimizer state in host memory, where the update runs.
     shard: ranks that share one copy of the model, a divisor of their number, or "node": those of a node; gradients are
     averaged over the copies. Unset: all ranks share one.
+    tp: ranks that share the arithmetic of each layer, as the `tp_plan` of a transformers model says, and read the same rows; what
+    each of them has left of a layer lies in shards over the others (1: layers are not divided).
     param_dtype: "bf16" or "fp16" as `precision` computes: parameters are gathered in it, half the traffic; shards stay as
     they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32.
     activation_checkpointing: keep each unit's input only and compute the unit again in backward.
@@ -46,6 +51,7 @@ class FSDP(Strategy):
     reduce_dtype: str | None = None
     activation_checkpointing: bool = False
     accumulate: str = "shards"
+    tp: int = 1
     name: ClassVar[str] = "fsdp"
     min_world_size: ClassVar[int] = 2
     lockstep: ClassVar[bool] = True
@@ -67,6 +73,10 @@ class FSDP(Strategy):
             raise ConfigurationError(
                 f"fsdp: shard={self.shard!r}: two ranks or more share a copy of the model; strategy='ddp' copies it whole"
             )
+        if self.tp < 1:
+            raise ConfigurationError(
+                f"fsdp: tp={self.tp!r}: give the number of ranks that divide a layer, 2 or more, or leave it out"
+            )
         if self.activation_checkpointing and self.wrap == "none":
             raise ConfigurationError(
                 "fsdp: activation_checkpointing=true with wrap='none' would run the whole module twice; choose units with wrap="
@@ -75,24 +85,34 @@ class FSDP(Strategy):
         self._ran: list[int] = []
         self._watched: list[torch.nn.Parameter] = []
         self._world_size, self._accumulation = 0, 1
-        self._group: Any = None
+        self._over: Any = None
+        """The mesh of the shards of one copy; `_ways`: of the ranks that divide layers."""
+        self._ways: Any = None
+        self._division: Division | None = None
         self._undo: list[Callable[[], None]] = []
 
     # -- before anything is built ---------------------------------------------------------------------------------------
 
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
         yield from super().check(world_size, device)
-        shards = self._shards(world_size)
-        if world_size % shards:
-            yield f"fsdp: shard={self.shard!r}: {shards} is no divisor of {world_size} processes; choose one, or leave it out"
-        elif shards < 2:
+        shards, groups = self._shards(world_size), world_size // self.tp
+        if not shards or groups % shards:
+            yield (
+                f"fsdp: shard={self.shard!r}: {shards} is no divisor of {world_size} processes"
+                + (f" in {groups} groups of tp={self.tp}" if self.tp > 1 else "")
+                + "; choose one, or leave it out"
+            )
+        elif shards < 2 and self.tp == 1:
             yield f"fsdp: shard={self.shard!r}: a node has one process, so nothing would be divided; use strategy='ddp'"
 
+    def ranks_per_row(self, world_size: int) -> int:
+        return self.tp
+
     def _shards(self, world_size: int) -> int:
-        """How many ranks share one copy of the model."""
+        """Into how many shards a parameter is cut, after the cut of `tp`, in one copy of the model."""
         if self.shard == "node":
-            return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return int(self.shard or world_size)
+            return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) // self.tp
+        return int(self.shard or world_size // self.tp)
 
     def settle(self, settled: Strategy.Settled) -> None:
         self._world_size, self._accumulation = settled.world_size, settled.gradient_accumulation_steps
@@ -111,19 +131,35 @@ class FSDP(Strategy):
         shards = self._shards(world_size)
         parameters = list(module.parameters())
         every = sum(p.numel() * p.element_size() for p in parameters)
+        division = self._divide(module)
+        cuts = division.cuts(module) if division is not None else {}
+
+        def divided(p: torch.nn.Parameter, size: int) -> int:
+            return p.numel() // (self.tp if id(p) in cuts else 1) * size
+
         # Dimension 0 is cut into equal parts, rounded up. Shapes only: to slice a DTensor gathers it, on all ranks.
-        part = sum(-(-len(p) // shards) * p.numel() // len(p) * p.element_size() for p in parameters if p.numel())
+        rows = {p: len(p) // (self.tp if cuts.get(id(p)) == 0 else 1) for p in parameters if p.numel()}
+        part = sum(-(-number // shards) * divided(p, p.element_size()) // number for p, number in rows.items())
         held = {kind: -(-count * part // every) if every else 0 for kind, count in whole.items()}
         width = {"bf16": 2, "fp16": 2}.get(str(self.param_dtype))
         units = self._units if self._units is not None else [name for name, _ in select(module, self.wrap)]
-        by_unit = sizes(module, units, lambda p: p.numel() * (width or p.element_size()))
+        by_unit = sizes(module, units, lambda p: divided(p, width or p.element_size()))
         rest = by_unit.pop("")
         gathered = rest + (max(by_unit.values(), default=0) if self.reshard_after_forward else sum(by_unit.values()))
         found = {f"{'host ' if self.offload else ''}{kind}": count for kind, count in held.items()}
         found["gathered"] = gathered
         if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
-            found["whole gradients"] = whole["gradients"]
+            here = sum(divided(p, p.element_size()) for p in parameters)
+            found["whole gradients"] = whole["gradients"] * here // every if every else 0
         return found
+
+    def _divide(self, module: torch.nn.Module) -> Division | None:
+        """Which layers `tp` divides, and how."""
+        if self.tp == 1:
+            return None
+        from fabricate.builtin.tensor_parallel import division
+
+        return division(module, self.tp)
 
     # -- building -------------------------------------------------------------------------------------------------------
 
@@ -134,13 +170,15 @@ class FSDP(Strategy):
 
         from fabricate.builtin.fsdp_units import select
 
-        self._device = accelerator.device
+        self._device, self._division = accelerator.device, self._divide(module)
         options = self._options(accelerator.num_processes)
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:  # fully_shard keeps each rank's own values: they have to be rank 0's
                 values = tensor.detach().to(self._device)  # one at a time: fully_shard moves one unit at a time as well
                 torch.distributed.broadcast(values, src=0)
                 tensor.detach().copy_(values)
+        if self._division is not None:
+            self._division.apply(module, self._ways)
         units = select(module, self.wrap)
         if self.activation_checkpointing and not units:
             raise ConfigurationError(
@@ -169,15 +207,21 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         shards = self._shards(world_size)
-        mesh = init_device_mesh(self._device.type, (world_size // shards, shards), mesh_dim_names=("copies", "shards"))
-        self._group = mesh["shards"].get_group()
+        copies = world_size // shards // self.tp
+        sizes, names = (copies, shards), ("copies", "shards")
+        if self.tp == 1:
+            mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+        else:
+            every = init_device_mesh(self._device.type, (*sizes, self.tp), mesh_dim_names=(*names, "tp"))
+            mesh, self._ways = every[names], every["tp"]
+        self._over = mesh["shards"]
         dtypes = {
             n: getattr(torch, _DTYPES[v]) if (v := getattr(self, n)) else None for n in ("param_dtype", "reduce_dtype")
         }
         if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
             dtypes["reduce_dtype"] = torch.float32
         found: dict[str, Any] = {
-            "mesh": mesh["shards"] if shards == world_size else mesh,
+            "mesh": mesh["shards"] if copies == 1 else mesh,
             "reshard_after_forward": self.reshard_after_forward,
             # Inputs stay as they are: autocast casts what has to be, and a target or a time step must not be rounded.
             "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False),
@@ -270,13 +314,50 @@ class FSDP(Strategy):
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         import torch
 
-        shards = [cast("Any", p.grad).to_local() for p in parameters if p.grad is not None]
-        square = torch.nn.utils.get_total_norm(shards).to(self._device).square()
-        torch.distributed.all_reduce(square, group=self._group)
+        gradients = [cast("Any", p.grad) for p in parameters if p.grad is not None]
+        square = self._square([g for g in gradients if self.tp == 1 or not self._is_divided(g)])
+        if self.tp > 1:  # what all of its ranks hold counts once
+            divided = self._square([g for g in gradients if self._is_divided(g)])
+            torch.distributed.all_reduce(divided, group=self._ways.get_group())
+            square = square + divided
+        torch.distributed.all_reduce(square, group=self._over.get_group())
         return square.sqrt()
 
+    def _square(self, gradients: Sequence[Any]) -> torch.Tensor:
+        """The squared norm of this rank's shards."""
+        import torch
+
+        return torch.nn.utils.get_total_norm([g.to_local() for g in gradients]).to(self._device).square()
+
+    def _is_divided(self, tensor: Any) -> bool:
+        """Whether `tp` cut it, and not only shards."""
+        names = tensor.device_mesh.mesh_dim_names
+        return "tp" in names and tensor.placements[names.index("tp")].is_shard()
+
+    def local_part(self, tensor: torch.Tensor) -> Strategy.Part:
+        part = super().local_part(tensor)
+        if self.tp > 1 and not part.replicated and "tp" not in cast("Any", tensor).device_mesh.mesh_dim_names:
+            # Each rank that divides layers holds the same shard of what is in none of them.
+            part.copy, part.copies = part.copy * self.tp + self._ways.get_local_rank(), part.copies * self.tp
+        return part
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return super().gather(tensor.to(self._device))
+        here: Any = tensor.to(self._device)
+        if self.tp == 1 or not self._is_divided(here):
+            return super().gather(here)
+        # One cut after the other, the last one first: both at once, torch warns of what it does.
+        import torch
+        from torch.distributed.tensor import DTensor, Shard
+
+        cut, whole = here.placements[-1], here
+        shape = [n // self.tp if dimension == cut.dim else n for dimension, n in enumerate(here.shape)]
+        for mesh, placement, size in ((self._over, Shard(0), shape), (self._ways, cut, list(here.shape))):
+            stride = [math.prod(size[n + 1 :]) for n in range(len(size))]
+            local = whole.to_local() if whole is here else whole
+            whole = DTensor.from_local(
+                local, mesh, [placement], run_check=False, shape=torch.Size(size), stride=tuple(stride)
+            ).full_tensor()
+        return cast("torch.Tensor", whole.detach())
 
     def after_evaluation(self, model: torch.nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -288,8 +369,13 @@ class FSDP(Strategy):
     def describe(self) -> dict[str, str]:
         units = f"units by wrap={self.wrap!r}" if self._units is None else f"{len(self._units)} units"
         shards = self._shards(self._world_size)
-        over, copies = f"over {shards} ranks", self._world_size // shards
+        over, copies = (
+            f"over {shards} ranks" if shards > 1 else "whole on each of them",
+            self._world_size // shards // self.tp,
+        )
+        layers = str(self._division or f"divided over {self.tp} successive ranks, as the model's tp_plan says")
         return {
+            **({"layers": layers} if self.tp > 1 else {}),
             "shards": f"{units} and the rest of the module, {over}" + (f", in {copies} copies" if copies > 1 else ""),
             "gathered as": _DTYPES[self.param_dtype] if self.param_dtype else "they are",
             "gradients": f"averaged in {_DTYPES[self.reduce_dtype or 'fp32']}, "

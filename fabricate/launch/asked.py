@@ -127,12 +127,20 @@ def _accelerate_strategy(environ: Mapping[str, str]) -> Request | None:
                 f"{mesh_keys.SHARD}={mesh.shard} divides a model, and ACCELERATE_USE_FSDP is not true; use strategy='fsdp', or for "
                 "DeepSpeed's zero3 leave it out"
             )
+        if mesh.tp > 1:
+            # Accelerate allows no copies beside it; where its ranks are all there are, there are none.
+            if deepspeed or environ.get("WORLD_SIZE", str(mesh.tp)) != str(mesh.tp) or mesh.replicate > 1:
+                raise ConfigurationError(
+                    f"{mesh_keys.TENSOR}={mesh.tp} divides layers, which is done beside shards only: use "
+                    f"strategy='fsdp:tp={mesh.tp}', or set ACCELERATE_USE_FSDP to true"
+                )
+            return Request(f"fsdp:tp={mesh.tp}", mesh_keys.TENSOR)
         if mesh.replicate > 1 and not deepspeed:
             return Request("ddp", mesh_keys.REPLICATE)
     if fsdp:
         options = fsdp_keys.fsdp_options(environ)
         if mesh is not None:
-            options["shard"] = mesh.shards(options.get("shard"))
+            options |= mesh.options(options.get("shard"))
         return Request(_with_options("fsdp", options), fsdp.source)
     if not deepspeed:
         return None

@@ -12,6 +12,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.parallelism import instead
 
 REPLICATE, SHARD = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+TENSOR = "PARALLELISM_CONFIG_TP_SIZE"
 VARIABLES = {
     f"parallelism_config.parallelism_config_{word}_size": f"PARALLELISM_CONFIG_{word.upper()}_SIZE"
     for word in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -21,13 +22,20 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """`replicate` copies of a model, each divided over `shard` ranks; 1 where nothing is asked for."""
+    """`replicate` copies of a model, each in `shard` shards of what `tp` ranks divide; 1 where nothing is asked for."""
 
     replicate: int
     shard: int
+    tp: int
 
-    def shards(self, node: str | None) -> str:
-        """FSDP's option `shard`, where its own settings said `node` (or nothing)."""
+    def options(self, node: str | None) -> dict[str, str]:
+        """FSDP's options `shard` and `tp`, where its own settings said `node` for `shard` (or nothing)."""
+        ways = {"tp": str(self.tp)} if self.tp > 1 else {}
+        if self.shard < 2 and self.replicate < 2 and ways:
+            return ways | ({"shard": node} if node else {})
+        return {"shard": self._shards(node)} | ways
+
+    def _shards(self, node: str | None) -> str:
         if self.shard < 2:
             raise ConfigurationError(
                 f"{SHARD}={self.shard} divides nothing, and ACCELERATE_USE_FSDP is true; give the ranks that share a copy, or use "
@@ -42,11 +50,11 @@ class Mesh:
 
 def mesh(environ: Mapping[str, str]) -> Mesh:
     """The mesh asked for. Raises ConfigurationError for a dimension that no strategy has, and for what is no number."""
-    for word in ("tp", "cp", "sp"):
+    for word in ("cp", "sp"):
         name = f"PARALLELISM_CONFIG_{word.upper()}_SIZE"
         if (size := _size(environ, name)) > 1:
             raise ConfigurationError(f"{name}={size}{instead(word)}; set it to 1")
-    return Mesh(_size(environ, REPLICATE), _size(environ, SHARD))
+    return Mesh(_size(environ, REPLICATE), _size(environ, SHARD), _size(environ, TENSOR))
 
 
 def _size(environ: Mapping[str, str], name: str) -> int:

@@ -26,9 +26,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from fabricate.checkpoint.directory import Reader
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
+from fabricate.parts import is_sharded
 from fabricate.rehearsal.wishes import TRAIN_DATA, Rehearsal, Trial
 from fabricate.state.logical import load_model
-from fabricate.strategy import is_sharded
 
 if TYPE_CHECKING:
     from fabricate.module import TrainModule

@@ -24,6 +24,7 @@ from fabricate.state.logical import Saver, digest, named_tensors, optimizer_grou
 
 if TYPE_CHECKING:
     from fabricate.run import Run
+    from fabricate.strategy import Strategy
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Content:
 
     chunks: its parts of tensors, read when they are written. shared: state.json, used on rank 0. own: rank-00000.json.
     tensors: every logical tensor that this rank knows of, whoever writes it: what has to be there. manifest: the other
-    fields of the manifest.
+    fields of the manifest. exchanged: the parts that ranks have to exchange before chunks are read.
     """
 
     chunks: list[Chunk]
@@ -40,6 +41,13 @@ class Content:
     own: dict[str, Any]
     tensors: dict[str, TensorRecord]
     manifest: dict[str, Any]
+    exchanged: list[Strategy.Part]
+
+    def exchange(self) -> None:
+        """Bring together what ranks hold by columns. All ranks, once all of them have assembled theirs."""
+        for part in self.exchanged:
+            part.values  # noqa: B018  the exchange
+        self.exchanged = []  # what chunks do not need any more may go
 
 
 def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
@@ -59,7 +67,7 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
         "progress": run.progress.state(),
         "metrics": {n: v for n, v in run.latest.items() if math.isfinite(v)},
     }
-    return Content(saver.chunks, shared, own, saver.tensors, manifest)
+    return Content(saver.chunks, shared, own, saver.tensors, manifest, saver.exchanged)
 
 
 def own_buffers(run: Run) -> dict[str, torch.Tensor]:

@@ -22,7 +22,8 @@ from fabricate.checkpoint.codec import decode, encode
 from fabricate.checkpoint.directory import Chunk, Reader, TensorRecord, find
 from fabricate.checkpoint.schema import shared_state
 from fabricate.errors import CheckpointError, ConfigurationError
-from fabricate.strategy import Strategy, is_sharded
+from fabricate.parts import is_sharded
+from fabricate.strategy import Strategy
 
 _CODES = {
     torch.float64: "F64",
@@ -49,23 +50,26 @@ Groups = list[dict[str, torch.nn.Parameter]]
 
 def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
     """A piece of the logical tensor `name`: the elements of `tensor`, from `start` on, of a whole of `shape` (default: all)."""
-    if tensor.dtype not in _CODES:
-        raise CheckpointError(
-            f"{name} has the dtype {tensor.dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, _CODES))}"
-        )
-
     whole = tuple(tensor.shape) if shape is None else shape
-    return Chunk(name, start, tensor.numel(), _CODES[tensor.dtype], whole, _Values(tensor))
+    return Chunk(name, start, tensor.numel(), _code(name, tensor.dtype), whole, _held(tensor))
+
+
+def _code(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _CODES:
+        raise CheckpointError(
+            f"{name} has the dtype {dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, _CODES))}"
+        )
+    return _CODES[dtype]
 
 
 class _Values:
     """The bytes of a tensor, on the host when they are asked for."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:
         self.tensor = tensor
 
     def __call__(self) -> Any:
-        return _bytes(self.tensor)
+        return _bytes(self.tensor())
 
 
 class Staging:
@@ -82,7 +86,7 @@ class Staging:
         staged, devices = [], set()
         for each in chunks:
             assert isinstance(each.data, _Values)
-            values = each.data.tensor.detach().reshape(-1)
+            values = each.data.tensor().detach().reshape(-1)
             key = (each.tensor, each.start)
             buffer = self._buffers.get(key)
             if buffer is None or buffer.dtype is not values.dtype or buffer.numel() != values.numel():
@@ -90,7 +94,7 @@ class Staging:
             kept[key] = buffer.copy_(values, non_blocking=values.is_cuda)
             if values.is_cuda:
                 devices.add(values.device)
-            staged.append(dataclasses.replace(each, data=_Values(buffer)))
+            staged.append(dataclasses.replace(each, data=_held(buffer)))
         self._buffers = kept
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -99,6 +103,10 @@ class Staging:
                 event.synchronize()
 
         return staged, wait
+
+
+def _held(tensor: torch.Tensor) -> _Values:
+    return _Values(lambda: tensor)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -151,6 +159,8 @@ class Saver:
         self.chunks: list[Chunk] = []
         self.tensors: dict[str, TensorRecord] = {}
         """What is known to exist, also where other ranks write it."""
+        self.exchanged: list[Strategy.Part] = []
+        """The parts whose values ranks have to exchange before the chunks are written: all ranks, in this order."""
 
     def shared(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter, or something shaped like one: each rank contributes its part, so nothing is gathered."""
@@ -158,17 +168,20 @@ class Saver:
 
     def part(self, name: str, part: Strategy.Part) -> None:
         """This rank's part of a logical tensor; of what several ranks hold, each contributes a slice."""
-        self._know(name, part.values, part.shape)
-        flat = part.values.reshape(-1)
+        self._know(name, part.dtype, part.shape)
         copy, copies = (self.rank, self.world_size) if part.replicated else (part.copy, part.copies)
-        begin, end = (flat.numel() * number // copies for number in (copy, copy + 1))
-        flat, start = flat[begin:end], part.start + begin
-        if flat.numel() or (self.rank == 0 and 0 in part.shape):
-            self.chunks.append(chunk(name, flat, start, part.shape))
+        begin, end = (part.count * number // copies for number in (copy, copy + 1))
+        if not part.in_place:
+            self.exchanged.append(part)
+        if begin < end or (self.rank == 0 and 0 in part.shape):
+            values = _Values(lambda: part.values.reshape(-1)[begin:end])
+            self.chunks.append(
+                Chunk(name, part.start + begin, end - begin, _code(name, part.dtype), part.shape, values)
+            )
 
     def whole(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that is the same on every rank: rank 0 writes it."""
-        self._know(name, tensor, tuple(tensor.shape))
+        self._know(name, tensor.dtype, tuple(tensor.shape))
         if self.rank == 0:
             self.chunks.append(chunk(name, tensor))
 
@@ -176,9 +189,9 @@ class Saver:
         """A tensor of this rank alone; `name` has the rank in it."""
         self.chunks.append(chunk(name, tensor))
 
-    def _know(self, name: str, values: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if values.dtype in _CODES:  # others are refused where they are written
-            self.tensors[name] = TensorRecord(_CODES[values.dtype], shape)
+    def _know(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if dtype in _CODES:  # others are refused where they are written
+            self.tensors[name] = TensorRecord(_CODES[dtype], shape)
 
     def model(self, module: torch.nn.Module, without: Container[str] = ()) -> dict[str, str]:
         """All parameters and buffers, `without` some parameters; returns the aliases of shared ones."""
@@ -330,8 +343,8 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
         if shape != live[name].shape:
             raise CheckpointError(f"{where}: {name} has shape {shape}, the module's has {live[name].shape}")
         # Another width is another precision; a number of another kind is another number.
-        if _kind(dtype) != _kind(live[name].values.dtype):
-            raise CheckpointError(f"{where}: {name} is {dtype}, the module's is {live[name].values.dtype}")
+        if _kind(dtype) != _kind(live[name].dtype):
+            raise CheckpointError(f"{where}: {name} is {dtype}, the module's is {live[name].dtype}")
     return source
 
 
@@ -351,12 +364,16 @@ def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | Non
 
 
 def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
-    values, record = part.values, reader.manifest.tensors[name]
-    if values.device.type == "cpu" and values.is_contiguous() and values.dtype is _DTYPES[record.dtype]:
-        reader.read_into(name, _bytes(values), part.start)  # into the module's own memory
+    memory, record = part.memory, reader.manifest.tensors[name]
+    if (
+        part.in_place
+        and memory.device.type == "cpu"
+        and memory.is_contiguous()
+        and memory.dtype is _DTYPES[record.dtype]
+    ):
+        reader.read_into(name, _bytes(memory), part.start)  # into the module's own memory
         return
-    with torch.no_grad():
-        part.values.copy_(read(reader, name, part.start, part.values.numel()).reshape(part.values.shape))
+    part.write(read(reader, name, part.start, part.count))
 
 
 def _some(names: list[str]) -> str:
@@ -442,12 +459,12 @@ def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[st
     kept = set(module.state_dict(keep_vars=True))
     parameters, buffers, _ = named_tensors(module)
     found = [(n, t) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
-    return sorted(found, key=lambda pair: -strategy.local_part(pair[1]).values.element_size())
+    return sorted(found, key=lambda pair: -strategy.local_part(pair[1]).dtype.itemsize)
 
 
 def whole_chunk(name: str, tensor: torch.Tensor, strategy: Strategy) -> Chunk:
     """The logical tensor `name`, gathered when it is written. All ranks gather then."""
     part = strategy.local_part(tensor)
     return Chunk(
-        name, 0, math.prod(part.shape), _CODES[part.values.dtype], part.shape, lambda: _bytes(strategy.gather(tensor))
+        name, 0, math.prod(part.shape), _CODES[part.dtype], part.shape, lambda: _bytes(strategy.gather(tensor))
     )

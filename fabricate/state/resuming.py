@@ -183,6 +183,8 @@ def restore(run: Run, path: Path) -> None:
                 f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r})"
             )
         world_size = saved_world_size(reader)
+        per_row = reader.manifest.topology.get("ranks_per_row", 1)
+        first_readers = range(0, world_size, per_row if isinstance(per_row, int) and per_row > 0 else 1)
         _compare(run, path, tree, run.settings.accept_changes)
         compare_model(reader, run.module, engine.strategy)
         compare_frozen(reader, run.module, engine.strategy)
@@ -209,7 +211,7 @@ def restore(run: Run, path: Path) -> None:
         for name, call in run.calls.listeners("on_load"):
             if name in tree["plugins"]:
                 call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, tree["plugins"][name], name))
-        _restore_own(run, reader, world_size)
+        _restore_own(run, reader, world_size, first_readers)
     if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
         run.checkpoint, run.saved_step = path, run.progress.step
         prune(run)  # a kill may have come between the last save and what was to go after it
@@ -217,16 +219,17 @@ def restore(run: Run, path: Path) -> None:
     run.restored = True
     saved, now = reader.manifest.topology, engine.topology()
     run.event("resumed", path=path.name, saved=saved, now=now)
-    changed = [f"{name} {value} -> {now[name]}" for name, value in saved.items() if value != now[name]]
+    changed = [f"{name} {value} -> {now.get(name, 1)}" for name, value in saved.items() if value != now.get(name)]
     run.module.print("; ".join([f"resumed from {path} (step {run.progress.step})", *changed]))
 
 
-def _restore_own(run: Run, reader: Reader, world_size: int) -> None:
-    """What each of the `world_size` ranks had for itself. On another number of ranks, rank 0 goes on with what all of them
-    had collected since the last log boundary, and generators begin anew, from the seed and the step."""
+def _restore_own(run: Run, reader: Reader, world_size: int, first_readers: range) -> None:
+    """What each of the `world_size` ranks had for itself. On another number of ranks, or of those that read the same rows, rank 0
+    goes on with what `first_readers`, one rank for each row, had collected since the last log boundary, and generators begin
+    anew, from the seed and the step."""
     engine = run.engine
-    same = world_size == engine.world_size
-    ranks = [engine.rank] if same else range(world_size if engine.rank == 0 else 1)
+    same = world_size == engine.world_size and first_readers.step == engine.ranks_per_row
+    ranks = [engine.rank] if same else list(first_readers) if engine.rank == 0 else [0]
     own = [own_state(reader, rank) for rank in ranks]
     metrics, torchmetrics, rng = (
         [decode_mapping(reader, each[name], name) for each in own] for name in ("metrics", "torchmetrics", "rng")
@@ -240,7 +243,7 @@ def _restore_own(run: Run, reader: Reader, world_size: int) -> None:
             load_torchmetrics_state(run.module, torchmetrics[0])
             set_rng_state(rng[0])
         else:
-            seed_everything(derive_seed(run.seed, "rank", engine.rank, engine.world_size, run.progress.step))
+            seed_everything(derive_seed(run.seed, "rank", engine.data_rank, engine.world_size, run.progress.step))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
         raise CheckpointError(
             f"checkpoint {reader.path}: what a rank had for itself is not as fabricate writes it ({type(exc).__name__}: {exc})"

@@ -123,6 +123,7 @@ def _assemble(run: Run, path: Path) -> Content:
         failure = exc
     committing.agree(run.engine, path, failure)
     assert content is not None
+    content.exchange()
     return content
 
 

@@ -308,7 +308,7 @@ class _Recorder(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._trace.last = _held(trainer, module)
-        memory = [trainer.strategy.local_part(p).values.untyped_storage() for _, p in named(module)]
+        memory = [trainer.strategy.local_part(p).memory.untyped_storage() for _, p in named(module)]
         self._trace.bytes_held = sum({m.data_ptr(): m.nbytes() for m in memory}.values())
 
 

@@ -50,14 +50,14 @@ class EMA(Callback):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and name not in self._parts:
                 part = self._strategy.local_part(parameter)
-                dtype = torch.promote_types(part.values.dtype, torch.float32)  # in bfloat16 it would not move
-                self._parts[name] = part, part.values.to(dtype, copy=True)
+                dtype = torch.promote_types(part.dtype, torch.float32)  # in bfloat16 it would not move
+                self._parts[name] = part, part.memory.to(dtype, copy=True)
 
     def on_step(self, step: int) -> None:
         import torch
 
         averages = [average for _, average in self._parts.values()]
-        weights = [part.values.to(average.dtype) for part, average in self._parts.values()]
+        weights = [part.memory.to(average.dtype) for part, average in self._parts.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay if step > self.start else 1.0)
 
     def on_eval_start(self) -> None:
@@ -78,13 +78,13 @@ class EMA(Callback):
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
         self._show(average=False)
-        state["average"] = {name: part._replace(values=average) for name, (part, average) in self._parts.items()}
+        state["average"] = {name: part.over(average) for name, (part, average) in self._parts.items()}
 
     def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
         self.on_epoch_start(trainer, module)
         for name, (part, average) in self._parts.items():
-            own = state["average"][name].flatten()[part.start : part.start + average.numel()]
-            average.copy_(own.view_as(average))
+            own = part.over(average)
+            own.write(state["average"][name].flatten()[own.start : own.start + own.count])
         self._show(average=True)
 
     def on_teardown(self) -> None:
@@ -96,7 +96,7 @@ class EMA(Callback):
         """Put the average into the module, or the weights back, unless they are there already."""
         if average == bool(self._kept) or not self._parts:
             return
-        values = [part.values for part, _ in self._parts.values()]
+        values = [part.memory for part, _ in self._parts.values()]
         wanted = [mean for _, mean in self._parts.values()] if average else self._kept
         self._kept = [value.clone() for value in values] if average else []
         for value, new in zip(values, wanted, strict=True):

@@ -1,0 +1,190 @@
+"""What a rank holds of a logical tensor, as a range of its elements: what initial values and checkpoints are made of.
+
+Owns: where the shard of a DTensor lies in the whole, and the exchange between ranks that hold columns of the same rows. Must
+not know: strategies, checkpoints, which parameter is cut how and why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+
+class Part:
+    """What this rank holds of a logical tensor: a range of its elements in row-major order."""
+
+    memory: torch.Tensor
+    """This rank's memory of the tensor, of any shape, detached. What is computed element by element is computed here."""
+    start: int
+    """Where the range begins."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    replicated: bool
+    """Whether every rank holds the whole."""
+    copy: int
+    """Of the ranks that hold this range (all of them where it is replicated), which one this is."""
+    copies: int
+    """How many they are."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        start: int,
+        shape: tuple[int, ...],
+        replicated: bool,
+        copy: int = 0,
+        copies: int = 1,
+    ) -> None:
+        """`values`: the memory, which holds the range."""
+        self.memory, self.start, self.shape, self.replicated = values, start, shape, replicated
+        self.copy, self.copies = copy, copies
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.memory.dtype
+
+    @property
+    def count(self) -> int:
+        """The number of elements in the range."""
+        return self.memory.numel()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `values` is `memory`, so that nothing is exchanged."""
+        return True
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The elements of the range, in any shape. Unless `in_place`: a copy, made once. All ranks, in the same order."""
+        return self.memory
+
+    def write(self, values: torch.Tensor) -> None:
+        """Make `values`, of any shape, dtype and device, the elements of the range. Unless `in_place`: all ranks, in the same
+        order. Call `Strategy.after_load` when all is written."""
+        import torch
+
+        with torch.no_grad():
+            self.memory.copy_(values.reshape(self.memory.shape))
+
+    def over(self, memory: torch.Tensor) -> Part:
+        """The same place in another tensor of the same whole shape; `memory`: this rank's, shaped like that of this part."""
+        return Part(memory, self.start, self.shape, self.replicated, self.copy, self.copies)
+
+
+class Columns(Part):
+    """Of a tensor whose rows several ranks hold by columns: a share of these rows, whole, which the ranks exchange.
+
+    `block` is this rank's memory (rows, columns, ...); rank t of the `group` owns the t-th share of the rows, which begin at
+    row `first_row` of the whole.
+    """
+
+    def __init__(
+        self, block: torch.Tensor, first_row: int, shape: tuple[int, ...], group: Any, copy: int, copies: int
+    ) -> None:
+        import torch.distributed as dist
+
+        rank, number = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._first_row = group, first_row
+        bounds = [len(block) * t // number for t in range(number + 1)]
+        self._rows = [end - begin for begin, end in itertools.pairwise(bounds)]
+        width = -(-shape[1] // number)
+        self._widths = [max(0, min(width, shape[1] - t * width)) for t in range(number)]
+        self._own = self._rows[rank]
+        self._deep = math.prod(shape[2:])
+        super().__init__(
+            block, (first_row + bounds[rank]) * math.prod(shape[1:]), shape, replicated=False, copy=copy, copies=copies
+        )
+        self._values: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self._own * math.prod(self.shape[1:])
+
+    @property
+    def in_place(self) -> bool:
+        return False
+
+    @property
+    def values(self) -> torch.Tensor:
+        import torch
+
+        if self._values is None:
+            width = self.memory.numel() // max(1, len(self.memory))
+            pieces = self._exchange(
+                self.memory.reshape(-1),
+                [rows * width for rows in self._rows],
+                [self._own * columns * self._deep for columns in self._widths],
+            )
+            blocks = [p.reshape(self._own, -1) for p in pieces] if self._own else []
+            self._values = torch.cat(blocks, dim=1) if blocks else self.memory.new_empty(0)
+        return self._values
+
+    def write(self, values: torch.Tensor) -> None:
+        import torch
+
+        self._values = None
+        values = values.detach().to(self.memory.dtype).reshape(self._own, -1)
+        cut = torch.split(values, [columns * self._deep for columns in self._widths], dim=1)
+        width = self.memory.numel() // max(1, len(self.memory))
+        pieces = self._exchange(
+            torch.cat([piece.reshape(-1) for piece in cut]),
+            [piece.numel() for piece in cut],
+            [rows * width for rows in self._rows],
+        )
+        with torch.no_grad():
+            self.memory.copy_(torch.cat(pieces).reshape(self.memory.shape))
+
+    def over(self, memory: torch.Tensor) -> Part:
+        return Columns(memory, self._first_row, self.shape, self._group, self.copy, self.copies)
+
+    def _exchange(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> list[torch.Tensor]:
+        """Give rank t of the group `sent[t]` elements of `flat`, in order; returns what each one gave. As bytes: not every backend
+        exchanges every dtype. Over the group's own device: shards may be in host memory."""
+        import torch
+        import torch.distributed as dist
+
+        size = flat.element_size()
+        backends = dist.get_backend_config(self._group)
+        device = flat.device if flat.device.type in backends else torch.device("cuda", torch.cuda.current_device())
+        data = flat.detach().contiguous().view(torch.uint8).to(device)
+        answer = data.new_empty(sum(received) * size)
+        dist.all_to_all_single(answer, data, [n * size for n in received], [n * size for n in sent], group=self._group)
+        return list(torch.split(answer.to(flat.device).view(flat.dtype), received))
+
+
+def part_of(tensor: torch.Tensor) -> Part:
+    """The part of a DTensor, cut in dimension 0 and in at most one mesh dimension in dimension 1; of any other tensor the
+    whole. ValueError for other placements. This rank alone."""
+    if not is_sharded(tensor):
+        return Part(tensor.detach(), 0, tuple(tensor.shape), replicated=True)
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    cut = [getattr(placement, "dim", 0) for placement in tensor.placements]
+    if any(dimension > 1 for dimension in cut) or cut.count(1) > 1:
+        raise ValueError(f"placements {tensor.placements} are no range of rows, nor columns of one")
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    local: torch.Tensor = tensor.to_local().detach()
+    copy, copies = 0, 1
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            number = mesh.size(dimension)
+            copy, copies = copy * number + mesh.get_local_rank(dimension), copies * number
+    if 1 in cut:
+        return Columns(local, offset[0], shape, mesh.get_group(cut.index(1)), copy, copies)
+    start = offset[0] * (tensor.numel() // tensor.shape[0]) if local.numel() else 0
+    return Part(local, start, shape, False, copy, copies)
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor. Nothing can be one before its module is there, and importing that takes half a second."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
