@@ -261,7 +261,7 @@ class Tower(TrainModule):
 
 trainer = Trainer(max_steps=1, seed=1, progress=False, strategy=sys.argv[1])
 result = trainer.fit(Tower(), TensorDataset(torch.ones(2, {WIDTH})), batch_size=1)
-print("trained", result.steps)
+print(f"trained {{result.steps}}")  # one piece, which the other rank cannot come between
 '''
 PARAMETERS = BLOCKS * WIDTH * WIDTH * 4 / 2**20
 
