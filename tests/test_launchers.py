@@ -37,6 +37,25 @@ fsdp_config:
   fsdp_state_dict_type: SHARDED_STATE_DICT
   fsdp_use_orig_params: true
 """
+# As `accelerate config` writes them.
+REPLICAS = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: {kind}
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+gpu_ids: all
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: {use_cpu}
+"""
 DEEPSPEED = """
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
@@ -85,15 +104,17 @@ def srun(port: str) -> list[str]:
 
 def started(root: Path) -> dict[str, list[str]]:
     """The command lines. A name is also the name of the run directory."""
-    both = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port())]
+    gpus = yaml(root, "gpus.yaml", REPLICAS.format(kind="MULTI_GPU", use_cpu="false"))
+    cpus = yaml(root, "cpus.yaml", REPLICAS.format(kind="MULTI_CPU", use_cpu="true"))
     fsdp, stage2 = yaml(root, "fsdp.yaml", FSDP), str(FILES / "deepspeed_zero2.json")
     deepspeed = yaml(root, "deepspeed.yaml", DEEPSPEED.format(file=stage2))
     run = {
         "python": [sys.executable, str(SCRIPT)],
         "torchrun": [*torchrun(), str(SCRIPT)],
         "accelerate": [*accelerate(), str(SCRIPT)],
-        "accelerate-multi": [*accelerate(*both), str(SCRIPT)],
-        "accelerate-cpu": [*accelerate("--cpu", "--num_processes", "2"), str(SCRIPT)],
+        "accelerate-gpus-file": [*accelerate("--config_file", gpus, "--main_process_port", str(free_port())), str(SCRIPT)],
+        "accelerate-cpus-file": [*accelerate("--config_file", cpus, "--main_process_port", str(free_port())), str(SCRIPT)],
+        "fabricate-cpus-file": fabricate("--config", cpus),
         "accelerate-fsdp-file": [
             *accelerate("--config_file", fsdp, "--main_process_port", str(free_port())),
             str(SCRIPT),
@@ -170,7 +191,8 @@ def settings(run_dir: Path) -> dict[str, Any]:
         ("python", 1, "single"),
         ("torchrun", 2, "ddp"),
         ("accelerate", 1, "single"),
-        ("accelerate-multi", 2, "ddp"),
+        ("accelerate-gpus-file", 2, "ddp"),
+        ("fabricate-cpus-file", 2, "ddp"),
         ("fabricate-fsdp", 2, "fsdp"),
         ("srun", 2, "ddp"),
     ],
@@ -238,13 +260,13 @@ def test_processes_that_accelerate_launch_would_not_start_are_an_error_that_says
     ended: tuple[Path, dict[str, Ended]],
 ) -> None:
     root, found = ended
-    assert found["accelerate-cpu"].code != 0
-    assert "asked for several processes and started one" in found["accelerate-cpu"].output
+    assert found["accelerate-cpus-file"].code != 0
+    assert "asked for several processes and started one" in found["accelerate-cpus-file"].output
     assert (
         "accelerate launch --multi_gpu --num_processes N script.py` (on a CPU as well)"
-        in found["accelerate-cpu"].output
+        in found["accelerate-cpus-file"].output
     )
-    assert not (root / "accelerate-cpu").exists()
+    assert not (root / "accelerate-cpus-file").exists()
 
 
 def test_a_rank_that_fails_ends_all_of_them_and_says_why_once(ended: tuple[Path, dict[str, Ended]]) -> None:
