@@ -494,6 +494,30 @@ def _refused(strategy: str, **arguments: Any) -> list[str]:
     return told
 
 
+def _without_files(path: str) -> list[str]:
+    """What is said where the folder is not there, and where nothing can be compiled against libaio."""
+    told = []
+    for folder, compiler in ((f"{path}/nowhere", ""), (path, "false")):
+        trainer = Trainer(
+            strategy=f"zero3:offload_optimizer=nvme,nvme_path={folder}", max_steps=1, precision="fp32", progress=False
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            if compiler:
+                patch.setenv("CC", compiler)
+            with pytest.raises(ConfigurationError) as caught:
+                trainer.fit(Net(), ROWS, batch_size=4)
+        told.append(str(caught.value))
+    return told
+
+
+def test_offload_to_files_says_what_the_machine_lacks_and_leaves_nothing(tmp_path: Path) -> None:
+    """That it trains is shown by `python -m campaigns.swapping`: what it needs takes minutes to compile."""
+    for nowhere, no_library in run_ranks(_without_files, 2, str(tmp_path)):
+        assert "nowhere' takes no files: No such file or directory; give a folder on a local disk" in nowhere
+        assert "needs libaio with its headers: apt install libaio-dev" in no_library
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
     two, factored, gathered, editing = run_ranks(_refused, 2, "zero2")[0]
     assert "trains with one optimizer and there are 2 (first, second)" in two

@@ -103,7 +103,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op is refused"),
     ({"zero_optimization": {"cpu_offload": True}}, {}, "write offload_optimizer: {device: cpu}"),
     ({"zero_optimization": {"compute_grad_norm": False}}, {}, "compute_grad_norm is refused"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "device is 'nvme'; offload to NVMe is not offered"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "device is 'nvme'; offload to NVMe is offered for"),
 ]  # fmt: skip
 
 
@@ -143,8 +143,11 @@ def test_equal_values_on_both_sides_and_switched_off_sections_pass() -> None:
         ("zero2:offload_optimizer=disk", "offload_optimizer='disk': give 'cpu'"),
         (
             "zero3:offload_param=nvme",
-            "offload_param='nvme': give 'cpu' or leave it out; offload to NVMe is not offered, because",
+            "offload_param='nvme': give 'cpu' or leave it out; offload to NVMe is offered for the optimizer of stage 3 only",
         ),
+        ("zero3:offload_optimizer=nvme", "offload to files takes offload_optimizer=nvme and nvme_path=FOLDER, both"),
+        ("zero3:nvme_path=disk", "offload to files takes offload_optimizer=nvme and nvme_path=FOLDER, both"),
+        ("zero2:offload_optimizer=nvme", "offload to NVMe is offered for the optimizer of stage 3 only"),
         ("zero2:offload_param=cpu", "has no option 'offload_param'"),
     ],
 )
@@ -152,6 +155,24 @@ def test_wrong_names_and_options_are_refused(strategy: str, told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         _plan(strategy)
     assert told in str(caught.value)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_file_that_offloads_to_files_says_where_and_nothing_that_a_checkpoint_could_miss() -> None:
+    def told(**section: Any) -> str:
+        content = {"zero_optimization": {"offload_optimizer": {"device": "nvme", **section}}}
+        with pytest.raises(ConfigurationError) as caught:
+            _plan(_strategy(content, stage=3))
+        return str(caught.value)
+
+    assert "offload_optimizer.device is 'nvme' without nvme_path; give a folder" in told()
+    assert "offload_optimizer.pipeline_read is refused" in told(nvme_path="disk", pipeline_read=True)
+    section = {"device": "nvme", "nvme_path": "disk"}
+    swapping = _plan(_strategy({"zero_optimization": {"offload_optimizer": section}}, stage=3))
+    assert _setting(swapping, "offload")[0] == "offload_optimizer nvme"
+    held, _ = _setting(_plan("zero3:offload_optimizer=nvme,nvme_path=disk"), "memory_per_rank")
+    assert (held["host master weights"], held["host optimizer state"]) == (0, 0)
+    assert held["host swap buffers"] == 5 * held["host gradients"], "a group at a time, here of everything"
 
 
 def test_one_process_is_told_what_to_do() -> None:

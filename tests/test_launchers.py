@@ -112,8 +112,14 @@ def started(root: Path) -> dict[str, list[str]]:
         "python": [sys.executable, str(SCRIPT)],
         "torchrun": [*torchrun(), str(SCRIPT)],
         "accelerate": [*accelerate(), str(SCRIPT)],
-        "accelerate-gpus-file": [*accelerate("--config_file", gpus, "--main_process_port", str(free_port())), str(SCRIPT)],
-        "accelerate-cpus-file": [*accelerate("--config_file", cpus, "--main_process_port", str(free_port())), str(SCRIPT)],
+        "accelerate-gpus-file": [
+            *accelerate("--config_file", gpus, "--main_process_port", str(free_port())),
+            str(SCRIPT),
+        ],
+        "accelerate-cpus-file": [
+            *accelerate("--config_file", cpus, "--main_process_port", str(free_port())),
+            str(SCRIPT),
+        ],
         "fabricate-cpus-file": fabricate("--config", cpus),
         "accelerate-fsdp-file": [
             *accelerate("--config_file", fsdp, "--main_process_port", str(free_port())),

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _BUCKET = 500_000_000
 """DeepSpeed's own default, in elements."""
-NO_NVME = (
-    "offload to NVMe is not offered, because neither a checkpoint nor a resume reaches what DeepSpeed keeps in its own files there; host "
-    "memory, or more ranks, take it as well"
-)
+NO_NVME = "offload to NVMe is offered for the optimizer of stage 3 only; host memory, or more ranks, take it as well"
+_SWAP_BUFFERS = 5
+"""Tensors of a group that are in memory at once: weights, gradient, and up to three of the optimizer's state."""
+_SUB_GROUP = 1_000_000_000
+"""DeepSpeed's own default, in elements of a rank's part."""
 _OFFLOAD = ("offload_optimizer", "offload_param")
 _TRAINERS = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
@@ -78,9 +79,11 @@ class Configuration:
         self._set(zero, "stage", self.stage, f"strategy='zero{self.stage}'")
         for section, device in offload.items():
             if zero.get(section, {}).get("device") == "nvme":
-                raise ConfigurationError(
-                    f"{self.where}: zero_optimization.{section}.device is 'nvme'; {NO_NVME}: write 'cpu'"
-                )
+                if section != "offload_optimizer" or self.stage < 3:
+                    raise ConfigurationError(
+                        f"{self.where}: zero_optimization.{section}.device is 'nvme'; {NO_NVME}: write 'cpu'"
+                    )
+                self._check_swapping(zero[section])
             if device is not None:
                 inner = zero.setdefault(section, {})
                 self._set(inner, "device", device, f"the option {section}={device}")
@@ -96,6 +99,38 @@ class Configuration:
         )
         # fabricate checks the optimizer itself and uses the one it got, also where the state lies on the CPU.
         self.content |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+    def _check_swapping(self, section: dict[str, Any]) -> None:
+        for key in ("pipeline_read", "pipeline_write", "pipeline", "fast_init"):
+            if section.get(key):
+                raise ConfigurationError(
+                    f"{self.where}: zero_optimization.offload_optimizer.{key} is refused: a checkpoint could meet what is still on its "
+                    "way; remove it"
+                )
+        if section.get("nvme_path", AUTO) in (AUTO, None):
+            raise ConfigurationError(
+                f"{self.where}: zero_optimization.offload_optimizer.device is 'nvme' without nvme_path; give a folder on a local disk"
+            )
+
+    def swaps_to(self) -> str | None:
+        """The folder for the files of an optimizer that is offloaded to them."""
+        section = self.content["zero_optimization"].get("offload_optimizer") or {}
+        return str(section["nvme_path"]) if section.get("device") == "nvme" else None
+
+    def ask_to_swap(self, path: str) -> None:
+        """The option nvme_path says `path`. Raises `ConfigurationError` where the file says another."""
+        section = self.content["zero_optimization"]["offload_optimizer"]
+        self._set(section, "nvme_path", path, f"the option nvme_path={path}")
+
+    def swap_to(self, folder: str) -> None:
+        """Put the files of the optimizer into `folder`."""
+        section = self.content["zero_optimization"]["offload_optimizer"]
+        section |= {"nvme_path": folder, "buffer_count": max(_SWAP_BUFFERS, section.get("buffer_count", 0))}
+
+    def swap_buffers(self, num_elements: float) -> int:
+        """Bytes of the buffers through which a rank's `num_elements` go to files."""
+        size = (self.content or self._given)["zero_optimization"].get("sub_group_size", _SUB_GROUP)
+        return int(_SWAP_BUFFERS * 4 * min(num_elements, _SUB_GROUP if size == AUTO else size))
 
     def fill_sizes(self, num_elements: int, hidden_size: int | None) -> None:
         """Fill the sizes that depend on the model, of which `num_elements` are trained: as transformers does where it names a

@@ -13,20 +13,34 @@ from typing import Any
 import torch
 
 from fabricate import CheckpointError
+from fabricate_deepspeed.swapped import Files
 
 
 @dataclass(frozen=True)
 class Slice:
-    """`count` elements of a parameter, from `start` on, lie in `flat` from `offset` on."""
+    """`count` elements of a parameter, from `start` on, lie in `flat` from `offset` on, which has room for `room`. `files`:
+    where DeepSpeed has swapped `flat`, if it has."""
 
     flat: torch.Tensor
     offset: int
     count: int
     start: int
+    room: int = 0
+    files: Files | None = None
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """These elements of a tensor that is laid out like `self.flat`."""
-        return flat.detach().narrow(0, self.offset, self.count)
+        return self.whole(flat).narrow(0, self.offset, self.count)
+
+    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """All of a tensor that is laid out like `self.flat`."""
+        return flat.detach() if self.files is None else self.files.content(self.flat, flat)
+
+    def zeros(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor for the optimizer's state that is laid out like `self.flat`."""
+        if self.files is not None:
+            return self.files.add_state(self.flat, key, dtype)
+        return torch.zeros_like(self.flat, dtype=dtype, requires_grad=False)
 
     def is_like(self, value: object) -> bool:
         """Whether `value` is laid out like `self.flat`."""
@@ -46,11 +60,13 @@ def slices(engine: Any) -> Iterator[tuple[torch.nn.Parameter, Slice]]:
                     inside, whole = found.hp_fragment_address, found.lp_fragment_address
                     yield parameter, Slice(flat, inside.start, inside.numel, whole.start)
         return
+    files = Files(zero) if zero.swap_optimizer else None
     for group in zero.fp16_groups:
         for parameter in group:
-            number, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+            number, offset, room = zero.grad_position[zero.get_param_id(parameter)]
             start, count = own_range(parameter)
-            yield parameter, Slice(zero.fp32_partitioned_groups_flat[number], offset, count, start)
+            flat = zero.fp32_partitioned_groups_flat[number]
+            yield parameter, Slice(flat, offset, count, start, room, files if files and files.has(flat) else None)
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
@@ -74,7 +90,7 @@ def restore_optimizer_state(
     for key, value in state.items():
         if isinstance(value, torch.dtype):
             if key not in kept:
-                kept[key] = torch.zeros_like(own.flat, dtype=value, requires_grad=False)
+                kept[key] = own.zeros(key, value)
             rooms[key] = own.of(kept[key])
         elif key in kept and not _equal(kept[key], value):
             raise CheckpointError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricate import Strategy
-from fabricate_deepspeed import library, shards
+from fabricate import ConfigurationError, Strategy
+from fabricate_deepspeed import library, shards, swapped
 from fabricate_deepspeed.strategy import ZeRO
 
 if TYPE_CHECKING:
@@ -21,21 +22,65 @@ if TYPE_CHECKING:
 class ZeRO3(ZeRO):
     """DeepSpeed ZeRO stage 3: optimizer state, gradients and parameters in shards over the ranks.
 
-    offload_param: "cpu" keeps the shards of parameters in host memory.
+    offload_param: "cpu" keeps the shards of parameters in host memory. offload_optimizer: also "nvme", which keeps optimizer
+    state and master weights in files below `nvme_path`, a folder on a local disk.
     """
 
     offload_param: str | None = None
+    nvme_path: str | None = None
     name: ClassVar[str] = "zero3"
     compiles: ClassVar[bool] = False
     stage: ClassVar[int] = 3
     lockstep: ClassVar[bool] = True
+    _to_disk: ClassVar[tuple[tuple[str, str], ...]] = (("offload_optimizer", "nvme"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.offload_optimizer == "nvme") is (self.nvme_path is None):
+            raise ConfigurationError(
+                f"zero3: offload_optimizer={self.offload_optimizer!r} with nvme_path={self.nvme_path!r}: offload to files takes "
+                "offload_optimizer=nvme and nvme_path=FOLDER, both"
+            )
+        self._files: swapped.Files | None = None
+        self._folder = ""
         self._converted: set[torch.nn.Parameter] = set()
 
     def _offload(self) -> dict[str, str | None]:
         return {**super()._offload(), "offload_param": self.offload_param}
+
+    def settle(self, settled: Strategy.Settled) -> None:
+        super().settle(settled)
+        if self.nvme_path is not None:
+            self._configuration.ask_to_swap(self.nvme_path)
+
+    def prepare_optimizers(
+        self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> torch.nn.Module:
+        path = self._configuration.swaps_to()
+        if path is not None:
+            self._folder = swapped.make_folder("zero3: offload_optimizer=nvme", path)
+            swapped.check_machine("zero3: offload_optimizer=nvme")
+            self._configuration.swap_to(self._folder)
+        engine = super().prepare_optimizers(model, optimizers)
+        if path is not None:
+            self._files = swapped.Files(engine.optimizer)
+            self._files.keep_gradients()
+        return engine
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._files is not None:
+            for number, own in enumerate(self._slices.values()):
+                if own.files is not None and number not in self._ran:
+                    self._files.clear_gradient(own.flat, own.offset, own.room)
+        return super().step(optimizer)
+
+    def release(self, module: torch.nn.Module, clean: bool) -> bool:
+        whole = super().release(module, clean)
+        self._files = None
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
+        return whole
 
     def _describe_shards(self) -> dict[str, str]:
         return {"parameters, gradients and optimizer state": "in shards"}
@@ -61,6 +106,7 @@ class ZeRO3(ZeRO):
         content = {**self._configuration.content, "fp16": {}, "bf16": {}}
         content.pop("optimizer", None)
         content.pop("scheduler", None)
+        content["zero_optimization"] = {**content["zero_optimization"], "offload_optimizer": None}
         self._engine = self._initialize(content)
         evaluated: torch.nn.Module = self._engine
         return evaluated
@@ -82,7 +128,9 @@ class ZeRO3(ZeRO):
         for parameter in filter(shards.is_partitioned, self._root.parameters()):
             own = self._slices.get(id(parameter))
             if own is not None:
-                parameter.ds_tensor.data = own.flat.detach().narrow(0, own.offset, parameter.ds_tensor.ds_numel)
+                parameter.ds_tensor.data = own.whole(own.flat).narrow(0, own.offset, parameter.ds_tensor.ds_numel)
+                if own.files is not None:
+                    parameter.ds_tensor.data = parameter.ds_tensor.data.clone()  # the file goes
             if parameter in self._converted:
                 parameter.ds_tensor.data = parameter.ds_tensor.data.float()
             parameter.data = parameter.data.new_empty(0, dtype=parameter.ds_tensor.dtype)
@@ -115,7 +163,10 @@ class ZeRO3(ZeRO):
             return
         zero = self._engine.optimizer
         for number in range(len(zero.fp16_groups) if self._slices else 0):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+            if self._files is not None:
+                self._files.renew(number)
+            else:
+                zero._reassign_or_swap_out_partitioned_parameters(number)
         if persistent := self._partition_persistent():
             persistent[0].all_gather(persistent)
 
@@ -138,4 +189,5 @@ class ZeRO3(ZeRO):
         zero.grad_partitions_flat_buffer.zero_()
         if zero.offload_optimizer:
             for flat in zero.fp32_partitioned_groups_flat:
-                flat.grad.zero_()
+                if flat.grad is not None:  # it is, where the group is in a file
+                    flat.grad.zero_()

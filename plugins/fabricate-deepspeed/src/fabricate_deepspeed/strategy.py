@@ -52,10 +52,12 @@ class ZeRO(Strategy, abc.ABC):
     skips_nonfinite: ClassVar[bool] = True
     clips: ClassVar[str] = "DeepSpeed"
     distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
+    _to_disk: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Options and devices that offload to files."""
 
     def __post_init__(self) -> None:
         for option, device in self._offload().items():
-            if device not in (None, "cpu"):
+            if device not in (None, "cpu") and (option, device) not in self._to_disk:
                 raise ConfigurationError(
                     f"{self.name}: {option}={device!r}: give 'cpu' or leave it out"
                     + (f"; {NO_NVME}" if device == "nvme" else "")
@@ -109,6 +111,9 @@ class ZeRO(Strategy, abc.ABC):
             masters = self.stage < 3 or width == 2 or bool(host)
             held[f"{host}master weights"] = trained * 4 * part if masters else 0
             held[f"{host}optimizer state"] = whole["optimizer state"] * part
+            if self.offload_optimizer == "nvme":
+                held |= {"host master weights": 0, "host optimizer state": 0, "host gradients": trained * 4 * part}
+                held["host swap buffers"] = self._configuration.swap_buffers(trained * part)
             held["bucket"] = self._configuration.bucket(trained) * width
         return {kind: math.ceil(count) for kind, count in held.items()}
 
