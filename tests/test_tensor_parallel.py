@@ -345,6 +345,14 @@ class Replaced(Net):
             self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2))
 
 
+def started_on(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """As a launcher leaves the environment of rank 0."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+
 @pytest.mark.parametrize(
     ("module", "strategy", "ranks", "wanted"),
     [
@@ -377,9 +385,12 @@ class Replaced(Net):
 def test_what_cannot_be_divided_is_refused_with_the_plan(
     monkeypatch: pytest.MonkeyPatch, module: Net, strategy: str, ranks: int, wanted: str
 ) -> None:
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    started_on(monkeypatch, ranks)
     with pytest.raises(ConfigurationError, match=wanted):
         Trainer(strategy=strategy, max_steps=1, progress=False).plan(module, Rows(), batch_size=1)
+
+
+def test_a_loss_scale_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_on(monkeypatch, 2)
+    with pytest.raises(ConfigurationError, match=r"tp=2 and precision='fp16': .* use precision='bf16'"):
+        Trainer(strategy="fsdp:tp=2", precision="fp16", max_steps=1, progress=False).plan(Net(), Rows(), batch_size=1)

@@ -117,6 +117,11 @@ class FSDP(Strategy):
     def settle(self, settled: Strategy.Settled) -> None:
         self._world_size, self._accumulation = settled.world_size, settled.gradient_accumulation_steps
         computes = settled.precision.mixed_precision.replace("no", "fp32")
+        if self.tp > 1 and settled.scales_loss:  # torch's scaler would look at each rank's columns by themselves
+            raise ConfigurationError(
+                f"fsdp: tp={self.tp} and precision={settled.precision.name!r}: the ranks that divide a layer do not agree on an "
+                "overflow, so that some would update and some not; use precision='bf16' or 'fp32', or leave tp out"
+            )
         if self.param_dtype not in (None, "fp32", computes):
             raise ConfigurationError(
                 f"fsdp: param_dtype={self.param_dtype!r} and precision={settled.precision.name!r}, which computes in "
