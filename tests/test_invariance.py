@@ -82,6 +82,8 @@ def test_a_global_batch_is_split_in_every_way_and_the_whole_comes_first() -> Non
     splits = [(s.world_size, s.micro_batch, s.accumulation) for s in _factorisations(12, (3, 2, 5))]
     assert splits[0] == (1, 12, 1)
     assert splits[1:] == [(2, 6, 1), (2, 3, 2), (2, 2, 3), (2, 1, 6), (3, 4, 1), (3, 2, 2), (3, 1, 4)]
+    together = [(s.world_size, s.micro_batch, s.accumulation) for s in _factorisations(4, (2, 4), lambda ranks: 2)]
+    assert together[1:] == [(2, 4, 1), (2, 2, 2), (2, 1, 4), (4, 2, 1), (4, 1, 2)]
 
 
 # -- a fit that is told how to split

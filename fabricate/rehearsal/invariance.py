@@ -17,6 +17,8 @@ from fabricate import launch
 from fabricate.checkpoint.comparing import compare
 from fabricate.checkpoint.directory import Reader
 from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.interfaces import ranks_per_row
+from fabricate.registry import Registry
 from fabricate.rehearsal.repeating import TRIALS
 from fabricate.rehearsal.wishes import Trial
 
@@ -85,7 +87,10 @@ def measure(
     """
     if not script.is_file():
         raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file; give a Python script")
-    splits = _factorisations(global_batch_size, world_sizes)
+    chosen = None if strategy == "auto" else Registry().resolve("strategy", strategy)[0]
+    splits = _factorisations(
+        global_batch_size, world_sizes, lambda n: 1 if chosen is None or n == 1 else ranks_per_row(chosen, n)
+    )
     (folder / "start.py").write_text("from fabricate.rehearsal.repeating import repeat\n\nrepeat()\n")
     for world_size in dict.fromkeys(split.world_size for split in splits):
         mine = [split for split in splits if split.world_size == world_size]
@@ -100,15 +105,18 @@ def measure(
     return Invariance(compared, len(told[first]["losses"]), tuple(notes))
 
 
-def _factorisations(global_batch_size: int, world_sizes: Sequence[int]) -> list[Split]:
-    """Every world size x micro-batch x accumulation that makes the global batch; one process that takes it whole is first."""
+def _factorisations(
+    global_batch_size: int, world_sizes: Sequence[int], sharing: Callable[[int], int] = lambda world_size: 1
+) -> list[Split]:
+    """Every world size x micro-batch x accumulation that makes the global batch; one process that takes it whole is first.
+    sharing: how many ranks of a world size read the same rows."""
     if global_batch_size < 1 or not world_sizes or min(world_sizes) < 1:
         raise ConfigurationError(
             f"a global batch of {global_batch_size} over {list(world_sizes)} ranks: give positive whole numbers"
         )
     found = [Split(1, global_batch_size, 1)]
     for world_size in sorted(set(world_sizes)):
-        share, rest = divmod(global_batch_size, world_size)
+        share, rest = divmod(global_batch_size, world_size // sharing(world_size))
         for micro_batch in range(share, 0, -1) if not rest else ():
             if share % micro_batch == 0:
                 found.append(Split(world_size, micro_batch, share // micro_batch))
