@@ -114,9 +114,9 @@ def fit(run: Run) -> str:
                     losses.append(loss)
                 if moves:
                     metrics.pending.append(("loss", loss, weight, "mean"))
-                else:  # as numbers, see Metrics.take
-                    own = weight.item() if type(weight) is torch.Tensor else weight
-                    metrics.pending.append(("loss", loss.item(), own, "mean"))
+                else:  # as numbers, see Metrics.take; tolist reads them without going through the dispatcher, as item does
+                    own = weight.tolist() if type(weight) is torch.Tensor else weight
+                    metrics.pending.append(("loss", loss.tolist(), own, "mean"))
                 if module._logged:
                     if not weighing:
                         check_logged(run)
