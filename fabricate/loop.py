@@ -114,9 +114,11 @@ def fit(run: Run) -> str:
                     losses.append(loss)
                 if moves:
                     metrics.pending.append(("loss", loss, weight, "mean"))
-                else:  # as numbers, see Metrics.take; tolist reads them without going through the dispatcher, as item does
-                    own = weight.tolist() if type(weight) is torch.Tensor else weight
-                    metrics.pending.append(("loss", loss.tolist(), own, "mean"))
+                else:  # as numbers, see Metrics.take
+                    own = weight.item() if type(weight) is torch.Tensor else weight
+                    # tolist reads memory where item goes through the dispatcher, for 2 us; a subclass may have no memory of its own.
+                    value = loss.tolist() if type(loss) is torch.Tensor else loss.item()
+                    metrics.pending.append(("loss", value, own, "mean"))
                 if module._logged:
                     if not weighing:
                         check_logged(run)

@@ -15,6 +15,9 @@ import torch
 
 from fabricate.testing.ranks import close_pools, worker_process_ids
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell that started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _SETTLE_SECONDS = 2.0  # for what is already ending: a joined pool's threads, a data loader's workers
 

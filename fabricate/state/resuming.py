@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,7 +229,7 @@ def _restore_own(run: Run, reader: Reader, world_size: int, first_readers: range
     anew, from the seed and the step."""
     engine = run.engine
     same = world_size == engine.world_size and first_readers.step == engine.ranks_per_row
-    ranks = [engine.rank] if same else list(first_readers) if engine.rank == 0 else [0]
+    ranks: Sequence[int] = [engine.rank] if same else first_readers if engine.rank == 0 else [0]
     own = [own_state(reader, rank) for rank in ranks]
     metrics, torchmetrics, rng = (
         [decode_mapping(reader, each[name], name) for each in own] for name in ("metrics", "torchmetrics", "rng")
