@@ -10,7 +10,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from fabricate import Trainer, TrainModule
+from fabricate import Callback, Trainer, TrainModule
 from fabricate.stopwatch import Stopwatch
 from fabricate.testing import run_ranks
 
@@ -126,9 +126,30 @@ def _shares(strategy: str) -> list[dict[str, float]]:
     return module.rates
 
 
-def test_ddp_tells_the_share_of_communication_and_fsdp_does_not_know() -> None:
-    for rates in run_ranks(_shares, 2, "ddp"):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_share_of_communication_is_told(strategy: str) -> None:
+    for rates in run_ranks(_shares, 2, strategy):
         assert all(0 <= lap["communication_share"] <= 1 for lap in rates)
         assert max(lap["communication_share"] for lap in rates) > 0
-    for rates in run_ranks(_shares, 2, "fsdp"):
-        assert rates[-1].keys() == {"seconds_per_step", "steps_per_second", "samples_per_second", "data_share"}
+
+
+def _evaluated() -> list[float]:
+    """Seconds of communication when an evaluation begins and when it ends."""
+    told: list[float] = []
+
+    class Looks(Callback):
+        def on_eval_start(self, trainer: Trainer) -> None:
+            told.append(trainer.strategy._communication.seconds)  # type: ignore[attr-defined]
+
+        on_eval_end = on_eval_start
+
+    trainer = Trainer(
+        max_steps=1, strategy="fsdp", precision="fp32", log_every=100, validate_every=1, progress=False, plugins=[Looks()]
+    )  # fmt: skip
+    trainer.fit(Works(), Slow(), Slow(), batch_size=1)
+    return told
+
+
+def test_what_an_evaluation_gathers_is_no_communication_of_training() -> None:
+    for begin, end in run_ranks(_evaluated, 2):
+        assert begin == end > 0

@@ -201,7 +201,7 @@ class FSDP(Strategy):
 
         root._apply(memory)  # type: ignore[no-untyped-call]
         vars(root)["fsdp"] = (self._choices(), [name for name, _ in units])
-        self._attach(module, units)
+        self._attach(root, module, units)
         # Placement is done; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
 
@@ -241,8 +241,9 @@ class FSDP(Strategy):
             n: v for n, v in dataclasses.asdict(self).items() if n not in ("activation_checkpointing", "accumulate")
         }
 
-    def _attach(self, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
+    def _attach(self, root: torch.nn.Module, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
         """What is on the units for as long as a run lasts."""
+        from fabricate.builtin.fsdp_timing import Communication
         from fabricate.builtin.fsdp_units import recompute
 
         self._units = [name for name, _ in units]
@@ -255,6 +256,9 @@ class FSDP(Strategy):
         if self.activation_checkpointing:
             undo.append(recompute(module, units))
         self._undo = undo
+        self._communication = Communication(module)
+        if self._device.type == "cpu":  # elsewhere a call returns before its work is done
+            self._communication.watch(root)
 
     def prepare_optimizers(
         self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
@@ -280,7 +284,7 @@ class FSDP(Strategy):
             )
         self._device = accelerator.device
         self._options(accelerator.num_processes)
-        self._attach(module, [(name, module.get_submodule(name)) for name in names])
+        self._attach(root, module, [(name, module.get_submodule(name)) for name in names])
         return model
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
@@ -308,6 +312,7 @@ class FSDP(Strategy):
     def route(self) -> int:
         # Shards of unlike layers or gradients would be gathered and added up as if they were one: wrong, without an error.
         ran, self._ran = self._ran, []
+        self._communication.updates += 1
         return hash((*ran, -1, *(p.grad is not None for p in self._watched))) & (2**62 - 1)
 
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
@@ -363,6 +368,9 @@ class FSDP(Strategy):
                 local, mesh, [placement], run_check=False, shape=torch.Size(size), stride=tuple(stride)
             ).full_tensor()
         return cast("torch.Tensor", whole.detach())
+
+    def communication_seconds(self, model: torch.nn.Module) -> float | None:
+        return self._communication.per_update() if self._device.type == "cpu" else None
 
     def after_evaluation(self, model: torch.nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule

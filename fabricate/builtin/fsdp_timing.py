@@ -1,0 +1,71 @@
+"""How long FSDP's collectives keep a rank waiting, where they do: on a CPU each call returns when it is done.
+
+Must not know: units, options, what is trained.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+
+class Communication:
+    """Seconds that gathering parameters and averaging gradients took on this rank while `module` trained; evaluations, which
+    gather too, are left out. What copies of a sharded model exchange among them (`shard=`) is not in it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.seconds = 0.0
+        self.updates = 0
+
+    def watch(self, root: torch.nn.Module) -> None:
+        """Time the collectives of every unit inside `root`."""
+        for unit in root.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_all_gather(_AllGather(self))  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(_ReduceScatter(self))  # type: ignore[arg-type]
+
+    def since(self, began: float) -> None:
+        """A collective that began at `began` of the performance counter has ended."""
+        if self._module.training:
+            self.seconds += time.perf_counter() - began
+
+    def per_update(self) -> float | None:
+        """Seconds per update since this was asked last; None if there was none."""
+        seconds, updates = self.seconds, self.updates
+        self.seconds, self.updates = 0.0, 0
+        return seconds / updates if updates else None
+
+
+class _Timed:
+    """What torch's own collectives of FSDP do, with memory from the same place."""
+
+    def __init__(self, communication: Communication) -> None:
+        self._communication = communication
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Timed):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        began = time.perf_counter()
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        self._communication.since(began)
+        return work
+
+
+class _ReduceScatter(_Timed):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        began = time.perf_counter()
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self._communication.since(began)
+        return work
