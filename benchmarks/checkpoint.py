@@ -9,6 +9,8 @@ durable, copies it within memory, and the loop saves its checkpoint. Figures are
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import statistics
@@ -258,7 +260,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder, contextlib.redirect_stdout(io.StringIO()):
         found = {"machine": machine(), **measure(Path(folder), options.size, options.rounds)}
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
