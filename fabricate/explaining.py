@@ -30,7 +30,7 @@ def explain(run: Run, exc: BaseException) -> str:
         isinstance(exc, RuntimeError) and any(word in text for word in _NO_ROOM)
     ):
         return _no_room(run)
-    if not isinstance(exc, RuntimeError | NotImplementedError):
+    if not isinstance(exc, RuntimeError):
         return ""
     if _MISSED in text:
         return _missed(run, text)

@@ -261,7 +261,7 @@ class Trainer:
         Engine(found.launch, found.strategy, found.precision, found.device, compile=self.settings.compile).check()
         try:
             needed = need_ahead(module, True, data.total_steps(self.settings))
-        except (RuntimeError, NotImplementedError) as exc:
+        except RuntimeError as exc:
             reason = (str(exc).splitlines() or [""])[0]
             notes = [f"memory is not known before building: configure_model needs real tensors ({reason})"]
             return make_plan(self.settings, found, module, data, notes=notes)
