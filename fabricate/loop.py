@@ -16,7 +16,7 @@ from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.evaluation import validate
 from fabricate.metrics import MOST_PENDING
 from fabricate.observing import Activations, observe, tell_unreached
-from fabricate.progress import Due
+from fabricate.progress import Due, Progress
 from fabricate.returned import check_logged, check_loss, check_window, choose, other_weight, unpack, weigh
 from fabricate.state.saving import save_requested, settle
 from fabricate.strategy import Strategy
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fabricate.data import Window
     from fabricate.run import Run
 
-_SYNCHRONISED = contextlib.nullcontext()
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
 
@@ -42,9 +41,9 @@ def fit(run: Run) -> str:
     moments = tuple(
         Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every)
     )
-    dues = tuple(due for due in moments if due.amount < math.inf)
-    clocked = any(due.by_clock for due in dues) or run.watch is not None
-    most_steps = math.inf if settings.max_steps is None else settings.max_steps
+    uncounted = tuple(due for due in moments if due.counter in ("tokens", "seconds"))
+    clocked = any(due.by_clock for due in moments) or run.watch is not None
+    wake, requests = _wake(run, moments), run.requests
     manager = calls.manager
     only = next(iter(run.optimizers)) if len(run.optimizers) == 1 else None
     everything = list(module.parameters())
@@ -58,6 +57,7 @@ def fit(run: Run) -> str:
     run.activations = activations
     skipped_in_a_row = 0
     unsized = source.num_samples is None and world_size > 1
+    local = run.closing.enter_context(contextlib.ExitStack())  # for no_sync; an error leaves it open to the run's end
 
     if settings.validate_first and run.validation and progress.step == 0 and not run.restored:
         validate(run, progress.epoch)
@@ -85,29 +85,32 @@ def fit(run: Run) -> str:
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
                 stopwatch.waited += now() - asked
                 run.batch = batch = engine.to_device(batch) if moves else batch
-                with _SYNCHRONISED if alike or micro_step == last else strategy.no_sync(model):
-                    wrapped = calls.train_step
-                    output = wrapped(trainer, module, batch) if wrapped else forward(batch, progress.micro_step)
-                    loss, weight, chosen = output, None, None
-                    if type(output) is not torch.Tensor:
-                        loss, weight, chosen = unpack(output)
-                    if not weighing:
-                        check_loss(run, loss)
-                    if chosen is not None or name is None:
-                        name = choose(run, name, chosen, micro_step)
-                        known = known or weighing.get(name)
-                    if known == "rows" and weight is None and own_rows:
-                        weight = labels = own_rows  # what `weigh` says, without the call
-                    else:
-                        how, weight, labels = weigh(loss, weight, batch, own_rows, known)
-                        known = known or how
-                        if how != known:
-                            raise other_weight(known, how, loss)
-                    # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
-                    # leave to normalise is done once, below.
-                    whole = (alone and known == "counted") or (type(weight) is int and weight * readers == rows)
-                    scaled = loss if whole else loss * (weight * (readers / rows))
-                    backward(scaled if scaler is None else scaler.scale(scaled))
+                if not alike and micro_step < last:
+                    local.enter_context(strategy.no_sync(model))
+                wrapped = calls.train_step
+                output = wrapped(trainer, module, batch) if wrapped else forward(batch, progress.micro_step)
+                loss, weight, chosen = output, None, None
+                if type(output) is not torch.Tensor:
+                    loss, weight, chosen = unpack(output)
+                if not weighing:
+                    check_loss(run, loss)
+                if chosen is not None or name is None:
+                    name = choose(run, name, chosen, micro_step)
+                    known = known or weighing.get(name)
+                if known == "rows" and weight is None and own_rows:
+                    weight = labels = own_rows  # what `weigh` says, without the call
+                else:
+                    how, weight, labels = weigh(loss, weight, batch, own_rows, known)
+                    known = known or how
+                    if how != known:
+                        raise other_weight(known, how, loss)
+                # Backward averages over ranks, and `rows` counts the whole window. What weights other than rows
+                # leave to normalise is done once, below.
+                whole = (alone and known == "counted") or (type(weight) is int and weight * readers == rows)
+                scaled = loss if whole else loss * (weight * (readers / rows))
+                backward(scaled if scaler is None else scaler.scale(scaled))
+                if not alike:
+                    local.close()
                 made_by = last_operation(loss) if name not in weighing else ""
                 if keeps:  # else the number below is all that is wanted of it
                     loss = loss.detach()
@@ -188,7 +191,7 @@ def fit(run: Run) -> str:
                 if calls.on_step_skipped is not None:
                     calls.on_step_skipped(trainer, module, progress.step, why)
             elif calls.on_step is not None:
-                mean = _mean_loss(run, losses, weights, total) if wants_loss else None
+                mean = None if not wants_loss else losses[0] if alone else _mean_loss(run, losses, weights, total)
                 calls.on_step(trainer, module, progress.step, mean, norm)
                 if module._logged:
                     metrics.take(module._logged, total)
@@ -196,9 +199,10 @@ def fit(run: Run) -> str:
             # ---- the boundary: most of them have nothing to do -----------------------------------------------------
             if clocked:
                 run.tick()
-            if window.last or world_size > 1 or progress.step >= most_steps or _due(run, dues):
+            if progress.step >= wake or window.last or requests.pending or (uncounted and _due(progress, uncounted)):
                 if reason := _boundary(run, moments, window, norm, route):
                     return reason
+                wake = _wake(run, moments)
             else:
                 if len(metrics.pending) >= MOST_PENDING:
                     metrics.compact()
@@ -215,12 +219,14 @@ def fit(run: Run) -> str:
 
 def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Tensor | None, route: int) -> str:
     """Between two updates: what fell due and what was asked for, agreed by all ranks. Why the fit ends here, or nothing."""
-    progress, calls, epoch = run.progress, run.calls, run.progress.epoch
+    progress, calls, requests, epoch = run.progress, run.calls, run.requests, run.progress.epoch
     if window.last:
         progress.epoch, progress.position = epoch + 1, 0
         for schedule in run.schedulers.values():
             schedule.epoch_ended()
+    requests.pending = False
     stop, logging, evaluating, saving = _agree(run, moments, route)
+    requests.evaluate = False
     finished = _finished(run)
     if logging:
         metrics = run.metrics.reduce()
@@ -241,7 +247,8 @@ def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Te
             validate(run, epoch)
     if window.last and calls.on_epoch_end is not None:
         calls.on_epoch_end(run.trainer, run.module, epoch)
-    if logging or evaluating or window.last:  # what was asked for meanwhile counts now, on all ranks
+    if requests.pending or (run.engine.world_size > 1 and (logging or evaluating or window.last)):
+        # what was asked for meanwhile counts now, on all ranks
         late_stop, _, _, late_save = _agree(run, ())
         stop, saving = stop or late_stop, saving or late_save
     if logging or saving or stop or finished:
@@ -257,13 +264,17 @@ def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Te
     return _stop_reason(run, finished) if stop else finished
 
 
-def _due(run: Run, dues: tuple[Due, ...]) -> bool:
-    """Whether a moment may have come, or this rank asked for something."""
-    progress = run.progress
-    for due in dues:
-        if getattr(progress, due.counter) >= due.next:
-            return True
-    return run.requests.pending()
+def _wake(run: Run, moments: tuple[Due, ...]) -> float:
+    """The number of updates at which something falls due by itself; 0, so after each of them, where ranks have to agree."""
+    if run.engine.world_size > 1:
+        return 0
+    most = math.inf if run.settings.max_steps is None else run.settings.max_steps
+    return min((most, *(due.next for due in moments if due.counter == "step")))
+
+
+def _due(progress: Progress, moments: tuple[Due, ...]) -> bool:
+    """Whether a moment has come that is not counted in updates."""
+    return any(getattr(progress, due.counter) >= due.next for due in moments)
 
 
 def _same_window(run: Run, window: Window) -> None:
@@ -300,8 +311,6 @@ def _sum(weights: list[Any], device: torch.device) -> torch.Tensor:
 
 def _mean_loss(run: Run, losses: list[Any], weights: list[Any], total: Any) -> torch.Tensor:
     """Weighted mean over the window and all ranks, on the device; no wait."""
-    if len(losses) == 1 and run.engine.data_world_size == 1:
-        return losses[0]  # type: ignore[no-any-return]
     zero = torch.zeros((), device=run.engine.device)
     weighted = sum(
         (
@@ -340,7 +349,6 @@ def _agree(run: Run, dues: tuple[Due, ...], route: int = 0) -> tuple[bool, bool,
             )
         asked = [bool(flag) for flag in flags]
     requests.save = requests.save or fell[2]  # kept until save_requested asks every rank what for
-    requests.evaluate = False
     logging, evaluating, saving, stop, interrupted = asked
     if interrupted:
         requests.signal = next(name for name in run.engine.gather_json(requests.signal) if name)

@@ -48,9 +48,9 @@ class Watch:
         if self._stop_file is not None:
             self.look_at = min(now + _LOOK_SECONDS, self._deadline)
             if not self._requests.signal and self._stop_file.exists():
-                self._requests.signal = "stop file"
+                self._requests.ask(signal="stop file")
         if now >= self._deadline:
-            self._requests.signal = self._requests.signal or "max_time"
+            self._requests.ask(signal="max_time")
             self._deadline = self.look_at = math.inf
 
     def heard(self, what: str) -> None:
@@ -79,7 +79,7 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
                 os.kill(os.getpid(), number)
             return
         name = signal.Signals(number).name
-        requests.signal = requests.signal or name
+        requests.ask(signal=name)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         else:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 class Requests:
     """What hooks, signals and clocks asked for since the last update boundary, on this rank."""
 
+    pending: bool = False
+    """Whether anything was asked for since a boundary last looked."""
     stop: str = ""
     save: bool = False
     paths: list[str] = field(default_factory=list)
@@ -44,9 +46,16 @@ class Requests:
     signal: str = ""
     """What asked for a save and the end: a signal's name, "max_time" or "stop file"."""
 
-    def pending(self) -> bool:
-        """Whether anything was asked for."""
-        return bool(self.stop or self.save or self.paths or self.evaluate or self.signal)
+    def ask(
+        self, *, stop: str = "", save: bool = False, path: str = "", evaluate: bool = False, signal: str = ""
+    ) -> None:
+        """Ask for something at the next update boundary. Of several signals the first counts."""
+        self.stop = stop or self.stop
+        self.save |= save
+        self.paths += [path] if path else []
+        self.evaluate |= evaluate
+        self.signal = self.signal or signal
+        self.pending = True  # last: a boundary that looks meanwhile finds all of it or looks again
 
 
 @dataclass(kw_only=True)

@@ -223,15 +223,15 @@ class Trainer:
 
     def request_save(self) -> None:
         """Save at the next update boundary, on all ranks; asking on one rank is enough."""
-        self._live().requests.save = True
+        self._live().requests.ask(save=True)
 
     def request_eval(self) -> None:
         """Validate at the next update boundary, on all ranks; asking on one rank is enough."""
-        self._live().requests.evaluate = True
+        self._live().requests.ask(evaluate=True)
 
     def stop(self, reason: str = "stopped") -> None:
         """End the fit at the next update boundary, on all ranks; `reason` becomes `FitResult.stop_reason`."""
-        self._live().requests.stop = reason or "stopped"
+        self._live().requests.ask(stop=reason or "stopped")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a checkpoint to `path`, which must not exist yet: at the update boundary that follows, on all ranks (asking on
@@ -243,7 +243,7 @@ class Trainer:
         if run.at_boundary:
             saving.write_now(run, target)
             return target
-        run.requests.paths.append(str(target))
+        run.requests.ask(path=str(target))
         return target
 
     def plan(self, module: TrainModule, train: object = None, val: object = None, **loading: Any) -> Plan:

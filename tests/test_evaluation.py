@@ -106,14 +106,15 @@ def test_validation_leaves_the_modes_of_submodules_as_they_were() -> None:
     assert modes == [(True, False), (False, False), (True, False), (False, False)]
 
 
-def test_a_hook_may_ask_for_an_evaluation() -> None:
-    class Asks(Callback):
-        def on_step(self, trainer: Trainer, step: int) -> None:
-            if step == 2:
-                trainer.request_eval()
+@pytest.mark.parametrize("hook", ["on_step", "on_log"])
+def test_a_hook_may_ask_for_an_evaluation(hook: str) -> None:
+    def ask(self: Callback, trainer: Trainer, step: int) -> None:
+        if step == 2:
+            trainer.request_eval()
 
+    asks = type("Asks", (Callback,), {hook: ask})
     hears = Hears()
-    fit(None, Asks(), hears, val=ROWS, validate_every=None, max_steps=3)
+    fit(None, asks(), hears, val=ROWS, validate_every=None, max_steps=4, log_every=1)
     assert len(hears.evaluations) == 1
 
 

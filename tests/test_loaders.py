@@ -36,6 +36,22 @@ def test_a_loader_is_rebuilt_with_everything_but_its_sampler() -> None:
     assert source.notes == ("train: the DataLoader is rebuilt around a global order; not shuffled",)
 
 
+class Nested(Numbers):
+    """Rows of several tensors and text."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((2,), float(index)), "pair": (index, str(index)), "half": torch.ones(1).half() * index}
+
+
+@pytest.mark.parametrize("collate", [None, list, lambda rows: [row["pair"] for row in rows]])
+def test_batches_are_those_of_the_loader(collate: Any) -> None:
+    """Without workers and pinning no DataLoader reads: what comes has to be what it would give."""
+    loader = DataLoader(Nested(7), batch_size=3, collate_fn=collate)
+    found = [batch for window in opened(loader).windows(0) for batch, _ in window.micro_batches]
+    assert len(found) == 3
+    assert str(found) == str(list(loader))  # values, types, shapes
+
+
 def test_a_shuffled_loader_takes_the_same_order_as_its_data_set() -> None:
     loader = in_twos(31, shuffle=True)
     by_hand = DataLoader(Numbers(31), batch_sampler=BatchSampler(RandomSampler(Numbers(31)), 2, False))
@@ -221,6 +237,8 @@ def test_a_distributed_sampler_is_refused() -> None:
 
 def test_a_loader_that_accelerate_prepared_is_refused() -> None:
     from accelerate.data_loader import DataLoaderShard
+    from accelerate.state import GradientState
 
     with pytest.raises(ConfigurationError, match="train is a DataLoaderShard that accelerate has already split"):
         opened(DataLoaderShard(Numbers(4), batch_size=2))
+    GradientState._reset_state()  # a DataLoaderShard makes one for the process
