@@ -18,7 +18,7 @@ from fabricate.metrics import MOST_PENDING
 from fabricate.observing import Activations, observe, tell_unreached
 from fabricate.progress import Due, Progress
 from fabricate.returned import check_logged, check_loss, check_window, choose, other_weight, unpack, weigh
-from fabricate.state.saving import save_requested, settle
+from fabricate.state.saving import check_weights, save_requested, settle
 from fabricate.strategy import Strategy
 from fabricate.weighing import last_operation
 
@@ -253,8 +253,8 @@ def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Te
         stop, saving = stop or late_stop, saving or late_save
     if logging or saving or stop or finished:
         _check_frozen(run)
-    if saving or stop or finished:
-        _check_weights(run)
+    if stop or finished:
+        check_weights(run)
     run.at_boundary = True
     if run.background is not None:
         settle(run, wait=False)
@@ -389,25 +389,6 @@ def _check_frozen(run: Run) -> None:
                 f"{name} was frozen when the fit began and requires a gradient at step {run.progress.step}: neither the optimizer nor the "
                 "strategy knows of it. End the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
             )
-
-
-def _check_weights(run: Run) -> None:
-    """Before a checkpoint or the end: a gradient may have been infinite under a finite loss. All ranks; waits for the device."""
-    parts = {n: run.engine.strategy.local_part(p).memory for n, p in run.module.named_parameters() if p.requires_grad}
-    finite = {}
-    for name, part in parts.items():
-        if part.numel():
-            real = torch.view_as_real(part) if part.is_complex() else part
-            # The extremes, which NaN takes over, cost one pass; isfinite and a norm take ten times as long on a CPU.
-            finite[name] = torch.stack(real.aminmax()).isfinite().all().to(run.engine.device)
-    good = torch.stack([*finite.values()]) if finite else torch.ones(1, dtype=torch.bool)
-    if any(run.engine.agree([int(not good.all())])):
-        wrong = [name for name, value in zip(finite, good.tolist(), strict=False) if not value]
-        named = sorted({name for names in run.engine.gather_json(wrong[:5]) for name in names})
-        raise FabricateError(
-            f"weights are not finite after step {run.progress.step} ({', '.join(named[:5])}): no checkpoint is made of them, the last one "
-            "is from before. Lower the learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
-        )
 
 
 def _stop_if_nonfinite(run: Run, metrics: dict[str, float]) -> None:

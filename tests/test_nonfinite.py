@@ -117,6 +117,27 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, options: di
     assert saved == ([] if options["max_steps"] == 9 else ["step-00000002"])
 
 
+def test_weights_that_are_not_finite_are_not_saved_in_the_background_either(tmp_path: Path) -> None:
+    """What writes looks at its copies; by then the next loss may have ended the fit."""
+    with pytest.raises(FabricateError, match=r"weights are not finite after step 3 \(weight\)|the loss became nan"):
+        fit(Root(), log_every=100, run_dir=tmp_path, save="async", save_every=3, max_steps=9)
+    assert not list(tmp_path.glob("checkpoints/*"))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (failed,) = [event for event in events if event["event"] == "save_failed"]
+    assert "weights are not finite after step 3 (weight): no checkpoint" in failed["reason"]
+
+
+def test_a_checkpoint_on_request_is_not_made_of_weights_that_are_not_finite(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_step(self, trainer: Trainer, step: int) -> None:
+            if step == 3:
+                trainer.save(tmp_path / "mine")
+
+    with pytest.raises(FabricateError, match=r"weights are not finite after step 3"):
+        fit(Root(), Saves(), log_every=100, max_steps=9)
+    assert not (tmp_path / "mine").exists()
+
+
 def test_updates_that_are_not_finite_are_skipped_on_request() -> None:
     hears, module = Hears(), exploding(1)
     result = fit(module, hears, max_steps=3, nonfinite="skip")

@@ -10,8 +10,11 @@ import contextlib
 import secrets
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fabricate.checkpoint import directory as format
 from fabricate.checkpoint import files
@@ -20,6 +23,7 @@ from fabricate.checkpoint.files import LOCAL, StorageError
 from fabricate.errors import CheckpointError
 from fabricate.group import Group
 from fabricate.state.contents import Content
+from fabricate.state.finite import not_finite, refusal
 from fabricate.state.logical import Staging
 
 _MARGIN = 2**20  # for what a file system needs besides the data, and for the JSON files
@@ -43,10 +47,13 @@ def agree(group: Group, path: Path, failure: BaseException | None, value: Any = 
     raise kind(f"the checkpoint {path} was not written: {reasons}; the previous one is intact") from failure
 
 
-def write(group: Group, content: Content, path: Path, logs: list[Path]) -> None:
+def write(
+    group: Group, content: Content, path: Path, logs: list[Path], before: Callable[[], None] = lambda: None
+) -> None:
     """Write this rank's part of the checkpoint `path` and commit it. All ranks.
 
-    logs: files that the checkpoint refers to by their size; made durable before it. Raises as `agree`; nothing is left.
+    logs: files that the checkpoint refers to by their size; made durable before it. before: called first on this rank, and what it
+    raises keeps all of them from writing. Raises as `agree`; nothing is left.
     """
     failure: BaseException | None = None
     staging: Path | None = None
@@ -57,6 +64,7 @@ def write(group: Group, content: Content, path: Path, logs: list[Path]) -> None:
         nonce, needed = told, needed + bytes_of_rank
     step = content.manifest["step"]
     try:
+        before()
         staging = format.stage(path.parent, step, nonce)
         _check_space(staging, needed + _MARGIN)
         name = f"data-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
@@ -125,16 +133,22 @@ class Background:
         """Whether this rank is still writing."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, content: Content, path: Path, logs: list[Path]) -> None:
-        """Copy what is to be written and begin to write it. Nothing may be under way."""
+    def start(self, content: Content, path: Path, logs: list[Path], trained: Mapping[str, str]) -> None:
+        """Copy what is to be written and begin to write it. Nothing may be under way. trained: the names of parameters by
+        those of their chunks; a value among them that is not finite is a failure."""
         assert self._thread is None
         content.chunks, ready = self._staging.copy(content.chunks)
+
+        def check() -> None:
+            ready()
+            copies = self._staging.copies()
+            if wrong := not_finite(((trained[n], c) for n, c in copies if n in trained), torch.device("cpu")):
+                raise refusal(content.manifest["step"], wrong)
 
         def work() -> None:
             began = time.monotonic()
             try:
-                ready()
-                write(self._group, content, path, logs)
+                write(self._group, content, path, logs, before=check)
             except BaseException as exc:
                 self._failure = exc
             self.seconds = time.monotonic() - began

@@ -7,6 +7,7 @@ to save (fabricate.state.saving).
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import math
 from dataclasses import dataclass
@@ -63,11 +64,16 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "aliases": aliases,
         "topology": run.engine.topology(),
-        "versions": {n: importlib.metadata.version(n) for n in ("torch", "accelerate", "numpy")},
+        "versions": _versions(),
         "progress": run.progress.state(),
         "metrics": {n: v for n, v in run.latest.items() if math.isfinite(v)},
     }
     return Content(saver.chunks, shared, own, saver.tensors, manifest, saver.exchanged)
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "numpy")}
 
 
 def own_buffers(run: Run) -> dict[str, torch.Tensor]:

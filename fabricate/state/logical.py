@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,10 @@ class Staging:
                 event.synchronize()
 
         return staged, wait
+
+    def copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The copies, 1-D on the host, by the name of their logical tensor; once they are there."""
+        return ((name, buffer) for (name, _), buffer in self._buffers.items())
 
 
 def _held(tensor: torch.Tensor) -> _Values:

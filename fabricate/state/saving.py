@@ -16,6 +16,7 @@ from fabricate.checkpoint.files import StorageError
 from fabricate.checkpoint.retention import kept
 from fabricate.state import committing
 from fabricate.state.contents import Content, assemble, own_buffers
+from fabricate.state.finite import not_finite, refusal
 
 if TYPE_CHECKING:
     from fabricate.run import Run
@@ -43,6 +44,8 @@ def save(run: Run, *, last: bool = False) -> None:
         return
     path, began = checkpoints(run) / f"step-{run.progress.step:08d}", time.monotonic()
     run.last_save = last
+    if run.background is None or last or run.calls.write_checkpoint is not None:
+        check_weights(run)  # else what writes in the background looks at its copies
     try:
         if run.calls.write_checkpoint is None:
             write(run, path)
@@ -69,16 +72,27 @@ def save_requested(run: Run) -> None:
 
 def write(run: Run, path: Path) -> None:
     """Write the checkpoint `path` of the run directory, or begin to. All ranks."""
-    background = run.background
-    if background is None or run.last_save:
-        write_now(run, path)
+    content, logs = _assemble(run, path), _logs(run)
+    if run.background is None or run.last_save:
+        committing.write(run.engine, content, path, logs)
         return
-    background.start(_assemble(run, path), path, _logs(run))
+    trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
+    run.background.start(content, path, logs, trained)
 
 
 def write_now(run: Run, path: Path) -> None:
     """Write the checkpoint `path` and return when it is durable. All ranks."""
+    check_weights(run)
     committing.write(run.engine, _assemble(run, path), path, _logs(run))
+
+
+def check_weights(run: Run) -> None:
+    """Before a checkpoint or the end: a gradient may have been infinite under a finite loss. All ranks; waits for the device."""
+    strategy, trained = run.engine.strategy, ((n, p) for n, p in run.module.named_parameters() if p.requires_grad)
+    wrong = not_finite(((name, strategy.local_part(p).memory) for name, p in trained), run.engine.device)
+    if any(run.engine.agree([len(wrong)])):
+        named = sorted({name for names in run.engine.gather_json(wrong[:5]) for name in names})
+        raise refusal(run.progress.step, named)
 
 
 def settle(run: Run, *, wait: bool = True) -> None:
@@ -96,6 +110,7 @@ def settle(run: Run, *, wait: bool = True) -> None:
         return
     run.saved_step = -1
     if not isinstance(failure, StorageError):
+        run.event("save_failed", path=background.path.name, reason=str(failure))
         raise failure
     _refused(run, background.path, failure, last=False)
 
