@@ -48,7 +48,7 @@ _README = """\
 A @kind@ for fabricate.
 
 ```bash
-pip install fabricate-@name@
+pip install .
 fabricate plugins check
 ```
 

@@ -83,7 +83,7 @@ class ZeRO(Strategy, abc.ABC):
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
         yield from super().check(world_size, device)
         if library.missing():
-            yield f"strategy={self.name!r} needs DeepSpeed: pip install 'fabricate-trainer[deepspeed]'"
+            yield f"strategy={self.name!r} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"
 
     def asks(self) -> Mapping[str, tuple[Any, str]]:
         return dict(self._configuration.asks())
