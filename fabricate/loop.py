@@ -226,7 +226,6 @@ def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Te
             schedule.epoch_ended()
     requests.pending = False
     stop, logging, evaluating, saving = _agree(run, moments, route)
-    requests.evaluate = False
     finished = _finished(run)
     if logging:
         metrics = run.metrics.reduce()
@@ -247,8 +246,9 @@ def _boundary(run: Run, moments: tuple[Due, ...], window: Window, norm: torch.Te
             validate(run, epoch)
     if window.last and calls.on_epoch_end is not None:
         calls.on_epoch_end(run.trainer, run.module, epoch)
-    if requests.pending or (run.engine.world_size > 1 and (logging or evaluating or window.last)):
-        # what was asked for meanwhile counts now, on all ranks
+    # What was asked for meanwhile counts now, on all ranks, where all know that hooks ran: of what a signal or a thread of one
+    # rank asked while they agreed the others know nothing.
+    if (logging or evaluating or window.last) if run.engine.world_size > 1 else requests.pending:
         late_stop, _, _, late_save = _agree(run, ())
         stop, saving = stop or late_stop, saving or late_save
     if logging or saving or stop or finished:
@@ -340,6 +340,8 @@ def _agree(run: Run, dues: tuple[Due, ...], route: int = 0) -> tuple[bool, bool,
     fell = [d.reached(progress) if not d.by_clock or run.engine.rank == 0 else False for d in dues] or [False] * 3
     save = requests.save or fell[2] or bool(requests.paths)
     asked = [fell[0], requests.evaluate or fell[1], save, bool(requests.stop), bool(requests.signal)]
+    if dues:  # before the ranks wait for each other: an evaluation that a thread asks for meanwhile is another
+        requests.evaluate = False
     if run.engine.world_size > 1:
         *flags, largest, least = run.engine.agree([*(int(flag) for flag in asked), route, -route])
         if largest != -least:

@@ -62,6 +62,19 @@ class Told(Callback):
     def on_step(self, step: int) -> None:
         self._raise("step", step)
 
+    def on_before_step(self, trainer: Trainer) -> None:
+        if self.where == "agreement":
+            engine: Any = trainer._live().engine
+            agree, step = engine.agree, trainer.step + 1
+
+            def agree_and_hear(values: list[int]) -> list[int]:
+                engine.agree = agree
+                answer: list[int] = agree(values)
+                self._raise("agreement", step)
+                return answer
+
+            engine.agree = agree_and_hear
+
     def on_eval_start(self, trainer: Trainer) -> None:
         self._raise("validation", trainer.step)
 
@@ -349,6 +362,7 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
             "window": Told("window", signal.SIGTERM, signal.SIGTERM, rank=1),
             "validation": Told("validation", signal.SIGTERM, rank=1),
             "save": Told("save", signal.SIGUSR1, rank=0),
+            "agreement": Told("agreement", signal.SIGTERM, rank=1, step=1),  # nothing else is due
         }.items():
             result = fit(root / strategy / name, told, strategy=strategy)
             found[f"{strategy}/{name}"] = (result.stop_reason, result.exit_code, result.steps, told.preempted)
@@ -366,6 +380,7 @@ def test_a_signal_on_one_rank_stops_all_of_them_at_the_same_update(tmp_path: Pat
             ("window", "SIGTERM", 3),
             ("validation", "SIGTERM", 3),
             ("save", "SIGUSR1", 4),
+            ("agreement", "SIGTERM", 2),
         ):
             assert first[f"{strategy}/{name}"] == ("preempted", 75, stopped, [signal_name])
             assert stopped in saved(tmp_path / strategy / name)

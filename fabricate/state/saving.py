@@ -62,8 +62,12 @@ def save(run: Run, *, last: bool = False) -> None:
 def save_requested(run: Run) -> None:
     """Save into the run directory if any rank's request or a due moment says so, and wherever hooks asked for. All ranks."""
     requests = run.requests
-    asked = run.engine.gather_json([requests.save, requests.paths])
-    requests.save, requests.paths = False, []
+    mine = [requests.save, requests.paths]
+    requests.save, requests.paths = (
+        False,
+        [],
+    )  # before the ranks wait for each other: what is asked for meanwhile comes later
+    asked = run.engine.gather_json(mine)
     if any(wanted for wanted, _ in asked):
         save(run)
     for path in dict.fromkeys(path for _, paths in asked for path in paths):
