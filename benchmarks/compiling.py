@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 
 from benchmarks.loops import bare, fabricated
-from benchmarks.overhead import train
+from benchmarks.overhead import hold_heap, train
 from benchmarks.tables import table
 from benchmarks.works import WARMUP, WORKS, Clock, Work
 
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
+    hold_heap()
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     first, graphs = {}, {}

@@ -5,12 +5,15 @@
 In every round each loop trains the same work once, in an order that rotates; what is reported is the median, over
 rounds, of the difference to the bare loop of the same round, with quartiles. Counted is CPU time of the process, from
 the 40th forward to the last one, so that what comes at log boundaries and in other threads counts too.
+
+The heap keeps what is freed (see `hold_heap`), for all loops alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -33,6 +36,14 @@ from benchmarks.peers import Loop, available
 from benchmarks.works import WORKS, Clock, Work
 
 ROUNDS = {"quiet": 15, "listeners": 15, "accumulation": 15, "output": 7, "gpt": 7}
+
+
+def hold_heap() -> None:
+    """Let glibc keep freed memory. Else it gives the top of the heap back whenever that gets large, and a step of the language
+    model pays for up to 2700 page faults, or for none, by where its blocks happen to lie: 10 per cent from run to run."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest: blocks come from the heap
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
 @contextlib.contextmanager
@@ -107,9 +118,11 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(WORKS), help=f"of {', '.join(WORKS)}; all")
     parser.add_argument("--rounds", type=int, help="rounds of each case")
     parser.add_argument("--micro-batches", type=int, help="of each training, more than the 40 that are not counted")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read the rows, for every loop")
     parser.add_argument("--only", nargs="*", help="loops to compare, the bare one always first")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
+    hold_heap()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -120,7 +133,7 @@ def main() -> None:
     results = {}
     for case in options.cases:
         work = WORKS[case]
-        work = dataclasses.replace(work, steps=options.micro_batches or work.steps)
+        work = dataclasses.replace(work, steps=options.micro_batches or work.steps, workers=options.workers)
         chosen = {name: loop for name, loop in loops.items() if name in LOOPS or not work.listeners}
         results[case] = measure(work, chosen, options.rounds or ROUNDS[case])
         print(f"{case}: {results[case]['rounds']} rounds x {work.steps} micro-batches", file=sys.stderr)

@@ -97,6 +97,7 @@ class Work:
     log_every: int = 50
     save_every: int = 500
     batch_size: int = 8
+    workers: int = 0
 
     def build(self, clock: Clock) -> torch.nn.Module:
         """A fresh model, the same every time."""
@@ -115,7 +116,7 @@ class Work:
 
     def loader(self) -> DataLoader[Any]:
         """Not shuffled, so that every framework sees the same order."""
-        return DataLoader(self.dataset(), batch_size=self.batch_size)
+        return DataLoader(self.dataset(), batch_size=self.batch_size, num_workers=self.workers)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """SGD for the small network, AdamW for the language model."""

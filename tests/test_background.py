@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.directory import Reader
 from fabricate.checkpoint.files import Files, Writer
+from fabricate.state.logical import Staging, chunk
 from fabricate.testing import run_ranks
 
 STEPS = 10
@@ -258,6 +259,22 @@ def on_two_ranks(root: Path) -> None:
         with pytest.raises(KeyError, match="power cut"):
             fit(root / strategy / "async", Keeps(), Stops(), strategy=strategy)
         fit(root / strategy / "async", Keeps(), strategy=strategy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_large_copies_are_what_was_there_and_their_memory_is_used_again(dtype: torch.dtype) -> None:
+    staging, places = Staging(), []
+    for seed in (1, 2):
+        values = torch.randint(2, (5, 2**20 + 3), generator=torch.Generator().manual_seed(seed)).to(dtype)
+        wanted = values.view(torch.uint8).clone()
+        (copied,), ready = staging.copy([chunk("large", values)])
+        values.zero_()
+        ready()
+        assert bytes(copied.data()) == wanted.numpy().tobytes()
+        ((name, memory),) = staging.copies()
+        assert name == "large"
+        places.append(memory.data_ptr())
+    assert places[0] == places[1]
 
 
 def test_two_ranks_write_beside_their_training_what_they_would_write_in_it(tmp_path: Path) -> None:
