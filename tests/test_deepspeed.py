@@ -15,149 +15,35 @@ from fabricate_deepspeed.stage3 import ZeRO3
 
 from fabricate import Callback, ConfigurationError, FabricateError, RankError, Trainer, TrainModule
 from fabricate.testing import run_ranks
-
-WIDTH, BATCH, STEPS = 8, 12, 5
-TOLERANCE = 1e-5
-ROWS = torch.randn(2 * BATCH + 5, WIDTH, generator=torch.Generator().manual_seed(1))
-STAGES = ("zero1", "zero2", "zero3")
-FILES = Path(__file__).parent.parent / "examples" / "configs"
-
-
-class Net(TrainModule):
-    """Layers, a normalisation, a parameter of the module itself and a frozen one; rows weigh what `counts` says."""
-
-    def __init__(self, kind: str = "adamw") -> None:
-        super().__init__()
-        self.kind = kind
-        self.first = torch.nn.Linear(WIDTH, 7)
-        self.norm = torch.nn.LayerNorm(7)
-        self.second = torch.nn.Linear(7, 3)
-        self.gain = torch.nn.Parameter(torch.ones(3))
-        self.fixed = torch.nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.norm(torch.tanh(self.first(rows)))) * self.gain + self.fixed
-        return out
-
-    def loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        counts = 1 + (rows[:, 0] > 0).float() * 2
-        errors = (self(rows) - rows[:, :3]).square().mean(1)
-        return (errors * counts).sum() / counts.sum(), counts.sum()
-
-    def training_step(self, batch: torch.Tensor) -> dict[str, Any]:
-        loss, weight = self.loss(batch)
-        return {"loss": loss, "weight": weight}
-
-    def validation_step(self, batch: torch.Tensor) -> dict[str, Any]:
-        loss, weight = self.loss(batch)
-        return {"loss": loss, "weight": weight}
-
-    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        decayed = [p for p in self.parameters() if p.ndim > 1]
-        others = [p for p in self.parameters() if p.ndim == 1 and p.requires_grad]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        if self.kind == "sgd":
-            return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        return torch.optim.AdamW(groups, lr=1e-2)
-
-
-class Seen(Callback):
-    """Losses, norms, skipped updates, and the whole weights at the end of a fit."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.skipped: list[str] = []
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def on_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        self.losses.append(float(loss))
-        self.norms.append(float(grad_norm))
-
-    def on_step_skipped(self, reason: str) -> None:
-        self.skipped.append(reason)
-
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.weights = {n: trainer.strategy.gather(p).clone() for n, p in module.named_parameters()}
-
-
-def _module(kind: str = "adamw") -> Net:
-    torch.manual_seed(0)
-    return Net(kind)
-
-
-def _fit(strategy: str, kind: str = "adamw", steps: int = STEPS, **arguments: Any) -> Seen:
-    """Windows of `BATCH` rows in two micro-batches over all ranks, clipped."""
-    module, seen = _module(kind), Seen()
-    resume = arguments.pop("resume", "never")
-    options: dict[str, Any] = {"precision": "fp32", "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "seed": 3}
-    options |= arguments
-    plugins = [*options.pop("plugins", ()), seen]
-    size = BATCH // int(os.environ["WORLD_SIZE"]) // (options["gradient_accumulation_steps"] or 2)
-    trainer = Trainer(strategy=strategy, max_steps=steps, progress=False, plugins=plugins, **options)
-    trainer.fit(module, ROWS, batch_size=size, shuffle=False, resume=resume)
-    return seen
-
-
-def _by_hand(kind: str = "adamw", steps: int = STEPS) -> Seen:
-    """Whole windows in one process, with nothing of fabricate's."""
-    module, seen = _module(kind), Seen()
-    environment = dict(os.environ)
-    optimizer = module.configure_optimizers()
-    os.environ.clear()  # torch sets variables of its compiler when a process builds its first optimizer
-    os.environ.update(environment)
-    windows = [ROWS[start : start + BATCH] for start in range(0, len(ROWS), BATCH)]
-    for step in range(steps):
-        loss, _ = module.loss(windows[step % len(windows)])
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.losses.append(loss.item())
-        seen.norms.append(norm.item())
-    seen.weights = {n: p.detach() for n, p in module.named_parameters()}
-    return seen
-
-
-def _apart(one: Seen, other: Seen) -> float:
-    """Largest difference of losses, norms and weights, relative to the largest of each kind."""
-    pairs = [
-        (torch.tensor(one.losses), torch.tensor(other.losses)),
-        (torch.tensor(one.norms), torch.tensor(other.norms)),
-    ]
-    pairs += [(one.weights[name], value) for name, value in other.weights.items()]
-    assert one.weights.keys() == other.weights.keys()
-    return max(float((a.float() - b.float()).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
-
-
-def _fits(strategy: str) -> list[Seen]:
-    return [_fit(strategy, kind) for kind in ("adamw", "sgd")]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [
-        *((stage, 2) for stage in STAGES),
-        *(("zero2:offload_optimizer=cpu", 2), ("zero3:offload_optimizer=cpu,offload_param=cpu", 2)),
-        *(("zero2", 3), ("zero3", 3)),
-    ],
+from tests.support.by_hand import (
+    ROWS,
+    TOLERANCE,
+    WIDTH,
+    Net,
+    Seen,
+    assert_as_by_hand,
+    assert_idle_layers_as_by_hand,
+    by_hand,
+    difference,
+    fit,
+    made,
 )
+
+STAGES = ("zero1", "zero2", "zero3")
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [*((stage, 2) for stage in STAGES), *(("zero2", 3), ("zero3", 3))])
 def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(strategy: str, world_size: int) -> None:
-    hand = [_by_hand("adamw"), _by_hand("sgd")]
-    for rank in run_ranks(_fits, world_size, strategy, timeout=120):
-        assert [_apart(seen, wanted) < TOLERANCE for seen, wanted in zip(rank, hand, strict=True)] == [True, True]
+    assert_as_by_hand(strategy, world_size)
 
 
 def _resumed(run_dir: Path, strategy: str, **arguments: Any) -> Seen:
     """The updates that are left after the third, from what another strategy saved."""
-    return _fit(strategy, resume=str(run_dir / "checkpoints" / "step-00000003"), **arguments)
+    return fit(strategy, resume=str(run_dir / "checkpoints" / "step-00000003"), **arguments)
 
 
 def _saved(run_dir: Path, strategy: str, **arguments: Any) -> Seen:
-    return _fit(strategy, steps=3, run_dir=run_dir, save_every="3 steps", **arguments)
+    return fit(strategy, steps=3, run_dir=run_dir, save_every="3 steps", **arguments)
 
 
 def _save_all(root: Path) -> None:
@@ -173,7 +59,7 @@ def test_what_one_strategy_saves_any_other_resumes_on_any_number_of_ranks(tmp_pa
     """Optimizer state included: losses and weights go on as in a run by hand that never stopped."""
     run_ranks(_save_all, 2, tmp_path, timeout=120)
     run_ranks(_saved, 1, tmp_path / "single", "single")
-    hand = _by_hand()
+    hand = by_hand()
     hand.losses, hand.norms = hand.losses[3:], hand.norms[3:]
     for world_size, pairs in {
         2: [("zero3", "fsdp"), ("fsdp", "zero3"), ("zero1", "zero3"), ("zero3", "zero2"), ("single", "zero1")],
@@ -181,17 +67,17 @@ def test_what_one_strategy_saves_any_other_resumes_on_any_number_of_ranks(tmp_pa
         1: [("zero3", "single"), ("zero1", "single")],
     }.items():
         for rank in run_ranks(_resume_all, world_size, tmp_path, pairs, timeout=120):
-            apart = {pair: _apart(seen, hand) for pair, seen in zip(pairs, rank, strict=True)}
+            apart = {pair: difference(seen, hand) for pair, seen in zip(pairs, rank, strict=True)}
             assert {pair: found for pair, found in apart.items() if found > TOLERANCE} == {}, world_size
 
 
 def _half(precision: str, root: Path) -> dict[str, Any]:
-    plain = _fit("ddp", precision=precision)
+    plain = fit("ddp", precision=precision)
     found = {}
     for stage in STAGES:
         run_dir = root / stage
         _saved(run_dir, stage, precision=precision)
-        whole, resumed = _fit(stage, precision=precision), _resumed(run_dir, stage, precision=precision)
+        whole, resumed = fit(stage, precision=precision), _resumed(run_dir, stage, precision=precision)
         across = _resumed(run_dir, "ddp", precision=precision)
         found[stage] = (whole, resumed, across)
     return {"ddp": plain, **found}
@@ -203,7 +89,7 @@ def test_half_precision_keeps_float32_masters_that_every_strategy_resumes(tmp_pa
     plain = found.pop("ddp")
     for whole, resumed, across in found.values():
         assert {value.dtype for name, value in whole.weights.items() if name != "fixed"} == {torch.float32}
-        assert _apart(whole, plain) < 0.05  # sums in another order, rounded to half precision
+        assert difference(whole, plain) < 0.05  # sums in another order, rounded to half precision
         assert resumed.losses == whole.losses[3:]
         assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
         assert abs(across.losses[-1] - whole.losses[-1]) < 0.05 * whole.losses[-1]
@@ -211,7 +97,7 @@ def test_half_precision_keeps_float32_masters_that_every_strategy_resumes(tmp_pa
 
 def _evaluated(strategy: str) -> Any:
     """Before any fit, after one with the same module, after a second one, and under another strategy."""
-    module, seen = _module(), Seen()
+    module, seen = made(), Seen()
     trainer = Trainer(strategy=strategy, max_steps=2, seed=3, precision="fp32", progress=False, plugins=[seen])
     found = []
     for _ in range(3):
@@ -257,8 +143,8 @@ def _left_changed(strategy: str) -> list[str]:
         }
 
     before = state()
-    _fit(strategy, precision="bf16")
-    module = _module()
+    fit(strategy, precision="bf16")
+    module = made()
     hooks, attributes = copy.deepcopy(module), set(vars(module.gain))
     Trainer(strategy=strategy, max_steps=1, seed=3, precision="bf16", progress=False).fit(module, ROWS, batch_size=4)
     after = state()
@@ -279,65 +165,9 @@ def test_a_fit_leaves_the_process_and_the_module_as_they_were() -> None:
     }
 
 
-class Sometimes(Net):
-    """A layer that only every other window uses."""
-
-    def __init__(self, kind: str = "adamw") -> None:
-        super().__init__(kind)
-        self.extra = torch.nn.Linear(3, 3)
-        self.windows = 0
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        out = super().forward(rows)
-        return self.extra(out) if self.windows % 2 == 0 else out
-
-
-class Counting(Callback):
-    def on_step(self, module: TrainModule) -> None:
-        module.windows += 1
-
-
-def _sometimes(strategy: str) -> Seen:
-    torch.manual_seed(0)
-    module, seen = Sometimes(), Seen()
-    trainer = Trainer(
-        strategy=strategy,
-        max_steps=STEPS,
-        seed=3,
-        precision="fp32",
-        max_grad_norm=0.3,
-        gradient_accumulation_steps=2,
-        progress=False,
-        plugins=[Counting(), seen],
-    )
-    trainer.fit(module, ROWS, batch_size=BATCH // 4, shuffle=False)
-    return seen
-
-
-def _sometimes_by_hand() -> Seen:
-    torch.manual_seed(0)
-    module, seen = Sometimes(), Seen()
-    environment = dict(os.environ)
-    optimizer = module.configure_optimizers()
-    os.environ.clear()
-    os.environ.update(environment)
-    for step in range(STEPS):
-        loss, _ = module.loss([ROWS[start : start + BATCH] for start in range(0, len(ROWS), BATCH)][step % 3])
-        loss.backward()
-        for parameter in module.parameters():  # flat slices take part in every update
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        seen.norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3).item())
-        seen.losses.append(loss.item())
-        optimizer.step()
-        module.zero_grad()
-        module.windows += 1
-    seen.weights = {n: p.detach() for n, p in module.named_parameters()}
-    return seen
-
-
-@pytest.mark.parametrize("strategy", [*STAGES, "zero1:offload_optimizer=cpu", "zero3:offload_optimizer=cpu"])
+@pytest.mark.parametrize("strategy", STAGES)
 def test_a_layer_that_a_window_does_not_use_has_a_gradient_of_zero_there(strategy: str) -> None:
-    assert _apart(run_ranks(_sometimes, 2, strategy, timeout=120)[0], _sometimes_by_hand()) < TOLERANCE
+    assert_idle_layers_as_by_hand(strategy)
 
 
 class Apart(Net):
@@ -390,7 +220,7 @@ class Poisoned(Net):
 
 
 def _with_gaps(strategy: str) -> Any:
-    left_out = _fit(strategy, plugins=[LeavingOut()])
+    left_out = fit(strategy, plugins=[LeavingOut()])
     torch.manual_seed(0)
     seen, found = Seen(), []
     for nonfinite in ("skip", "stop"):
@@ -414,7 +244,7 @@ def test_an_update_that_is_left_out_leaves_nothing_behind() -> None:
     wanted, losses, skipped, _ = run_ranks(_with_gaps, 2, "ddp")[0]
     for stage in (*STAGES, "zero2:offload_optimizer=cpu", "zero3:offload_optimizer=cpu"):
         left_out, again, told, errors = run_ranks(_with_gaps, 2, stage)[0]
-        assert _apart(left_out, wanted) < TOLERANCE
+        assert difference(left_out, wanted) < TOLERANCE
         assert again[:4] == pytest.approx(losses[:4], rel=TOLERANCE)
         assert told == skipped == ["non-finite gradients"]
         assert "the gradient of this update is not finite" in errors[0]
@@ -442,7 +272,7 @@ def _peak(strategy: str) -> tuple[int, str]:
     small = {"stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": 1, "reduce_bucket_size": 1024}
     chosen: Any = ZeRO3(config={"zero_optimization": small}) if strategy == "zero3" else strategy
     trainer = Trainer(strategy=chosen, precision="fp32", seed=3, progress=False)
-    trainer.predict(_module(), torch.ones(2, WIDTH), batch_size=1)  # what is imported and started once
+    trainer.predict(made(), torch.ones(2, WIDTH), batch_size=1)  # what is imported and started once
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed counts no more
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _mebibytes("VmRSS")
@@ -494,30 +324,6 @@ def _refused(strategy: str, **arguments: Any) -> list[str]:
     return told
 
 
-def _without_files(path: str) -> list[str]:
-    """What is said where the folder is not there, and where nothing can be compiled against libaio."""
-    told = []
-    for folder, compiler in ((f"{path}/nowhere", ""), (path, "false")):
-        trainer = Trainer(
-            strategy=f"zero3:offload_optimizer=nvme,nvme_path={folder}", max_steps=1, precision="fp32", progress=False
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            if compiler:
-                patch.setenv("CC", compiler)
-            with pytest.raises(ConfigurationError) as caught:
-                trainer.fit(Net(), ROWS, batch_size=4)
-        told.append(str(caught.value))
-    return told
-
-
-def test_offload_to_files_says_what_the_machine_lacks_and_leaves_nothing(tmp_path: Path) -> None:
-    """That it trains is shown by `python -m campaigns.swapping`: what it needs takes minutes to compile."""
-    for nowhere, no_library in run_ranks(_without_files, 2, str(tmp_path)):
-        assert "nowhere' takes no files: No such file or directory; give a folder on a local disk" in nowhere
-        assert "needs libaio with its headers: apt install libaio-dev" in no_library
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
     two, factored, gathered, editing = run_ranks(_refused, 2, "zero2")[0]
     assert "trains with one optimizer and there are 2 (first, second)" in two
@@ -533,7 +339,7 @@ def _scaled(root: Path, strategies: tuple[str, ...]) -> Any:
     found = {}
     for strategy in strategies:
         fixed, doubled = (
-            _fit(strategy, "sgd", precision=precision, max_grad_norm=None)
+            fit(strategy, "sgd", precision=precision, max_grad_norm=None)
             for precision in ("fp16:init_scale=4", growing)
         )
         _saved(root / strategy, strategy, precision=growing)
@@ -542,7 +348,7 @@ def _scaled(root: Path, strategies: tuple[str, ...]) -> Any:
     for saved, strategy in (("zero3", "fsdp"), ("fsdp", "zero3"), ("zero2", "zero1")):
         run_dir = root / f"{saved}-{strategy}"
         path = root / saved / "checkpoints" / "step-00000003"
-        _fit(strategy, precision=growing, run_dir=run_dir, resume=str(path))
+        fit(strategy, precision=growing, run_dir=run_dir, resume=str(path))
         text = (run_dir / "checkpoints" / "step-00000005" / "state.json").read_text()
         resumed[saved, strategy] = json.loads(text)["scaler"]["scale"]
     return found, resumed
@@ -609,7 +415,7 @@ def test_a_transformers_model_is_built_read_trained_and_exported_in_parts(tmp_pa
     parts = run_ranks(_languages, 2, tmp_path, cases, timeout=120)[0]
     exported = run_ranks(_exported, 1, [tmp_path / case / "model" for case in cases], timeout=120)[0]
     for (case, seen), weights in zip(parts.items(), exported, strict=True):
-        assert _apart(seen, hand[case.split()[0]]) < TOLERANCE, case
+        assert difference(seen, hand[case.split()[0]]) < TOLERANCE, case
         assert all(torch.equal(value, seen.weights[f"model.{name}"]) for name, value in weights.items()), case
 
 

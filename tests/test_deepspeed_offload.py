@@ -1,0 +1,45 @@
+"""zero1, zero2 and zero3 with optimizer state, or parameters too, in host memory or in files: the same numbers, and what they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fabricate import ConfigurationError, Trainer
+from fabricate.testing import run_ranks
+from tests.support.by_hand import ROWS, Net, assert_as_by_hand, assert_idle_layers_as_by_hand
+
+
+@pytest.mark.parametrize("strategy", ["zero2:offload_optimizer=cpu", "zero3:offload_optimizer=cpu,offload_param=cpu"])
+def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(strategy: str) -> None:
+    assert_as_by_hand(strategy, 2)
+
+
+@pytest.mark.parametrize("strategy", ["zero1:offload_optimizer=cpu", "zero3:offload_optimizer=cpu"])
+def test_a_layer_that_a_window_does_not_use_has_a_gradient_of_zero_there(strategy: str) -> None:
+    assert_idle_layers_as_by_hand(strategy)
+
+
+def _without_files(path: str) -> list[str]:
+    """What is said where the folder is not there, and where nothing can be compiled against libaio."""
+    told = []
+    for folder, compiler in ((f"{path}/nowhere", ""), (path, "false")):
+        trainer = Trainer(
+            strategy=f"zero3:offload_optimizer=nvme,nvme_path={folder}", max_steps=1, precision="fp32", progress=False
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            if compiler:
+                patch.setenv("CC", compiler)
+            with pytest.raises(ConfigurationError) as caught:
+                trainer.fit(Net(), ROWS, batch_size=4)
+        told.append(str(caught.value))
+    return told
+
+
+def test_offload_to_files_says_what_the_machine_lacks_and_leaves_nothing(tmp_path: Path) -> None:
+    """That it trains is shown by `python -m campaigns.swapping`: what it needs takes minutes to compile."""
+    for nowhere, no_library in run_ranks(_without_files, 2, str(tmp_path)):
+        assert "nowhere' takes no files: No such file or directory; give a folder on a local disk" in nowhere
+        assert "needs libaio with its headers: apt install libaio-dev" in no_library
+    assert list(tmp_path.iterdir()) == []
