@@ -1,4 +1,4 @@
-"""How things are shown: tables that fit a terminal and stay whole in a file, sizes. Must not know what is in them."""
+"""How things are shown: tables that fit a terminal and stay whole in a file, sizes, many names. Must not know what is in them."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def size_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def few(names: Sequence[str]) -> str:
+    """Many names for a reader: the first four, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

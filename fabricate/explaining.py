@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate.console import size_text
+from fabricate.console import few, size_text
 from fabricate.memory import available, need, total
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _missed(run: Run, text: str) -> str:
     indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     missed = [names[int(index)] for index in indices[1].split() if int(index) < len(names)] if indices else []
     return (
-        f"no gradient reached {_few(missed) or 'some parameters'} in the update before, and strategy='ddp' was told not to look "
+        f"no gradient reached {few(missed) or 'some parameters'} in the update before, and strategy='ddp' was told not to look "
         "for such parameters: leave out find_unused_parameters=false (and static_graph=true), use the parameters in every "
         "training_step, or freeze them with requires_grad_(False)"
     )
@@ -104,7 +104,7 @@ def _apart(run: Run, exc: BaseException) -> str:
             f"{name} ({tensor.device})" for name, tensor in _locals(frame) if tensor.device.type != device.type
         ]
     return (
-        f"rank {run.engine.rank} computes on {device}{_where(run, exc)}; elsewhere are {_few(elsewhere) or 'tensors made there'}. Make "
+        f"rank {run.engine.rank} computes on {device}{_where(run, exc)}; elsewhere are {few(elsewhere) or 'tensors made there'}. Make "
         "tensors in a step with device=self.device (or like another: torch.zeros_like, x.new_zeros), keep lasting ones with "
         "register_buffer, so that they move along with the module"
     )
@@ -148,7 +148,3 @@ def _locals(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
         for where, each in values.items():
             if isinstance(each, torch.Tensor):
                 yield where, each
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

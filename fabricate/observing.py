@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricate.console import few
+from fabricate.transfer import tensors
+
 if TYPE_CHECKING:
     from fabricate.run import Run
 
@@ -24,7 +27,7 @@ class Activations:
     def _heard(self, layer: torch.nn.Module, inputs: object, output: Any) -> None:
         if torch.compiler.is_compiling():  # what is traced here would stay in what is compiled
             return
-        for tensor in _tensors(output):
+        for tensor in tensors(output):
             if tensor.is_floating_point():
                 self._found.setdefault(_name_of(tensor.dtype), set()).add(type(layer).__name__)
 
@@ -46,17 +49,6 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from _layers(child)
     if not children:
         yield module
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
 
 
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
@@ -97,7 +89,7 @@ def observe(run: Run, activations: Activations, loss: torch.Tensor, how: str) ->
 def tell_unreached(run: Run, names: Iterable[str]) -> None:
     """Say which parameters no gradient has reached in any update so far."""
     run.note(
-        f"no gradient reached {_few(list(names))} in the updates up to step {run.progress.step}: they do not train. Use them in "
+        f"no gradient reached {few(list(names))} in the updates up to step {run.progress.step}: they do not train. Use them in "
         "training_step, not under no_grad or behind detach(); if that is meant, freeze them with requires_grad_(False)"
     )
 
@@ -125,10 +117,6 @@ def _told(observed: Mapping[str, Any]) -> str:
     parts = []
     for topic, value in observed.items():
         if isinstance(value, Mapping):
-            value = [f"{dtype} ({_few(layers)})" for dtype, layers in value.items()]
+            value = [f"{dtype} ({few(layers)})" for dtype, layers in value.items()]
         parts.append(f"{topic.replace('_', ' ')} {', '.join(value) if isinstance(value, list) else value}")
     return "; ".join(parts)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

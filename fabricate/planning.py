@@ -5,7 +5,6 @@ Decides; builds nothing on a device, and no rank talks to another. Must not know
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -270,13 +269,17 @@ def _with_size(data: object, loading: Loading, found: Resolved) -> Loading:
     """`loading` with the batch size of the strategy's file, for data sets whose batch size nobody set."""
     if loading.batch_size is not None or found.batch_size is None or isinstance(data, DataLoader | list | tuple):
         return loading
-    return dataclasses.replace(loading, batch_size=found.batch_size[0]) if _rows(data) else loading
+    return replace(loading, batch_size=found.batch_size[0]) if _rows(data) else loading
 
 
 def _rows(data: object) -> bool:
     """Whether `data` is rows that `batch_size` makes batches of."""
-    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
-    return stream or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    return _stream(data) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def _stream(data: object) -> bool:
+    """Whether `data` can only be read from its beginning: torch's or Hugging Face's iterable data set."""
+    return isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
 
 
 def settle(settings: Settings, found: Resolved, data: Data) -> None:
@@ -351,9 +354,8 @@ def _for_evaluation(data: object, loading: Loading) -> Loading:
     """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
     if isinstance(data, DataLoader) or not _rows(data):
         return Loading()
-    stream = isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
-    workers = min(loading.num_workers, 1) if stream else loading.num_workers
-    return Loading(loading.batch_size, workers, loading.collate_fn, None if stream else False)
+    workers = min(loading.num_workers, 1) if _stream(data) else loading.num_workers
+    return Loading(loading.batch_size, workers, loading.collate_fn, None if _stream(data) else False)
 
 
 def _compiling(asked: str | Mapping[str, Any] | None) -> tuple[str | None, str]:

@@ -51,8 +51,8 @@ _COUNTERS = {
 class Due:
     """Tells at each update boundary whether an `Every` has come round since it was last asked. None never falls due.
 
-    Asking is one comparison. Moments are multiples of the amount counted from the beginning of the run, so that a resumed
-    run keeps the rhythm of one that never stopped.
+    Asking is one comparison, which the loop makes for several at once through `next`. Moments are multiples of the amount
+    counted from the beginning of the run, so that a resumed run keeps the rhythm of one that never stopped.
     """
 
     __slots__ = ("amount", "by_clock", "counter", "next")
@@ -63,6 +63,7 @@ class Due:
         self.by_clock = self.counter == "seconds"
         """Rank 0's clock decides: the ranks have to agree."""
         self.next = math.inf
+        """The count at which it falls due."""
         self.start(progress)
 
     def start(self, progress: Progress) -> None:
@@ -71,7 +72,7 @@ class Due:
             self.next = (getattr(progress, self.counter) // self.amount + 1) * self.amount
 
     def reached(self, progress: Progress) -> bool:
-        """True once per moment. Cheap: call it after every update."""
+        """True once per moment."""
         if getattr(progress, self.counter) < self.next:
             return False
         self.start(progress)

@@ -56,8 +56,8 @@ class Every:
 
     @property
     def unit(self) -> str:
-        """The unit in use: "steps", "epochs", "minutes" (hours are minutes too) or "tokens"."""
-        return next(u for u in ("steps", "epochs", "minutes", "tokens", "hours") if getattr(self, u) is not None)
+        """The unit in use: "steps", "epochs", "minutes", "hours" or "tokens"."""
+        return next(u for u in ("steps", "epochs", "minutes", "hours", "tokens") if getattr(self, u) is not None)
 
     @property
     def amount(self) -> float:
