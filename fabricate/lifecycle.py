@@ -233,6 +233,8 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
             raise ConfigurationError(
                 f"{where}: {schedule.text}, and nothing is validated; pass val= to fit, or take another scheduler"
             )
+    for parameter in module.parameters():
+        parameter.grad = None  # of a window that failed, say: the first update would take it in
     optimizer_groups(module, run.optimizers, engine.strategy)
     run.parameters = {
         name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule
+from fabricate import Callback, CheckpointError, FabricateError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.directory import Reader
 from fabricate.checkpoint.files import Files, Writer
 from fabricate.state.logical import Staging, chunk
@@ -69,6 +70,15 @@ class Stops(Callback):
     def on_step(self, step: int) -> None:
         if step == 7:
             raise KeyError("power cut")
+
+
+class Breaks(Callback):
+    """A weight of rank 0 stops being a number right before a save."""
+
+    def on_step(self, module: Net, step: int) -> None:
+        if step == 4 and os.environ.get("RANK") == "0":
+            weight: Any = module.blocks[0].weight.detach()
+            (weight.to_local() if hasattr(weight, "to_local") else weight)[0, 0] = math.nan
 
 
 def fit(run_dir: Path, *plugins: object, steps: int = STEPS, **options: Any) -> FitResult:
@@ -259,6 +269,13 @@ def on_two_ranks(root: Path) -> None:
         with pytest.raises(KeyError, match="power cut"):
             fit(root / strategy / "async", Keeps(), Stops(), strategy=strategy)
         fit(root / strategy / "async", Keeps(), strategy=strategy)
+        with pytest.raises(
+            FabricateError, match=r"weights are not finite after step 4 \(blocks.0.weight|the loss became nan"
+        ):
+            fit(root / strategy / "refused", Keeps(), Breaks(), strategy=strategy)
+        if int(os.environ["RANK"]) == 0:  # which clears away
+            assert os.listdir(root / strategy / "refused" / "checkpoints") == ["step-00000002"]
+        fit(root / strategy / "refused", Keeps(), strategy=strategy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
@@ -280,6 +297,7 @@ def test_large_copies_are_what_was_there_and_their_memory_is_used_again(dtype: t
 def test_two_ranks_write_beside_their_training_what_they_would_write_in_it(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path)
     for strategy in ("ddp", "fsdp"):
-        first, second = committed(tmp_path / strategy / "sync"), committed(tmp_path / strategy / "async")
-        assert list(second) == list(first) == [2, 4, 6, 8, 10]
-        assert second == first
+        first = committed(tmp_path / strategy / "sync")
+        assert list(first) == [2, 4, 6, 8, 10]
+        assert committed(tmp_path / strategy / "async") == first
+        assert committed(tmp_path / strategy / "refused") == first

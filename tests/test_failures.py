@@ -157,6 +157,20 @@ def test_a_fit_works_after_one_that_failed(raises: type[BaseException]) -> None:
     assert Trainer(max_steps=6, progress=False).fit(module, rows(), batch_size=2).steps == 6
 
 
+def test_gradients_of_a_window_that_failed_are_not_in_the_next_fit() -> None:
+    class Falls(Callback):
+        def on_accumulate(self) -> None:
+            raise ValueError
+
+    again, once = Net(), Net()
+    once.load_state_dict(again.state_dict())
+    with pytest.raises(ValueError, match="on_accumulate"):
+        fit(again, Falls(), gradient_accumulation_steps=2)
+    for module in (again, once):
+        fit(module, gradient_accumulation_steps=2, max_steps=1)
+    assert torch.equal(again.layer.weight, once.layer.weight)
+
+
 def test_two_fits_of_one_process_have_their_own_precision() -> None:
     module = Net()
     for precision, autocast in (("fp32", False), ("bf16", True), ("fp32", False)):

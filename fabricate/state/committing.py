@@ -52,8 +52,8 @@ def write(
 ) -> None:
     """Write this rank's part of the checkpoint `path` and commit it. All ranks.
 
-    logs: files that the checkpoint refers to by their size; made durable before it. before: called first on this rank, and what it
-    raises keeps all of them from writing. Raises as `agree`; nothing is left.
+    logs: files that the checkpoint refers to by their size; made durable before it. before: called on this rank
+    before it writes, and what it raises fails the save. Raises as `agree`; nothing is left.
     """
     failure: BaseException | None = None
     staging: Path | None = None
@@ -64,8 +64,8 @@ def write(
         nonce, needed = told, needed + bytes_of_rank
     step = content.manifest["step"]
     try:
-        before()
         staging = format.stage(path.parent, step, nonce)
+        before()  # with the directory known, which rank 0 takes away: other ranks may be writing there
         _check_space(staging, needed + _MARGIN)
         name = f"data-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
         records.append(format.write_tensors(staging / name, content.chunks))

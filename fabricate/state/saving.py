@@ -63,10 +63,8 @@ def save_requested(run: Run) -> None:
     """Save into the run directory if any rank's request or a due moment says so, and wherever hooks asked for. All ranks."""
     requests = run.requests
     mine = [requests.save, requests.paths]
-    requests.save, requests.paths = (
-        False,
-        [],
-    )  # before the ranks wait for each other: what is asked for meanwhile comes later
+    # Before the ranks wait for each other: what is asked for meanwhile comes later.
+    requests.save, requests.paths = False, []
     asked = run.engine.gather_json(mine)
     if any(wanted for wanted, _ in asked):
         save(run)
