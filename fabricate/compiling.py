@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, first_line
 from fabricate.strategy import Strategy
 
 
@@ -45,7 +45,7 @@ def compiled(module: torch.nn.Module, asked: str | Mapping[str, Any]) -> Iterato
             try:
                 unit.forward = Forward(unit, options)
             except RuntimeError as exc:  # an unknown backend, or options that contradict each other
-                raise ConfigurationError(f"compile={asked!r}: {str(exc).splitlines()[0]}") from exc
+                raise ConfigurationError(f"compile={asked!r}: {first_line(exc)}") from exc
         kinds = dict.fromkeys(type(unit).__name__ for unit in units)
         yield f"compiled by unit: {len(units)} ({', '.join(kinds)}), {options.get('backend', 'inductor')}"
 

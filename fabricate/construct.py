@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, first_line
 from fabricate.module import TrainModule, overrides
 from fabricate.pretrained import Stored, deferred
 from fabricate.randomness import derive_seed, rng_state, seed_everything, set_rng_state
@@ -83,7 +83,7 @@ def build_model(module: TrainModule, seed: int) -> str:
         note = build_on_meta(module)
         needs = "peft initialises its layers itself" if adapted_models(module) else ""
     except RuntimeError as exc:  # code that reads or sets values
-        note, needs = "", str(exc).splitlines()[0]
+        note, needs = "", first_line(exc)
     if not needs:
         return note
     seed_everything(derive_seed(seed, "configure_model"))  # so the same on every rank

@@ -41,3 +41,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest of `known`, or the empty string."""
     near = difflib.get_close_matches(word, sorted(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def first_line(exc: BaseException) -> str:
+    """What `exc` says in its first line, for a message of ours; the name of its type where it says nothing."""
+    return (str(exc).splitlines() or [type(exc).__name__])[0]

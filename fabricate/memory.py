@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fabricate.construct import build_on_meta
+from fabricate.errors import first_line
 from fabricate.module import TrainModule, overrides
 from fabricate.optimization import read_optimizers
 from fabricate.randomness import rng_state, set_rng_state
@@ -111,8 +112,9 @@ def need(
         return Need(module, whole, "no gradients, no optimizer", {})
     trainable = [empty for empty in parameters.values() if empty.requires_grad]
     whole["gradients"] = sum(_bytes(empty) for empty in trainable)
-    reason = optimizers
-    if not isinstance(optimizers, Exception):
+    if isinstance(optimizers, Exception):
+        reason = optimizers
+    else:
         try:
             whole["optimizer state"] = sum(_state(optimizer, parameters) for optimizer in optimizers.values())
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers.values()))
@@ -120,7 +122,7 @@ def need(
         except Exception as exc:  # any optimizer, tried where it was not meant to run
             reason = exc
     whole["optimizer state"] = ADAM_BYTES * sum(empty.numel() for empty in trainable)
-    counted = f"{ADAM_BYTES} bytes of state per parameter assumed, as for Adam, because: {_first_line(reason)}"
+    counted = f"{ADAM_BYTES} bytes of state per parameter assumed, as for Adam, because: {first_line(reason)}"
     return Need(module, whole, counted, {})
 
 
@@ -169,7 +171,3 @@ def need_ahead(module: TrainModule, training: bool, total_steps: int | None) -> 
         return need(found, optimizers)
     finally:
         set_rng_state(before)
-
-
-def _first_line(reason: object) -> str:
-    return (str(reason).splitlines() or [type(reason).__name__])[0]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabricate.console import size_text
 from fabricate.data import Loading, Source, open_source
 from fabricate.dispatch import Origin
-from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.errors import ConfigurationError, FabricateError, first_line
 from fabricate.interfaces import lines as lines_of
 from fabricate.interfaces import ranks_per_row
 from fabricate.launch import Launch, Request, detect, requests
@@ -155,7 +155,7 @@ def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: 
     try:
         needed = ahead()
     except Exception as exc:  # whatever configure_model raises; if it matters, the fit raises it again
-        return "ddp", f"{reason}; memory is not known before building ({(str(exc).splitlines() or [''])[0]})"
+        return "ddp", f"{reason}; memory is not known before building ({first_line(exc)})"
     replica: Strategy = registry.resolve("strategy", "ddp")[0]
     takes = total(needed.per_rank(replica, launch.world_size), device.type != "cpu")
     room, where = available(device, launch.local_world_size)

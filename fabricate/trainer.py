@@ -19,7 +19,7 @@ from fabricate import evaluation, loop
 from fabricate.data import Loading, describe
 from fabricate.dispatch import Calls
 from fabricate.engine import Engine
-from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
+from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line
 from fabricate.launch import detect
 from fabricate.lifecycle import environment_restored, finish_fit, opened, prepare_fit, register
 from fabricate.memory import need_ahead
@@ -262,8 +262,7 @@ class Trainer:
         try:
             needed = need_ahead(module, True, data.total_steps(self.settings))
         except RuntimeError as exc:
-            reason = (str(exc).splitlines() or [""])[0]
-            notes = [f"memory is not known before building: configure_model needs real tensors ({reason})"]
+            notes = [f"memory is not known before building: configure_model needs real tensors ({first_line(exc)})"]
             return make_plan(self.settings, found, module, data, notes=notes)
         return make_plan(self.settings, found, needed.module, data, needed.optimizers, needed=needed)
 
