@@ -181,11 +181,18 @@ class Group:
         return _control_groups[id(default)]
 
     def agree(self, flags: list[int]) -> list[int]:
-        """Element-wise maximum of small integers over all ranks. All ranks; one message, no wait for the device."""
+        """Element-wise maximum of small integers over all ranks. All ranks; no wait for the device.
+
+        To rank 0 and back, which takes 1 + log2(n) times the way between two hosts. gloo's all_reduce goes round a ring: 2 (n - 1).
+        """
         if self.world_size == 1:
             return flags
-        tensor = torch.tensor(flags, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control_group())
+        tensor, group = torch.tensor(flags, dtype=torch.int64), self._control_group()
+        everyone = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(tensor, everyone, dst=0, group=group)
+        if everyone is not None:
+            tensor = torch.stack(everyone).amax(0)
+        dist.broadcast(tensor, src=0, group=group)
         result: list[int] = tensor.tolist()
         return result
 

@@ -1,0 +1,178 @@
+"""What several ranks cost over DistributedDataParallel by hand: all loops alternate in one process group, on this machine's ranks.
+
+    python -m benchmarks.ranks                       # quiet and gpt, two ranks
+    python -m benchmarks.ranks quiet --rounds 21 --nproc 2
+
+Milliseconds of the clock, because a rank that waits for another uses no processor: run it on a quiet machine with a core for each
+rank. The rows of a micro-batch are each rank's; after every update fabricate's ranks agree whether to log, validate, save or stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.loops import forget_accelerator, work_model
+from benchmarks.overhead import hold_heap
+from benchmarks.tables import table
+from benchmarks.works import WORKS, Clock, Work
+
+ROUNDS = {"quiet": 11, "gpt": 7}
+
+
+class Wall(Clock):
+    """Counts seconds that pass, not those of the processor."""
+
+    def stamp(self) -> None:
+        self.stamps.append(time.perf_counter_ns())
+
+
+def by_hand(work: Work, clock: Clock) -> torch.nn.Module:
+    """torch's own idiom."""
+    model = torch.nn.parallel.DistributedDataParallel(work.build(clock))
+    optimizer = work.optimizer(model)
+    rows = work.dataset()
+    model.train()
+    for x, y in DataLoader(rows, batch_size=work.batch_size, sampler=DistributedSampler(rows, shuffle=False)):
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.module
+
+
+def raw_accelerate(work: Work, clock: Clock) -> torch.nn.Module:
+    """Accelerate's own idiom."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = work.build(clock)
+    model, optimizer, loader = accelerator.prepare(model, work.optimizer(model), work.loader())
+    model.train()
+    for x, y in loader:
+        accelerator.backward(model(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return work_model(model)
+
+
+def fabricated(work: Work, clock: Clock) -> torch.nn.Module:
+    """fabricate with strategy="ddp"."""
+    from benchmarks.module import Module
+    from fabricate import Trainer
+
+    module = Module(work, clock)
+    trainer = Trainer(max_epochs=1, strategy="ddp", precision="fp32", progress=False, log_every=work.log_every)
+    trainer.fit(module, work.loader())
+    return module.model
+
+
+LOOPS: dict[str, Callable[[Work, Clock], torch.nn.Module]] = {
+    "DistributedDataParallel": by_hand,
+    "Accelerate": raw_accelerate,
+    "fabricate": fabricated,
+}
+
+
+def train(loop: str, work: Work) -> tuple[float, torch.Tensor]:
+    """Milliseconds per micro-batch, and the final weights."""
+    clock = Wall()
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = LOOPS[loop](work, clock)
+    forget_accelerator()
+    gc.collect()
+    dist.barrier()
+    return clock.mean() / 1000, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def rank(cases: list[str], rounds: int | None, found: Path) -> None:
+    """Be one rank; rank 0 leaves the figures in `found`."""
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    for case in cases:
+        work = dataclasses.replace(WORKS[case], steps=WORKS[case].steps * dist.get_world_size())
+        names = list(LOOPS)
+        reference = train(names[0], work)[1]
+        apart = {name: float((train(name, work)[1] - reference).abs().max()) for name in names}
+        if max(apart.values()) > 1e-5:
+            raise SystemExit(f"{case}: the loops trained different weights: {apart}")
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(rounds or ROUNDS[case]):
+            shift = number % len(names)
+            order = names[shift:] + names[:shift]
+            for name in order if number % 2 else reversed(order):
+                times[name].append(train(name, work)[0])
+        results[case] = times
+    if dist.get_rank() == 0:
+        found.write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+def text(results: dict[str, Any], ranks: int) -> str:
+    """The table."""
+    rows = []
+    for case, times in results.items():
+        base = next(iter(times.values()))
+        for name, own in times.items():
+            differences = [a - b for a, b in zip(own, base, strict=True)]
+            low, middle, high = statistics.quantiles(differences, n=4) if len(own) > 1 else differences * 3
+            over = f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]" if own is not base else "0"
+            ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
+            rows.append([f"{case}, {name}", f"{statistics.median(own):.3f}", over, f"{ratio:.3f}"])
+    head = ["case and loop", "ms per step", "over DistributedDataParallel, median [quartiles]", "ratio"]
+    return table(head, rows) + f"\n{ranks} ranks, gloo, one thread each.\n"
+
+
+def main() -> None:
+    """Start the ranks, and print what they found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(ROUNDS), help=f"of {', '.join(ROUNDS)}; both")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.found is not None:
+        hold_heap()
+        torch.set_num_threads(1)
+        logging.disable(logging.WARNING)
+        rank(options.cases, options.rounds, options.found)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = options.json or Path(folder, "found.json")
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(options.nproc),
+        ]
+        command += ["-m", "benchmarks.ranks", *options.cases, "--found", str(found.absolute())]
+        command += ["--rounds", str(options.rounds)] if options.rounds else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command[1:])} failed:\n{done.stderr[-3000:]}")
+        print(text(json.loads(found.read_text()), options.nproc))
+
+
+if __name__ == "__main__":
+    main()
