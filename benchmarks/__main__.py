@@ -24,7 +24,7 @@ from benchmarks.targets import held
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-PARTS = ("overhead", "sections", "startup", "compiling", "scaling", "checkpoint", "dispatch")
+PARTS = ("overhead", "sections", "startup", "compiling", "scaling", "ranks", "checkpoint", "dispatch")
 
 
 def measured(part: str) -> dict[str, Any] | None:

@@ -102,12 +102,13 @@ def train(loop: str, work: Work) -> tuple[float, torch.Tensor]:
     return clock.mean() / 1000, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def rank(cases: list[str], rounds: int | None, found: Path) -> None:
+def rank(cases: list[str], rounds: int | None, micro_batches: int | None, found: Path) -> None:
     """Be one rank; rank 0 leaves the figures in `found`."""
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     for case in cases:
-        work = dataclasses.replace(WORKS[case], steps=WORKS[case].steps * dist.get_world_size())
+        steps = (micro_batches or WORKS[case].steps) * dist.get_world_size()
+        work = dataclasses.replace(WORKS[case], steps=steps)
         names = list(LOOPS)
         reference = train(names[0], work)[1]
         apart = {name: float((train(name, work)[1] - reference).abs().max()) for name in names}
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(ROUNDS), help=f"of {', '.join(ROUNDS)}; both")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--micro-batches", type=int, help="of each training, more than the 40 that are not counted")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -153,7 +155,7 @@ def main() -> None:
         hold_heap()
         torch.set_num_threads(1)
         logging.disable(logging.WARNING)
-        rank(options.cases, options.rounds, options.found)
+        rank(options.cases, options.rounds, options.micro_batches, options.found)
         return
     with tempfile.TemporaryDirectory() as folder:
         found = options.json or Path(folder, "found.json")
@@ -167,6 +169,7 @@ def main() -> None:
         ]
         command += ["-m", "benchmarks.ranks", *options.cases, "--found", str(found.absolute())]
         command += ["--rounds", str(options.rounds)] if options.rounds else []
+        command += ["--micro-batches", str(options.micro_batches)] if options.micro_batches else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:

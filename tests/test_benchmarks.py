@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import __main__ as suite
-from benchmarks import gpu
+from benchmarks import gpu, ranks
 from benchmarks.loops import LOOPS
 from benchmarks.tables import machine
 from benchmarks.targets import TARGETS
@@ -92,6 +92,16 @@ def test_the_page_takes_what_was_measured_and_holds_it_against_the_targets(
     for target, row in zip(TARGETS, held, strict=True):
         assert target.promise in row
         assert ("not measured" in row) == (target.part != "overhead")
+
+
+def test_loops_of_two_ranks_train_the_same_weights(tmp_path: Path) -> None:
+    figures = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.ranks", "quiet", "--rounds", "1", "--micro-batches", "44"]
+    done = subprocess.run([*command, "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # which it is not where weights differ
+    assert {loop: len(times) for loop, times in json.loads(figures.read_text())["quiet"].items()} == dict.fromkeys(
+        ranks.LOOPS, 1
+    )
 
 
 def _table(page: str, name: str) -> str:
