@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import json
@@ -73,13 +74,13 @@ def raw_accelerate(work: Work, clock: Clock) -> torch.nn.Module:
     return work_model(model)
 
 
-def fabricated(work: Work, clock: Clock) -> torch.nn.Module:
+def fabricated(work: Work, clock: Clock, strategy: str = "ddp") -> torch.nn.Module:
     """fabricate with strategy="ddp"."""
     from benchmarks.module import Module
     from fabricate import Trainer
 
     module = Module(work, clock)
-    trainer = Trainer(max_epochs=1, strategy="ddp", precision="fp32", progress=False, log_every=work.log_every)
+    trainer = Trainer(max_epochs=1, strategy=strategy, precision="fp32", progress=False, log_every=work.log_every)
     trainer.fit(module, work.loader())
     return module.model
 
@@ -88,7 +89,9 @@ LOOPS: dict[str, Callable[[Work, Clock], torch.nn.Module]] = {
     "DistributedDataParallel": by_hand,
     "Accelerate": raw_accelerate,
     "fabricate": fabricated,
+    "fabricate, every parameter is used": functools.partial(fabricated, strategy="ddp:find_unused_parameters=false"),
 }
+"""The first and the second take a module that leaves a parameter out for an error; fabricate looks, unless it is told."""
 
 
 def train(loop: str, work: Work) -> tuple[float, torch.Tensor]:
@@ -112,7 +115,9 @@ def rank(cases: list[str], rounds: int | None, micro_batches: int | None, found:
         names = list(LOOPS)
         reference = train(names[0], work)[1]
         apart = {name: float((train(name, work)[1] - reference).abs().max()) for name in names}
-        if max(apart.values()) > 1e-5:
+        if (
+            max(apart.values()) > 1e-4
+        ):  # DistributedSampler deals the rows of a step out otherwise, which rounds otherwise
             raise SystemExit(f"{case}: the loops trained different weights: {apart}")
         times: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds or ROUNDS[case]):
