@@ -50,11 +50,17 @@ class Requests:
         self, *, stop: str = "", save: bool = False, path: str = "", evaluate: bool = False, signal: str = ""
     ) -> None:
         """Ask for something at the next update boundary. Of several signals the first counts."""
-        self.stop = stop or self.stop
-        self.save |= save
-        self.paths += [path] if path else []
-        self.evaluate |= evaluate
-        self.signal = self.signal or signal
+        # Only what is asked for is written: a signal's handler or a thread may be asking for something else at this moment.
+        if stop:
+            self.stop = stop
+        if save:
+            self.save = True
+        if path:
+            self.paths.append(path)
+        if evaluate:
+            self.evaluate = True
+        if signal and not self.signal:
+            self.signal = signal
         self.pending = True  # last: a boundary that looks meanwhile finds all of it or looks again
 
 
