@@ -17,10 +17,7 @@ import gc
 import io
 import json
 import logging
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.loops import forget_accelerator, work_model
 from benchmarks.overhead import hold_heap
+from benchmarks.scaling import torchrun
 from benchmarks.tables import table
 from benchmarks.works import WORKS, Clock, Work
 
@@ -164,21 +162,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         found = options.json or Path(folder, "found.json")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(options.nproc),
-        ]
-        command += ["-m", "benchmarks.ranks", *options.cases, "--found", str(found.absolute())]
-        command += ["--rounds", str(options.rounds)] if options.rounds else []
-        command += ["--micro-batches", str(options.micro_batches)] if options.micro_batches else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command[1:])} failed:\n{done.stderr[-3000:]}")
+        arguments = [*options.cases, "--found", str(found.absolute())]
+        arguments += ["--rounds", str(options.rounds)] if options.rounds else []
+        arguments += ["--micro-batches", str(options.micro_batches)] if options.micro_batches else []
+        torchrun(options.nproc, "benchmarks.ranks", *arguments)
         print(text(json.loads(found.read_text()), options.nproc))
 
 

@@ -47,22 +47,19 @@ def train(strategy: str, rows: int, folder: Path) -> None:
     trainer.fit(Module(work, Clock()), work.dataset(), batch_size=rows)
 
 
+def torchrun(ranks: int, module: str, *arguments: str) -> None:
+    """Run `module` on some ranks of this machine, one thread each; what they print is shown when one of them fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
+
+
 def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
     """Medians over the log intervals of one fit but the first."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-        ]
-        command += ["-m", "benchmarks.scaling", "--train", strategy, str(rows), folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command[3:])} failed:\n{done.stderr[-3000:]}")
+        torchrun(ranks, "benchmarks.scaling", "--train", strategy, str(rows), folder)
         lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     laps = [line["clock"] for line in lines if line["stage"] == "train"][1:]
     return {name: statistics.median(lap[name] for lap in laps) for name in laps[0] if name not in ("time", "seconds")}
