@@ -44,8 +44,9 @@ def save(run: Run, *, last: bool = False) -> None:
         return
     path, began = checkpoints(run) / f"step-{run.progress.step:08d}", time.monotonic()
     run.last_save = last
-    if run.background is None or last or run.calls.write_checkpoint is not None:
-        check_weights(run)  # else what writes in the background looks at its copies
+    # The end of the loop has looked already, and what writes in the background looks at its copies.
+    if not last and (run.background is None or run.calls.write_checkpoint is not None):
+        check_weights(run)
     try:
         if run.calls.write_checkpoint is None:
             write(run, path)
