@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import subprocess
@@ -292,7 +294,34 @@ class Stuck(Dataset[Any]):
         return (torch.zeros(4),)
 
 
-def test_what_a_whole_process_group_hears_does_not_end_the_workers() -> None:
+class Late:
+    """Of two workers the second is still at its start when the first has made batches."""
+
+    made = itertools.count()
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.seconds = next(Late.made) % 2
+
+    def run(self) -> None:
+        time.sleep(self.seconds)
+        super().run()  # type: ignore[misc]
+
+
+class LateForks(multiprocessing.context.ForkContext):
+    class Process(Late, multiprocessing.context.ForkProcess):
+        pass
+
+
+class LateSpawns(multiprocessing.context.SpawnContext):
+    class Process(Late, multiprocessing.context.SpawnProcess):
+        pass
+
+
+@pytest.mark.parametrize("context", [LateForks(), LateSpawns()])
+def test_what_a_whole_process_group_hears_does_not_end_the_workers(
+    context: multiprocessing.context.BaseContext,
+) -> None:
     class Signals(Callback):
         def on_step(self, step: int) -> None:
             workers = multiprocessing.active_children()
@@ -302,7 +331,7 @@ def test_what_a_whole_process_group_hears_does_not_end_the_workers() -> None:
                 for name in ("INT", "USR1", "TERM"):
                     subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
 
-    loader = DataLoader(rows(), batch_size=2, num_workers=2)
+    loader = DataLoader(rows(), batch_size=2, num_workers=2, multiprocessing_context=context)
     assert fit(None, Signals(), data=loader, max_steps=3).steps == 3
 
 

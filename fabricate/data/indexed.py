@@ -23,7 +23,7 @@ from torch.utils.data import (
 from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.sandbox import Sandbox, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
-from fabricate.data.workers import Workers, WorkerStart
+from fabricate.data.workers import Workers, WorkerStart, iterate
 from fabricate.order import Share, batch_seed, plan_window
 
 _Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
@@ -174,7 +174,7 @@ class Indexed(Source):
         # Its own generator: iter() draws the workers' base seed, which must not come out of the model's random numbers.
         generator = torch.Generator()
         generator.manual_seed(batch_seed(seed, epoch))
-        return iter(DataLoader(dataset, batch_sampler=_Requests(requests), generator=generator, **options))
+        return iterate(DataLoader(dataset, batch_sampler=_Requests(requests), generator=generator, **options))
 
 
 class _Requests:

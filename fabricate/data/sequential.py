@@ -23,7 +23,7 @@ from torch.utils.data import (
 from fabricate.data.batches import EvalBatch, Window, visible_rows
 from fabricate.data.sandbox import Sandbox, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
-from fabricate.data.workers import Workers, WorkerStart, has_own_loop
+from fabricate.data.workers import Workers, WorkerStart, has_own_loop, iterate
 from fabricate.errors import ConfigurationError
 from fabricate.order import batch_seed, plan_window
 
@@ -108,7 +108,7 @@ class Sequential(Source):
             return iter(reader)
         generator = torch.Generator()
         generator.manual_seed(batch_seed(self._setup.seed, epoch))
-        return iter(
+        return iterate(
             DataLoader(
                 reader,
                 batch_size=None,

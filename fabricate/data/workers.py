@@ -7,12 +7,30 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
 _LOOK_SECONDS = 5.0
 """How long a worker may outlive a main process that was killed."""
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+"""What launchers and schedulers send to whole process groups."""
+
+
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator over `loader`. Its workers begin with a `WorkerStart` and hear no signal before it: a process inherits what
+    the thread that starts it blocks."""
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else ""
+    if method not in ("fork", "spawn"):  # all later children of a fork server would inherit it
+        return iter(loader)
+    if method == "spawn":
+        resource_tracker.ensure_running()  # whose start lets signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Workers:
@@ -53,7 +71,9 @@ def live_with(main: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGUSR1})  # what came before is ignored now
     if not hasattr(signal, "sigtimedwait"):  # macOS
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return
     method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
     parent = os.getppid() if method == "forkserver" else main
