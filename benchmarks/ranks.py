@@ -1,6 +1,7 @@
-"""What several ranks cost over DistributedDataParallel by hand: all loops alternate in one process group, on this machine's ranks.
+"""What several ranks cost over torch's own DistributedDataParallel and fully_shard by hand: all loops of a case alternate in one
+process group, on this machine's ranks.
 
-    python -m benchmarks.ranks                       # quiet and gpt, two ranks
+    python -m benchmarks.ranks                       # every case, two ranks
     python -m benchmarks.ranks quiet --rounds 21 --nproc 2
 
 Milliseconds of the clock, because a rank that waits for another uses no processor: run it on a quiet machine with a core for each
@@ -26,6 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.loops import forget_accelerator, work_model
@@ -34,7 +37,8 @@ from benchmarks.scaling import torchrun
 from benchmarks.tables import table
 from benchmarks.works import WORKS, Clock, Work
 
-ROUNDS = {"quiet": 11, "gpt": 7}
+ROUNDS = {"quiet": 11, "gpt": 7, "gpt-fsdp": 7}
+"""By case: the work, and after a dash what divides it."""
 
 
 class Wall(Clock):
@@ -44,9 +48,8 @@ class Wall(Clock):
         self.stamps.append(time.perf_counter_ns())
 
 
-def by_hand(work: Work, clock: Clock) -> torch.nn.Module:
+def by_hand(work: Work, model: torch.nn.Module) -> None:
     """torch's own idiom."""
-    model = torch.nn.parallel.DistributedDataParallel(work.build(clock))
     optimizer = work.optimizer(model)
     rows = work.dataset()
     model.train()
@@ -54,7 +57,23 @@ def by_hand(work: Work, clock: Clock) -> torch.nn.Module:
         model(x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.module
+
+
+def replicated(work: Work, clock: Clock) -> torch.nn.Module:
+    """Replicas by hand."""
+    model = work.build(clock)
+    by_hand(work, torch.nn.parallel.DistributedDataParallel(model))
+    return model
+
+
+def sharded(work: Work, clock: Clock) -> torch.nn.Module:
+    """Shards by hand: each block, then the rest."""
+    model: Any = work.build(clock)
+    for block in model.gpt.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    by_hand(work, model)
+    return model  # type: ignore[no-any-return]
 
 
 def raw_accelerate(work: Work, clock: Clock) -> torch.nn.Module:
@@ -83,24 +102,30 @@ def fabricated(work: Work, clock: Clock, strategy: str = "ddp") -> torch.nn.Modu
     return module.model
 
 
-LOOPS: dict[str, Callable[[Work, Clock], torch.nn.Module]] = {
-    "DistributedDataParallel": by_hand,
-    "Accelerate": raw_accelerate,
-    "fabricate": fabricated,
-    "fabricate, every parameter is used": functools.partial(fabricated, strategy="ddp:find_unused_parameters=false"),
+LOOPS: dict[str, dict[str, Callable[[Work, Clock], torch.nn.Module]]] = {
+    "ddp": {
+        "DistributedDataParallel": replicated,
+        "Accelerate": raw_accelerate,
+        "fabricate": fabricated,
+        "fabricate, every parameter is used": functools.partial(
+            fabricated, strategy="ddp:find_unused_parameters=false"
+        ),
+    },
+    "fsdp": {"fully_shard": sharded, "fabricate": functools.partial(fabricated, strategy="fsdp")},
 }
-"""The first and the second take a module that leaves a parameter out for an error; fabricate looks, unless it is told."""
+"""DistributedDataParallel and Accelerate take a module that leaves a parameter out for an error; fabricate looks, unless it is told."""
 
 
-def train(loop: str, work: Work) -> tuple[float, torch.Tensor]:
+def train(loop: Callable[[Work, Clock], torch.nn.Module], work: Work) -> tuple[float, torch.Tensor]:
     """Milliseconds per micro-batch, and the final weights."""
     clock = Wall()
     with contextlib.redirect_stdout(io.StringIO()):
-        model = LOOPS[loop](work, clock)
+        model = loop(work, clock)
     forget_accelerator()
     gc.collect()
     dist.barrier()
-    return clock.mean() / 1000, torch.cat([p.detach().flatten() for p in model.parameters()])
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return clock.mean() / 1000, torch.cat([p.detach().flatten() for p in whole])
 
 
 def rank(cases: list[str], rounds: int | None, micro_batches: int | None, found: Path) -> None:
@@ -108,21 +133,22 @@ def rank(cases: list[str], rounds: int | None, micro_batches: int | None, found:
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     for case in cases:
-        steps = (micro_batches or WORKS[case].steps) * dist.get_world_size()
-        work = dataclasses.replace(WORKS[case], steps=steps)
-        names = list(LOOPS)
-        reference = train(names[0], work)[1]
-        apart = {name: float((train(name, work)[1] - reference).abs().max()) for name in names}
-        if (
-            max(apart.values()) > 1e-4
-        ):  # DistributedSampler deals the rows of a step out otherwise, which rounds otherwise
+        name, _, divided = case.partition("-")
+        steps = (micro_batches or WORKS[name].steps) * dist.get_world_size()
+        work = dataclasses.replace(WORKS[name], steps=steps)
+        loops = LOOPS[divided or "ddp"]
+        names = list(loops)
+        reference = train(loops[names[0]], work)[1]
+        apart = {name: float((train(loops[name], work)[1] - reference).abs().max()) for name in names}
+        # DistributedSampler deals the rows of a step out otherwise, which rounds otherwise.
+        if max(apart.values()) > 1e-4:
             raise SystemExit(f"{case}: the loops trained different weights: {apart}")
         times: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds or ROUNDS[case]):
             shift = number % len(names)
             order = names[shift:] + names[:shift]
             for name in order if number % 2 else reversed(order):
-                times[name].append(train(name, work)[0])
+                times[name].append(train(loops[name], work)[0])
         results[case] = times
     if dist.get_rank() == 0:
         found.write_text(json.dumps(results, indent=1))
@@ -140,14 +166,14 @@ def text(results: dict[str, Any], ranks: int) -> str:
             over = f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]" if own is not base else "0"
             ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
             rows.append([f"{case}, {name}", f"{statistics.median(own):.3f}", over, f"{ratio:.3f}"])
-    head = ["case and loop", "ms per step", "over DistributedDataParallel, median [quartiles]", "ratio"]
+    head = ["case and loop", "ms per step", "over the first, median [quartiles]", "ratio"]
     return table(head, rows) + f"\n{ranks} ranks, gloo, one thread each.\n"
 
 
 def main() -> None:
     """Start the ranks, and print what they found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("cases", nargs="*", default=list(ROUNDS), help=f"of {', '.join(ROUNDS)}; both")
+    parser.add_argument("cases", nargs="*", default=list(ROUNDS), help=f"of {', '.join(ROUNDS)}; all")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--micro-batches", type=int, help="of each training, more than the 40 that are not counted")

@@ -91,6 +91,7 @@ class Engine(Group):
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         compile: str | Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(launch.rank, launch.world_size)
         self.launch = launch
         self._timeout = timeout
         self.strategy = strategy
@@ -99,8 +100,6 @@ class Engine(Group):
         self._log_with = [tracker for tracker in log_with if not inspect.isfunction(tracker)]
         self._made_later = [tracker for tracker in log_with if inspect.isfunction(tracker)]
         self._logging_dir = logging_dir
-        self.rank = launch.rank
-        self.world_size = launch.world_size
         self.ranks_per_row = ranks_per_row(strategy, launch.world_size)
         """How many successive ranks read the same rows: 1 unless they divide a layer's arithmetic."""
         self.data_rank = self.rank // self.ranks_per_row
@@ -158,9 +157,10 @@ class Engine(Group):
                     f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
                 ) from exc
             del meeting  # the process group has its own hold on the store by now
-        try:
-            self._verify()
-            self.join(self._timeout)
+            with self._left_on_failure():
+                self._verify()
+                self.join(self._timeout)
+        with self._left_on_failure():
             self.device = self.accelerator.device
             self._settings.enter_context(self.precision.process_context(self.device))
             self._transfer = Transfer(self.device, lambda batch: send_to_device(batch, self.device, non_blocking=True))
@@ -168,14 +168,12 @@ class Engine(Group):
             self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
             self.accelerator.scaler = self.scaler
             self._verify_precision()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Take the module out of the strategy and forget Accelerate's shared state; the process group stays for the next fit
-        of this process (see `_control_group`)."""
+        of this process."""
+        self.leave()
         self._compiled.close()
         try:
             if self._module is not None and self.strategy.release(self._module, clean=not any(exc)):
@@ -184,6 +182,14 @@ class Engine(Group):
             self._settings.close()
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+    @contextlib.contextmanager
+    def _left_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.__exit__()
+            raise
 
     def _meet(self) -> Store | None:
         """Where ranks meet, once they are found to be of one kind; None where they met before, or there is one only."""

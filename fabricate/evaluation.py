@@ -187,13 +187,11 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
     trees = run.engine.gather_json(
         [indices, encode(outputs, put, "predictions"), [[str(t.dtype), list(t.shape)] for t in tensors]]
     )
-    flat = (
-        torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors])
-        if tensors
-        else torch.empty(0, dtype=torch.uint8)
+    flat = torch.cat(
+        [torch.empty(0, dtype=torch.uint8), *(t.detach().cpu().reshape(-1).view(torch.uint8) for t in tensors)]
     )
-    parts = run.engine.send_rows(flat)
-    if parts is None:
+    parts = run.engine.send(flat.numpy().data)
+    if not parts:
         return None
     gathered: list[tuple[int, Any]] = []
     for (where, tree, shapes), part in zip(trees, parts, strict=True):
@@ -201,7 +199,8 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
         for dtype_name, shape in shapes:
             dtype = getattr(torch, dtype_name.removeprefix("torch."))
             size = math.prod(shape) * dtype.itemsize
-            views.append(part[offset : offset + size].clone().view(dtype).reshape(shape))
+            own = bytearray(part[offset : offset + size])  # aligned
+            views.append((torch.frombuffer(own, dtype=dtype) if size else torch.empty(0, dtype=dtype)).reshape(shape))
             offset += size
         rows: Any = decode(tree, lambda ref, views=views: views[int(ref)])  # type: ignore[misc]
         gathered += zip(where, rows, strict=True)

@@ -1,7 +1,7 @@
-"""The ranks of a run as one group: small agreements, JSON and rows between them, failures told, leaving together.
+"""The ranks of a run as one group: small agreements, JSON and bytes between them, failures told, leaving together.
 
-Owns: the control group (gloo, so that agreeing never waits for the device) and how a process leaves its group. Must not
-know: strategies, hooks, the loop. No pickle travels between ranks.
+Owns: when the ranks' connections are opened and closed, and how a process leaves its group. Must not know: strategies, hooks,
+the loop, how messages travel (`fabricate.control`). No pickle travels between ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from fabricate.control import Control, PeerLost, address_towards
 from fabricate.errors import RankError
 
-_control_groups: dict[int, Any] = {}
-_side_groups: dict[int, Any] = {}
 _counterparts: dict[tuple[int, int], Any] = {}
 _exit_handlers: list[object] = []
 _failures: list[str] = []
@@ -52,13 +51,8 @@ _NEWLINE = "\n"
 def interface_towards(host: str) -> str | None:
     """The network interface through which this host reaches `host`; None when that is itself, or not known. gloo would take
     the interface of this host's name, which on many hosts is the loopback."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-            probe.connect((host, 9))
-            address = probe.getsockname()[0]
-    except OSError:
-        return None
-    if address.startswith("127."):
+    address = address_towards(host)
+    if address is None or address.startswith("127."):
         return None
     return next((n for n, found in psutil.net_if_addrs().items() if any(a.address == address for a in found)), None)
 
@@ -144,25 +138,37 @@ def _gloo_works() -> bool:
 class Group:
     """This rank among `world_size`; one process is a group too. Every method is called by all ranks, unless it says otherwise."""
 
-    rank: int
-    world_size: int
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._controls: list[Control] = []
 
     def join(self, timeout: datetime.timedelta) -> None:
         """Begin a piece of work that ranks do together; failures told from here on are its own. `timeout`: how long a rank
         waits for the others."""
-        self._failure = f"fabricate/failure/{next(_opened)}"
+        self._work = f"fabricate/work/{next(_opened)}"
+        self._failure = f"{self._work}/failure"
         self._timeout = timeout
         self.hosts = [socket.gethostname()]
         _failures.clear()
         if self.world_size == 1 or not dist.is_initialized():
             return
         leave_at_exit()
-        for group in {dist.group.WORLD, self._control_group()}:  # one that an earlier fit opened had another
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # one that an earlier fit opened had another
+        self._control = self._connect("main")
         told = self.gather_json([self.rank, self.hosts[0]])
         if [rank for rank, _ in told] != list(range(self.world_size)):
             raise RankError(f"the process group holds the ranks {told}, expected 0 to {self.world_size - 1}")
         self.hosts = [host for _, host in told]
+
+    def leave(self) -> None:
+        """End what `join` began: ranks that still wait for this one notice. One rank."""
+        while self._controls:
+            self._controls.pop().close()
+
+    def _connect(self, name: str) -> Control:
+        store = dist.distributed_c10d._get_default_store()
+        self._controls.append(Control(self.rank, self.world_size, store, f"{self._work}/{name}", self._timeout))
+        return self._controls[-1]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; `tensor` is on the device. All ranks."""
@@ -170,46 +176,15 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
-    def _control_group(self) -> Any:
-        """The gloo group for control data, so that agreeing never waits for the device. Kept as long as the process group."""
-        default = dist.group.WORLD
-        if dist.get_backend() == "gloo":
-            return default
-        if id(default) not in _control_groups:
-            _control_groups.clear()
-            _control_groups[id(default)] = dist.new_group(backend="gloo", timeout=self._timeout)
-        return _control_groups[id(default)]
-
     def agree(self, flags: list[int]) -> list[int]:
-        """Element-wise maximum of small integers over all ranks. All ranks; no wait for the device.
-
-        To rank 0 and back, which takes 1 + log2(n) times the way between two hosts. gloo's all_reduce goes round a ring: 2 (n - 1).
-        """
-        if self.world_size == 1:
-            return flags
-        tensor, group = torch.tensor(flags, dtype=torch.int64), self._control_group()
-        everyone = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else None
-        dist.gather(tensor, everyone, dst=0, group=group)
-        if everyone is not None:
-            tensor = torch.stack(everyone).amax(0)
-        dist.broadcast(tensor, src=0, group=group)
-        result: list[int] = tensor.tolist()
-        return result
+        """Element-wise maximum of small integers over all ranks. All ranks; no wait for the device."""
+        return flags if self.world_size == 1 else self._control.maximum(flags)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank. All ranks. No pickle."""
         if self.world_size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-        group = self._control_group()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-        longest = max(int(s) for s in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded, group=group)
-        return [json.loads(p[: int(s)].numpy().tobytes()) for p, s in zip(parts, sizes, strict=True)]
+        return [json.loads(bytes(part)) for part in self._control.gather(json.dumps(value).encode(), everywhere=True)]
 
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank. All ranks."""
@@ -228,7 +203,10 @@ class Group:
 
     def beside(self) -> Group:
         """The same ranks once more, for a thread of each: its messages do not meet those of the main thread. All ranks."""
-        return _Beside(self.rank, self.world_size)
+        other = Group(self.rank, self.world_size)
+        if self.world_size > 1:
+            other._control = self._connect("beside")
+        return other
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
         """Give every rank rank 0's buffers (running statistics differ between ranks); the returned function puts this
@@ -246,26 +224,9 @@ class Group:
 
         return restore
 
-    def send_rows(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Every rank's tensor (same dtype and trailing shape, any number of rows) on rank 0, on the CPU; None elsewhere.
-        All ranks, one message per rank: nothing is padded and nothing invented."""
-        tensor = tensor.detach().cpu().contiguous()
-        if self.world_size == 1:
-            return [tensor]
-        group = self._control_group()
-        shapes = self.gather_json(list(tensor.shape))
-        raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-        if self.rank:
-            if raw.numel():
-                dist.send(raw, dst=0, group=group)
-            return None
-        parts = [tensor]
-        for source in range(1, self.world_size):
-            part = torch.empty(shapes[source], dtype=tensor.dtype)
-            if part.numel():
-                dist.recv(part.reshape(-1).view(torch.uint8), src=source, group=group)
-            parts.append(part)
-        return parts
+    def send(self, data: memoryview) -> list[memoryview]:
+        """Every rank's bytes, in rank order, on rank 0; nothing elsewhere. All ranks."""
+        return [data] if self.world_size == 1 else self._control.gather(data, everywhere=False)
 
     def report_failure(self, exc: BaseException) -> str:
         """Leave this rank's failure where the others find it. When `exc` is only an echo of what happened elsewhere (a broken
@@ -275,7 +236,9 @@ class Group:
             return ""
         _failures.append(type(exc).__name__)
         said: list[str] = []
-        echo = isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
+        echo = isinstance(exc, PeerLost) or (
+            isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
+        )
         # A store on a host that is gone answers nothing and ends no call: hence a thread, which is left behind then.
         telling = self._ask if echo else self._tell
         asking = threading.Thread(target=telling, args=(exc, said), daemon=True)
@@ -327,17 +290,3 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.agree([0])
-
-
-class _Beside(Group):
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        if world_size > 1:
-            default = dist.group.WORLD
-            if id(default) not in _side_groups:  # kept as long as the process group, as that of control data
-                _side_groups.clear()
-                _side_groups[id(default)] = dist.new_group(backend="gloo")
-            self._own = _side_groups[id(default)]
-
-    def _control_group(self) -> Any:
-        return self._own

@@ -16,7 +16,19 @@ import fabricate.testing
 # Files and folders of fabricate/. A file imports from lower floors, and from its own where that makes no cycle.
 FLOORS = [
     {"errors", "hooks"},
-    {"records", "metrics", "launch", "order", "plan", "randomness", "strategy", "precision", "console", "group"}
+    {
+        "records",
+        "metrics",
+        "launch",
+        "order",
+        "plan",
+        "randomness",
+        "strategy",
+        "precision",
+        "console",
+        "control",
+        "group",
+    }
     | {"naming", "parallelism", "parts", "resources", "stopwatch", "transfer", "weighing", "forked"},
     {"progress", "checkpoint", "dispatch", "interfaces", "data", "settings", "schedules"},
     {"module", "registry", "optimization", "planning", "construct", "pretrained", "engine", "run"}
