@@ -104,10 +104,6 @@ class Engine(Group):
         """How many successive ranks read the same rows: 1 unless they divide a layer's arithmetic."""
         self.data_rank = self.rank // self.ranks_per_row
         self.data_world_size = self.world_size // self.ranks_per_row
-        self.sum_rows: Callable[[torch.Tensor], torch.Tensor] = (
-            self.all_reduce if self.ranks_per_row == 1 else self._sum_once
-        )
-        """Sum over ranks of what was computed from rows, each row once; in place, `tensor` is on the device. All ranks."""
         self.device = device
         self.scaler: torch.amp.GradScaler | None = None
         self.context: contextlib.AbstractContextManager[object] | None = None
@@ -209,8 +205,11 @@ class Engine(Group):
             "device": self.device.type,
         }
 
-    def _sum_once(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.all_reduce(tensor).div_(self.ranks_per_row)
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Sum over ranks what was computed from rows, each row once, in place, while this rank goes on; what is returned gives the
+        sum. `tensor` is on the device. All ranks."""
+        finish = self.begin_all_reduce(tensor)
+        return finish if self.ranks_per_row == 1 else lambda: finish().div_(self.ranks_per_row)
 
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from fabricate.weighing import last_operation
 
 if TYPE_CHECKING:
     from fabricate.data import Window
+    from fabricate.engine import Engine
     from fabricate.run import Run
 
 MOST_SKIPPED = 100
@@ -77,9 +79,12 @@ def fit(run: Run) -> str:
                 _same_window(run, window)
             num_micro_steps, rows = window.num_micro_steps, window.rows
             last = num_micro_steps - 1
-            name, losses, weights = only, [], []
+            name, sums = only, None
+            losses: list[Any] = []
+            weights: list[Any] = []
             known = weighing.get(name) if name is not None else None
             alone = last == 0 and readers == 1
+            averaged = losses if wants_loss and not alone else ()
             keeps = moves or wants_loss or calls.on_accumulate is not None or activations is not None
             mark = len(metrics.pending)
             for micro_step, (batch, own_rows) in enumerate(window.micro_batches):
@@ -108,13 +113,16 @@ def fit(run: Run) -> str:
                 # leave to normalise is done once, below.
                 whole = (alone and known == "counted") or (type(weight) is int and weight * readers == rows)
                 scaled = loss if whole else loss * (weight * (readers / rows))
-                backward(scaled if scaler is None else scaler.scale(scaled))
-                if not alike:
-                    local.close()
                 made_by = last_operation(loss) if name not in weighing else ""
                 if keeps:  # else the number below is all that is wanted of it
                     loss = loss.detach()
                     losses.append(loss)
+                weights.append(weight)
+                if readers > 1 and micro_step == last and (known != "rows" or averaged) and name in weighing:
+                    sums = _begin_sums(engine, weights, averaged)  # on their way while backward runs
+                backward(scaled if scaler is None else scaler.scale(scaled))
+                if not alike:
+                    local.close()
                 if moves:
                     metrics.pending.append(("loss", loss, weight, "mean"))
                 else:  # as numbers, see Metrics.take
@@ -126,7 +134,6 @@ def fit(run: Run) -> str:
                     if not weighing:
                         check_logged(run)
                     metrics.take(module._logged, labels)
-                weights.append(weight)
                 if calls.on_accumulate is not None:
                     calls.on_accumulate(
                         trainer, module, batch, loss, weight, micro_step, num_micro_steps, micro_step == last
@@ -143,11 +150,16 @@ def fit(run: Run) -> str:
             if scaler is not None:
                 scaler.unscale_(optimizer)
             total: Any = rows
+            mean = losses[0] if alone and wants_loss else None
             if alone and known == "counted":
                 total = weights[0]  # the loss is the mean over the whole window as it is
-            elif own_weights:
-                total = engine.sum_rows(_sum(weights, engine.device))
-                strategy.scale_gradients(parameters, torch.where(total > 0, rows / total, 0.0))
+            elif own_weights or averaged:
+                of_weights, of_losses = (sums or _begin_sums(engine, weights, averaged))()
+                if own_weights:
+                    total = of_weights
+                    strategy.scale_gradients(parameters, torch.where(total > 0, rows / total, 0.0))
+                if averaged:
+                    mean = of_losses / total
             norm = engine.grad_norm(parameters) if wants_norm else None
             if run.max_grad_norm is not None:
                 strategy.clip(parameters, run.max_grad_norm, norm)  # type: ignore[arg-type]
@@ -191,7 +203,6 @@ def fit(run: Run) -> str:
                 if calls.on_step_skipped is not None:
                     calls.on_step_skipped(trainer, module, progress.step, why)
             elif calls.on_step is not None:
-                mean = None if not wants_loss else losses[0] if alone else _mean_loss(run, losses, weights, total)
                 calls.on_step(trainer, module, progress.step, mean, norm)
                 if module._logged:
                     metrics.take(module._logged, total)
@@ -302,25 +313,12 @@ def _wants_norm(run: Run) -> bool:
     return heard or run.max_grad_norm is not None or run.settings.nonfinite == "skip"
 
 
-def _sum(weights: list[Any], device: torch.device) -> torch.Tensor:
-    total = torch.zeros((), device=device)
-    for weight in weights:
-        total = total + weight
-    return total
-
-
-def _mean_loss(run: Run, losses: list[Any], weights: list[Any], total: Any) -> torch.Tensor:
-    """Weighted mean over the window and all ranks, on the device; no wait."""
-    zero = torch.zeros((), device=run.engine.device)
-    weighted = sum(
-        (
-            torch.where(torch.as_tensor(w, device=zero.device) == 0, zero, loss.float() * w)
-            for loss, w in zip(losses, weights, strict=True)
-        ),
-        zero,
-    )
-    mean: torch.Tensor = run.engine.sum_rows(weighted) / total
-    return mean
+def _begin_sums(engine: Engine, weights: Sequence[Any], losses: Sequence[Any]) -> Callable[[], torch.Tensor]:
+    """Two sums over the window and all ranks, on the device: of the weights, and of the losses times these. No wait."""
+    zero = torch.zeros((), device=engine.device)
+    pairs = zip(losses, weights, strict=False)  # no losses where nobody wants their mean
+    of_losses = (torch.where(torch.as_tensor(w, device=zero.device) == 0, zero, loss.float() * w) for loss, w in pairs)
+    return engine.begin_sum(torch.stack([sum(weights, zero), sum(of_losses, zero)]))
 
 
 def _host(total: Any, run: Run) -> float:

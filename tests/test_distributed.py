@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
@@ -327,6 +328,40 @@ def routed() -> list[str]:
     return [str(caught.value)]
 
 
+class Classes(Regression):
+    """A cross-entropy, whose labels are counted, and a listener that wants the loss: both are sums over the ranks."""
+
+    def __init__(self, happened: list[str]) -> None:
+        super().__init__()
+        self.happened = happened
+
+    def training_step(self, batch: Any) -> Any:
+        loss = cross_entropy(self(batch[0]), torch.zeros(len(batch[0]), dtype=torch.long))
+        loss.register_hook(lambda gradient: self.happened.append("backward"))
+        return loss
+
+    def on_step(self, loss: torch.Tensor) -> None:
+        self.happened.append("step")
+
+
+def sums_and_backwards() -> list[str]:
+    """In which order they begin."""
+    happened: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def told(*args: Any, **options: Any) -> Any:
+        happened.append("sum")
+        return all_reduce(*args, **options)
+
+    dist.all_reduce = told
+    try:
+        trainer = Trainer(strategy="ddp", max_steps=3, gradient_accumulation_steps=2, log_every=100, progress=False)
+        trainer.fit(Classes(happened), rows(24), batch_size=2)
+    finally:
+        dist.all_reduce = all_reduce
+    return happened
+
+
 def job(world_size: int) -> dict[Any, Any]:
     """Everything that ranks of one pool are asked for; an exception is one of the answers."""
     jobs: dict[Any, Callable[[], Any]] = {
@@ -338,6 +373,7 @@ def job(world_size: int) -> dict[Any, Any]:
         jobs |= {
             "failure": left_behind,
             "routed": routed,
+            "sums": sums_and_backwards,
             "two fits": two_fits,
             "two fits without a seed": two_fits_without_a_seed,
         }
@@ -398,6 +434,12 @@ def test_the_loop_by_hand_sees_what_the_tests_are_about() -> None:
     counts = (tokens(23).tensors[1] != -100).sum(1)
     assert len(set(counts.tolist())) > 3
     assert counts[4:6].sum() == 0, "a micro-batch without tokens"
+
+
+def test_what_ranks_sum_up_is_on_its_way_while_backward_runs(answers: dict[int, list[dict[Any, Any]]]) -> None:
+    checked_first = ["backward", "backward", "sum", "step"]
+    for happened in answer(answers, 2, "sums"):
+        assert happened == [*checked_first, *(["backward", "sum", "backward", "step"] * 2)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
