@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell that started
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_SETTLE_SECONDS = 2.0  # for what is already ending: a joined pool's threads, a data loader's workers
+_SETTLE_SECONDS = 60.0  # at most, for what is already ending: a joined pool's threads, a data loader's workers
 
 _HOSTS = (
     os.geteuid() == 0

@@ -56,6 +56,35 @@ def test_runs_that_are_killed_end_as_if_undisturbed(tmp_path: Path) -> None:
     assert all(number >= 3 for number in kills["kills"].values())
 
 
+LAST = """
+import os, pathlib, signal, sys, time
+import torch.distributed
+from campaigns.checkpoints import kills, runs
+
+def fit(*_):
+    torch.distributed.init_process_group("gloo")
+    while os.environ["RANK"] == "1":
+        time.sleep(1)
+
+runs.fit = fit
+run_dir = pathlib.Path(sys.argv[1], "run")
+try:
+    children = kills.start(kills.Kind("ddp", 2, "sync"), run_dir, {})
+    while not pathlib.Path(sys.argv[1], "run-0.operations").exists():
+        time.sleep(0.01)
+    os.kill(children[1], signal.SIGKILL)
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+finally:
+    print("cleans up", flush=True)
+"""
+
+
+def test_a_rank_whose_companion_is_killed_at_the_very_end_does_not_run_on_as_the_campaign(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LAST, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[0, -9]\ncleans up\n", done.stderr
+    assert "cleans up" not in (tmp_path / "run-0.txt").read_text()
+
+
 @pytest.mark.timeout(1200)
 def test_checkpoints_of_every_strategy_go_on_under_others() -> None:
     found = pairs.run(long=False)

@@ -27,7 +27,7 @@ names = ("RANK", "WORLD_SIZE", "FABRICATE_STRATEGY", "FABRICATE_PRECISION", "FAB
 told = {name: os.environ[name] for name in names if name in os.environ}
 os.write(1, f"{told} {sys.argv[1:]}{chr(10)}".encode())
 if "wait" in sys.argv:
-    time.sleep(60)
+    time.sleep(600)
 sys.exit(int(os.environ.get("CODE", "0")))
 """
 

@@ -275,10 +275,10 @@ from fabricate.checkpoint.lock import locked
 with locked(Path(sys.argv[1])):
     child = os.fork()
     if not child:
-        time.sleep(60)  # as a worker that loads data and has not noticed yet
+        time.sleep(600)  # as a worker that loads data and has not noticed yet
         os._exit(0)
     print(child, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

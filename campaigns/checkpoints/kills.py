@@ -8,6 +8,7 @@ others some live to see it, some do not. Some runs are killed again while they r
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import random
@@ -118,7 +119,8 @@ def _be_a_rank(kind: Kind, run_dir: Path, rank: int, port: int, at: int) -> None
         if code == 0 and kind.ranks > 1:
             import torch.distributed as dist
 
-            dist.barrier()  # whoever leaves first breaks the connection of the others
+            with contextlib.suppress(RuntimeError):  # another one is killed meanwhile
+                dist.barrier()  # whoever leaves first breaks the connection of the others
         os._exit(code)
 
 

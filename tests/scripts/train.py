@@ -46,8 +46,15 @@ class Failing(Net):
 
 
 class Slow(Callback):
+    """Slow enough to be told to end, and once told not done before the file "told" in the run directory says that all is sent."""
+
     def on_step(self) -> None:
         time.sleep(0.1)
+
+    def on_preempt(self, trainer: Trainer) -> None:
+        assert trainer.run_dir is not None
+        while not (trainer.run_dir / "told").exists():
+            time.sleep(0.05)
 
 
 def fit(
