@@ -21,11 +21,16 @@ from fabricate.cli.main import main
 from fabricate.testing.ranks import free_port
 
 SCRIPT = """
-import os, sys, time
+import os, pathlib, sys, time
 names = ("RANK", "WORLD_SIZE", "FABRICATE_STRATEGY", "FABRICATE_PRECISION", "FABRICATE_PLUGINS", "FABRICATE_PLAN_ONLY",
          "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
 told = {name: os.environ[name] for name in names if name in os.environ}
 os.write(1, f"{told} {sys.argv[1:]}{chr(10)}".encode())
+# The first to fail ends the others: each waits until all have said what they were told.
+here = pathlib.Path(sys.argv[0]).parent
+(here / f"said-{os.environ.get('RANK', 0)}").touch()
+while len(list(here.glob("said-*"))) < int(os.environ.get("WORLD_SIZE", "1")):
+    time.sleep(0.01)
 if "wait" in sys.argv:
     time.sleep(600)
 sys.exit(int(os.environ.get("CODE", "0")))
