@@ -289,6 +289,9 @@ class Strategy(Listener):
 
 def _local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """The memory of this rank's gradients: of a shard, the shard."""
+    import torch
+
     tensor = sys.modules.get("torch.distributed.tensor")  # as in `is_sharded`, without a call for each
     sharded = () if tensor is None else tensor.DTensor
-    return [p.grad.to_local() if isinstance(p.grad, sharded) else p.grad for p in parameters if p.grad is not None]
+    with torch.no_grad():  # else to_local is an operation of its own
+        return [p.grad.to_local() if isinstance(p.grad, sharded) else p.grad for p in parameters if p.grad is not None]

@@ -362,6 +362,36 @@ def sums_and_backwards() -> list[str]:
     return happened
 
 
+class TwoBlocks(Regression):
+    def __init__(self, happened: list[str]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)])
+        self.happened = happened
+
+    def training_step(self, batch: Any) -> Any:
+        return mse_loss(self.head(self.blocks[1](self.blocks[0](batch[0]))), batch[1])
+
+    def on_step(self) -> None:
+        self.happened.append("step")
+
+
+def gathers() -> list[str]:
+    """How often parameters are gathered in three updates."""
+    happened: list[str] = []
+    all_gather = dist.all_gather_into_tensor
+
+    def told(*args: Any, **options: Any) -> Any:
+        happened.append("gather")
+        return all_gather(*args, **options)
+
+    dist.all_gather_into_tensor = told
+    try:
+        Trainer(strategy="fsdp", max_steps=3, progress=False).fit(TwoBlocks(happened), rows(24), batch_size=2)
+    finally:
+        dist.all_gather_into_tensor = all_gather
+    return happened
+
+
 def job(world_size: int) -> dict[Any, Any]:
     """Everything that ranks of one pool are asked for; an exception is one of the answers."""
     jobs: dict[Any, Callable[[], Any]] = {
@@ -374,6 +404,7 @@ def job(world_size: int) -> dict[Any, Any]:
             "failure": left_behind,
             "routed": routed,
             "sums": sums_and_backwards,
+            "gathers": gathers,
             "two fits": two_fits,
             "two fits without a seed": two_fits_without_a_seed,
         }
@@ -440,6 +471,12 @@ def test_what_ranks_sum_up_is_on_its_way_while_backward_runs(answers: dict[int, 
     checked_first = ["backward", "backward", "sum", "step"]
     for happened in answer(answers, 2, "sums"):
         assert happened == [*checked_first, *(["backward", "sum", "backward", "step"] * 2)]
+
+
+def test_fsdp_gathers_no_more_than_fully_shard_by_hand(answers: dict[int, list[dict[Any, Any]]]) -> None:
+    """Each block before its forward and before its backward, what is in no block once."""
+    for happened in answer(answers, 2, "gathers"):
+        assert happened[: 3 * 6] == [*["gather"] * 5, "step"] * 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

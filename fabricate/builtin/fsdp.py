@@ -30,7 +30,7 @@ class FSDP(Strategy):
     wrap: what is gathered as one unit. "auto": the transformer blocks that a transformers model names, else the children
     of every `ModuleList`; "none": the whole module at once; "size:100M": submodules from so many parameters on; else class
     names joined by "+".
-    reshard_after_forward: free gathered parameters between forward and backward. offload: "cpu" keeps shards, gradients and
+    reshard_after_forward: free gathered units between forward and backward. offload: "cpu" keeps shards, gradients and
     optimizer state in host memory, where the update runs.
     shard: ranks that share one copy of the model, a divisor of their number, or "node": those of a node; gradients are
     averaged over the copies. Unset: all ranks share one.
@@ -192,7 +192,8 @@ class FSDP(Strategy):
             )
         for _, unit in units:
             fully_shard(unit, **options)
-        fully_shard(root, **options)
+        # Backward begins with what is in no unit: freed after forward, it would be gathered again at once.
+        fully_shard(root, **options | {"reshard_after_forward": False})
         home = torch.device("cpu") if self.offload else self._device
 
         def memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -337,7 +338,9 @@ class FSDP(Strategy):
         """The squared norm of this rank's shards."""
         import torch
 
-        return torch.nn.utils.get_total_norm([g.to_local() for g in gradients]).to(self._device).square()
+        with torch.no_grad():
+            local = [g.to_local() for g in gradients]
+        return torch.nn.utils.get_total_norm(local).to(self._device).square()
 
     def _is_divided(self, tensor: Any) -> bool:
         """Whether `tp` cut it, and not only shards."""
