@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -285,12 +286,15 @@ def test_a_child_that_the_script_forks_ends_as_it_would_without_a_fit() -> None:
 class Stuck(Dataset[Any]):
     """A row of it never comes."""
 
+    def __init__(self, sleep: Callable[[int], Any]) -> None:
+        self.sleep = sleep
+
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, row: int) -> Any:
         if row == 2:
-            time.sleep(100_000)
+            self.sleep(100_000)
         return (torch.zeros(4),)
 
 
@@ -335,12 +339,15 @@ def test_what_a_whole_process_group_hears_does_not_end_the_workers(
     assert fit(None, Signals(), data=loader, max_steps=3).steps == 3
 
 
-def test_a_worker_that_hangs_still_ends_with_the_fit() -> None:
+@pytest.mark.parametrize(
+    "sleep", [time.sleep, ctypes.PyDLL(None).sleep], ids=["in Python", "holding the interpreter's lock"]
+)
+def test_a_worker_that_hangs_still_ends_with_the_fit(sleep: Callable[[int], Any]) -> None:
     class Leaves(Callback):
         def on_step(self, step: int) -> None:
             raise KeyError("enough")
 
-    loader = DataLoader(Stuck(), batch_size=1, num_workers=1)
+    loader = DataLoader(Stuck(sleep), batch_size=1, num_workers=1)
     with pytest.raises(KeyError, match="enough"):
         fit(None, Leaves(), data=loader, max_steps=12)
     assert not multiprocessing.active_children()

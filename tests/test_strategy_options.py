@@ -273,12 +273,12 @@ def alone() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return Answers(alone, run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("two"), timeout=200))
+    return Answers(alone, run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("two"), timeout=400))
 
 
 @pytest.fixture(scope="module")
 def four(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return Answers(alone, run_ranks(on_four_ranks, 4, tmp_path_factory.mktemp("four"), timeout=200))
+    return Answers(alone, run_ranks(on_four_ranks, 4, tmp_path_factory.mktemp("four"), timeout=400))
 
 
 def assert_near(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:

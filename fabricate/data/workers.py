@@ -44,6 +44,10 @@ class Workers:
         shutdown = getattr(self._batches, "_shutdown_workers", None)  # torch has no public way
         if shutdown is not None:
             shutdown()
+        for worker in getattr(self._batches, "_workers", ()):
+            if worker.is_alive():  # stuck in code that holds the interpreter's lock, where it hears no SIGTERM
+                worker.kill()
+                worker.join()
 
 
 class WorkerStart:
