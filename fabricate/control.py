@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
@@ -36,7 +39,7 @@ _PART = struct.Struct("<IQ")  # whose bytes, how many
 _GREETING = struct.Struct("<16sI")  # the token, who calls
 _NUMBERS, _VALUES = b"numbers\0", b"values\0\0"
 _SMALL = 2**16
-_CONNECT_SECONDS, _GREET_SECONDS, _RETRY_SECONDS = 10.0, 60.0, 0.1
+_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS = 0.005, 0.5
 _LONGEST_SECONDS = 2_000_000.0  # a socket counts milliseconds in 32 bits
 
 
@@ -50,21 +53,30 @@ class Control:
     Raises `PeerLost` when a connection breaks or nothing comes for `timeout`, `RankError` when two ranks are not at the same place.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store, name: str, timeout: datetime.timedelta) -> None:
-        """Connect. `name` is new in `store`, and the same on every rank."""
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        name: str,
+        timeout: datetime.timedelta,
+        known: Control | None = None,
+    ) -> None:
+        """Connect. `name` is new in `store`, and the same on every rank. known: connections of the same ranks on which nothing
+        is said meanwhile; one that ends tells who is gone. Where a rank fails before all are connected, the others raise its reason.
+        """
         self._rank, self._timeout = rank, timeout
-        self._deadline = time.monotonic() + timeout.total_seconds()
-        self._parent: list[_Connection] = []
-        self._children: list[_Connection] = []
+        self._parent: list[_Connection]
+        self._children: list[_Connection]
         first = _CHILDREN * rank + 1
-        try:
-            if first < world_size:
-                self._expect(range(first, min(first + _CHILDREN, world_size)), store, name)
-            if rank:
-                self._call((rank - 1) // _CHILDREN, store, name)
-        except BaseException:
-            self.close()
-            raise
+        children = range(first, max(first, min(first + _CHILDREN, world_size)))
+        with _Meeting(rank, children, store, name, timeout) as meeting:
+            found = meeting.meet(known._parent + known._children if known else [])
+            for connection in found.values():
+                connection.settimeout(min(timeout.total_seconds(), _LONGEST_SECONDS))
+            self._parent = [(other, connection) for other, connection in found.items() if other not in children]
+            self._children = [(child, found[child]) for child in children]
+            self.maximum([])  # until all are connected
 
     def close(self) -> None:
         """This rank says nothing more, which the others notice at once. One rank."""
@@ -143,61 +155,198 @@ class Control:
             "the trainer on every rank, in the same order"
         )
 
-    def _expect(self, children: range, store: Store, name: str) -> None:
-        """Take in those below."""
-        token, found = secrets.token_bytes(16), dict[int, socket.socket]()
-        with _listening(len(children)) as listener:
-            place = {"port": listener.getsockname()[1], "token": token.hex(), "addresses": _addresses()}
-            store.set(f"{name}/{self._rank}", json.dumps(place))
-            while missing := [child for child in children if child not in found]:
-                listener.settimeout(self._left())
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    names = " and ".join(f"rank {child}" for child in missing)
-                    raise PeerLost(f"{names} did not connect to rank {self._rank} within {self._timeout}") from None
-                child = _welcome(connection, token)
-                if child in children:
-                    found[child] = self._settled(connection)
-                    self._children = sorted(found.items())
-                else:
-                    connection.close()
 
-    def _call(self, parent: int, store: Store, name: str) -> None:
-        """Connect to the one above."""
-        key = f"{name}/{parent}"
+class _Meeting:
+    """A rank on its way to its neighbours: it lets in those below, calls the one above, and notices meanwhile who is gone.
+
+    All at once, so that neither a stranger who says nothing nor an address that does not answer keeps it waiting.
+    """
+
+    def __init__(self, rank: int, children: range, store: Store, name: str, timeout: datetime.timedelta) -> None:
+        self._rank, self._children, self._above = rank, children, (rank - 1) // _CHILDREN
+        self._store, self._name, self._timeout = store, name, timeout
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._pause = _FIRST_PAUSE_SECONDS
+        """Until the store is asked again, or the next address is called: each is twice as long as the one before."""
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._token = secrets.token_bytes(16)
+        self._found: dict[int, socket.socket] = {}
+        self._strangers: dict[socket.socket, tuple[str, bytes]] = {}
+        """Connections whose other end is not known yet: at which address (of those that were called), what came so far."""
+        self._place: dict[str, Any] = {}
+        """Where the one above is; empty as long as that is not known."""
+        self._addresses: list[tuple[Any, ...]] = []
+        """Of that place, those that were not called yet."""
+        self._failures: list[str] = []
+
+    def __enter__(self) -> _Meeting:
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         try:
-            store.wait([key], datetime.timedelta(seconds=self._left()))
+            if exc is not None:
+                self._tell(exc)
+        finally:
+            self._selector.close()
+            for connection in [*self._strangers, *(self._found.values() if exc else ())]:
+                connection.close()
+            if self._listener is not None:
+                self._listener.close()
+
+    def meet(self, known: Sequence[_Connection]) -> dict[int, socket.socket]:
+        """The connections, by the rank at the other end."""
+        try:
+            self._listen()
+            for other, connection in known:
+                self._watch(other, connection)
+            neighbours = [*self._children, *([self._above] if self._rank else [])]
+            while missing := [other for other in neighbours if other not in self._found]:
+                if self._rank and self._above in missing:
+                    self._call([c.getpeername()[0] for other, c in known if other == self._above])
+                self._wait(missing)
         except dist.DistError as exc:
-            raise PeerLost(f"rank {parent} was not there for rank {self._rank} within {self._timeout}") from exc
-        place = json.loads(store.get(key))
-        master = os.environ.get("MASTER_ADDR") if parent == 0 else None
-        addresses = list(dict.fromkeys(([master] if master else []) + place["addresses"]))
-        while True:
-            failures = []
-            for address in addresses:
+            raise PeerLost(f"rank {self._rank} lost rank 0, which keeps the store where ranks meet: {exc}") from exc
+        return self._found
+
+    def _wait(self, missing: list[int]) -> None:
+        """For the next event, one only: it may end what others are about."""
+        events = self._selector.select(self._pause)
+        for key, _ in events[:1]:
+            try:
+                key.data()
+            except OSError as exc:
+                if key.fileobj not in self._strangers:
+                    raise
+                self._drop(key.fileobj, exc)
+        if not events:
+            self._pause = min(2 * self._pause, _PAUSE_SECONDS)
+            if self._store.check([f"{self._name}/failed"]):
+                raise PeerLost(self._store.get(f"{self._name}/failed").decode())
+        if time.monotonic() >= self._deadline:
+            names = " and ".join(f"rank {other}" for other in missing)
+            raise PeerLost(f"{names} did not meet rank {self._rank} on {socket.gethostname()} within {self._timeout}")
+
+    def _tell(self, exc: BaseException) -> None:
+        """Those who wait would not notice. Raises, in place of an echo, what happened first."""
+        echo = isinstance(exc, PeerLost)
+        mine = str(exc) if echo else f"rank {self._rank} on {socket.gethostname()} failed first: {exc!r}"
+        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0
+            first = self._store.compare_set(f"{self._name}/failed", "", mine).decode()
+            if echo and first != mine:
+                raise PeerLost(first) from exc
+
+    def _watch(self, other: int, connection: socket.socket) -> None:
+        def look() -> None:
+            try:
+                gone = "" if connection.recv(1, socket.MSG_PEEK) else "it closed the connection"
+            except OSError as exc:
+                gone = str(exc)
+            if gone:
+                raise PeerLost(f"rank {self._rank} lost rank {other}: {gone}")
+            self._selector.unregister(connection)  # it has met all of its own, and speaks already
+
+        self._selector.register(connection, selectors.EVENT_READ, look)
+
+    def _listen(self) -> None:
+        if not self._children:
+            return
+        listener = self._listener = _listening()
+
+        def accept() -> None:
+            with contextlib.suppress(ConnectionError):  # it went away again
+                connection, _ = listener.accept()
+                self._hear(connection, "", _GREETING.size, partial(self._welcome, connection))
+
+        self._selector.register(listener, selectors.EVENT_READ, accept)
+        place = {"port": listener.getsockname()[1], "token": self._token.hex(), "addresses": _addresses()}
+        self._store.set(f"{self._name}/{self._rank}", json.dumps(place))
+
+    def _hear(self, connection: socket.socket, address: str, size: int, then: Callable[[bytes], None]) -> None:
+        """Call `then` with the first `size` bytes that come."""
+
+        def hear() -> None:
+            said = self._strangers[connection][1]
+            piece = connection.recv(size - len(said))
+            if not piece:
+                raise ConnectionError("it closed the connection")
+            self._strangers[connection] = (address, said + piece)
+            if len(said + piece) == size:
+                then(said + piece)
+
+        connection.setblocking(False)
+        self._strangers[connection] = (address, b"")
+        self._selector.register(connection, selectors.EVENT_READ, hear)
+
+    def _welcome(self, connection: socket.socket, said: bytes) -> None:
+        """Somebody called: let it in if it is one of those below, and the first to say so."""
+        token, child = _GREETING.unpack(said)
+        if token != self._token or child not in self._children or child in self._found:
+            raise ConnectionError("a stranger")
+        connection.sendall(token)
+        self._settle(child, connection)
+
+    def _call(self, likely: list[str]) -> None:
+        """Try one more address of the one above, as soon as it is known where that is."""
+        if not self._place:
+            if not self._store.check([f"{self._name}/{self._above}"]):  # waiting there would watch nothing, and warns
+                return
+            self._place = json.loads(self._store.get(f"{self._name}/{self._above}"))
+            master = os.environ.get("MASTER_ADDR") if self._above == 0 else None
+            hosts = dict.fromkeys([*likely, *([master] if master else []), *self._place["addresses"]])
+            for host in hosts:
                 try:
-                    connection = _greet(address, place["port"], bytes.fromhex(place["token"]), self._rank)
+                    self._addresses += socket.getaddrinfo(host, self._place["port"], type=socket.SOCK_STREAM)
                 except OSError as exc:
-                    failures.append(f"{address}: {exc}")
-                else:
-                    self._parent = [(parent, self._settled(connection))]
-                    return
-            if time.monotonic() >= self._deadline:
-                raise PeerLost(
-                    f"rank {self._rank} on {socket.gethostname()} does not reach rank {parent} at port {place['port']} ("
-                    f"{'; '.join(failures)}); ranks need a network on which all ports of their hosts are open to each other"
-                )
-            time.sleep(_RETRY_SECONDS)
+                    self._failures.append(f"{host}: {exc}")
+        if self._addresses:
+            family, kind, protocol, _, address = self._addresses.pop(0)
+            try:
+                self._dial(socket.socket(family, kind, protocol), address)
+            except OSError as exc:  # no such protocol, no way
+                self._failures.append(f"{address[0]}: {exc}")
+        elif not any(address for address, _ in self._strangers.values()):
+            raise PeerLost(
+                f"rank {self._rank} on {socket.gethostname()} does not reach rank {self._above} at port {self._place['port']} ("
+                f"{'; '.join(self._failures)}); ranks need a network on which all ports of their hosts are open to each other"
+            )
 
-    def _left(self) -> float:
-        return min(max(self._deadline - time.monotonic(), 0.001), _LONGEST_SECONDS)
+    def _dial(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
+        def greet() -> None:
+            if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(code, os.strerror(code))
+            self._selector.unregister(connection)
+            self._hear(connection, address[0], len(self._token), partial(self._answered, connection))
+            connection.sendall(_GREETING.pack(bytes.fromhex(self._place["token"]), self._rank))
 
-    def _settled(self, connection: socket.socket) -> socket.socket:
+        connection.setblocking(False)
+        self._strangers[connection] = (address[0], b"")
+        self._selector.register(connection, selectors.EVENT_WRITE, greet)
+        code = connection.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            self._drop(connection, OSError(code, os.strerror(code)))
+
+    def _answered(self, connection: socket.socket, said: bytes) -> None:
+        if said != bytes.fromhex(self._place["token"]):
+            raise ConnectionError("another program answers there")
+        self._settle(self._above, connection)
+        for other in [each for each, (address, _) in self._strangers.items() if address]:
+            self._drop(other, ConnectionError("not needed"))
+
+    def _drop(self, connection: Any, exc: OSError) -> None:
+        address, _ = self._strangers.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if address:
+            self._failures.append(f"{address}: {exc}")
+
+    def _settle(self, other: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.settimeout(min(self._timeout.total_seconds(), _LONGEST_SECONDS))
-        return connection
+        del self._strangers[connection]
+        self._selector.unregister(connection)
+        self._found[other] = connection
+        self._watch(other, connection)
 
 
 def address_towards(host: str) -> str | None:
@@ -223,39 +372,12 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _listening(backlog: int) -> socket.socket:
+def _listening() -> socket.socket:
     """On a free port of every address."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # switched off
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
-def _welcome(connection: socket.socket, token: bytes) -> int:
-    """Which rank calls; -1 for a stranger."""
-    try:
-        connection.settimeout(_CONNECT_SECONDS)
-        said, rank = _GREETING.unpack(_exactly(connection, _GREETING.size))
-        if said != token:
-            return -1
-        connection.sendall(token)
-    except OSError:
-        return -1
-    return int(rank)
-
-
-def _greet(address: str, port: int, token: bytes, rank: int) -> socket.socket:
-    """A connection to the rank that holds `token`; `OSError` where it is not."""
-    connection = socket.create_connection((address, port), _CONNECT_SECONDS)
-    try:
-        connection.settimeout(_GREET_SECONDS)
-        connection.sendall(_GREETING.pack(token, rank))
-        if _exactly(connection, len(token)) != token:
-            raise ConnectionError("another program answers there")
-    except OSError:
-        connection.close()
-        raise
-    return connection
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _exactly(connection: socket.socket, size: int, begun: bytes = b"") -> bytearray:

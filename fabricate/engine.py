@@ -154,8 +154,8 @@ class Engine(Group):
                 ) from exc
             del meeting  # the process group has its own hold on the store by now
             with self._left_on_failure():
+                self.join(self._timeout)  # the others notice when this rank fails from here on
                 self._verify()
-                self.join(self._timeout)
         with self._left_on_failure():
             self.device = self.accelerator.device
             self._settings.enter_context(self.precision.process_context(self.device))

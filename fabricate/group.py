@@ -30,6 +30,8 @@ from fabricate.control import Control, PeerLost, address_towards
 from fabricate.errors import RankError
 
 _counterparts: dict[tuple[int, int], Any] = {}
+_alive: dict[int, Control] = {}
+"""Of the process group: connections on which nothing is ever said, so that one ends when its process does, and only then."""
 _exit_handlers: list[object] = []
 _failures: list[str] = []
 _opened = itertools.count()
@@ -103,6 +105,8 @@ def leave_at_exit() -> None:
 
 
 def _leave() -> None:
+    for control in _alive.values():
+        control.close()
     if not dist.is_initialized():
         return
     if not _failures:  # after a failure others may be gone, and closing could wait for them
@@ -154,20 +158,27 @@ class Group:
             return
         leave_at_exit()
         dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # one that an earlier fit opened had another
-        self._control = self._connect("main")
-        told = self.gather_json([self.rank, self.hosts[0]])
-        if [rank for rank, _ in told] != list(range(self.world_size)):
+        number = id(dist.group.WORLD)
+        self._control = self._connect("main", _alive.get(number))
+        told = self.gather_json([self.rank, self.hosts[0], number in _alive])
+        if [rank for rank, _, _ in told] != list(range(self.world_size)):
             raise RankError(f"the process group holds the ranks {told}, expected 0 to {self.world_size - 1}")
-        self.hosts = [host for _, host in told]
+        self.hosts = [host for _, host, _ in told]
+        if not all(known for _, _, known in told):
+            while _alive:
+                _alive.popitem()[1].close()
+            _alive[number] = self._connect("alive", self._control)
+            self._controls.pop()  # it outlives this work
 
     def leave(self) -> None:
         """End what `join` began: ranks that still wait for this one notice. One rank."""
         while self._controls:
             self._controls.pop().close()
 
-    def _connect(self, name: str) -> Control:
+    def _connect(self, name: str, known: Control | None) -> Control:
         store = dist.distributed_c10d._get_default_store()
-        self._controls.append(Control(self.rank, self.world_size, store, f"{self._work}/{name}", self._timeout))
+        name = f"{self._work}/{name}"
+        self._controls.append(Control(self.rank, self.world_size, store, name, self._timeout, known))
         return self._controls[-1]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -215,7 +226,7 @@ class Group:
         """The same ranks once more, for a thread of each: its messages do not meet those of the main thread. All ranks."""
         other = Group(self.rank, self.world_size)
         if self.world_size > 1:
-            other._control = self._connect("beside")
+            other._control = self._connect("beside", self._control)
         return other
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
@@ -249,6 +260,8 @@ class Group:
         echo = isinstance(exc, PeerLost) or (
             isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
         )
+        if echo:
+            self._control.close()  # the others notice as well, and ask while this rank does
         # A store on a host that is gone answers nothing and ends no call: hence a thread, which is left behind then.
         telling = self._ask if echo else self._tell
         asking = threading.Thread(target=telling, args=(exc, said), daemon=True)
@@ -258,6 +271,7 @@ class Group:
             telling(exc, said)
         else:
             asking.join(_ANSWER_SECONDS + 5)
+        self._control.close()  # not later: a save in the background may have its time yet
         if said or not echo:
             return "".join(said)
         return (
