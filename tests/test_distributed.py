@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -344,21 +345,28 @@ class Classes(Regression):
         self.happened.append("step")
 
 
+@contextmanager
+def remembered(function: str, happened: list[str]) -> Iterator[None]:
+    """Calls of a function of torch.distributed are put on the list as well."""
+    own = getattr(dist, function)
+
+    def told(*args: Any, **options: Any) -> Any:
+        happened.append(function)
+        return own(*args, **options)
+
+    setattr(dist, function, told)
+    try:
+        yield
+    finally:
+        setattr(dist, function, own)
+
+
 def sums_and_backwards() -> list[str]:
     """In which order they begin."""
     happened: list[str] = []
-    all_reduce = dist.all_reduce
-
-    def told(*args: Any, **options: Any) -> Any:
-        happened.append("sum")
-        return all_reduce(*args, **options)
-
-    dist.all_reduce = told
-    try:
-        trainer = Trainer(strategy="ddp", max_steps=3, gradient_accumulation_steps=2, log_every=100, progress=False)
+    trainer = Trainer(strategy="ddp", max_steps=3, gradient_accumulation_steps=2, log_every=100, progress=False)
+    with remembered("all_reduce", happened):
         trainer.fit(Classes(happened), rows(24), batch_size=2)
-    finally:
-        dist.all_reduce = all_reduce
     return happened
 
 
@@ -378,17 +386,8 @@ class TwoBlocks(Regression):
 def gathers() -> list[str]:
     """How often parameters are gathered in three updates."""
     happened: list[str] = []
-    all_gather = dist.all_gather_into_tensor
-
-    def told(*args: Any, **options: Any) -> Any:
-        happened.append("gather")
-        return all_gather(*args, **options)
-
-    dist.all_gather_into_tensor = told
-    try:
+    with remembered("all_gather_into_tensor", happened):
         Trainer(strategy="fsdp", max_steps=3, progress=False).fit(TwoBlocks(happened), rows(24), batch_size=2)
-    finally:
-        dist.all_gather_into_tensor = all_gather
     return happened
 
 
@@ -468,15 +467,15 @@ def test_the_loop_by_hand_sees_what_the_tests_are_about() -> None:
 
 
 def test_what_ranks_sum_up_is_on_its_way_while_backward_runs(answers: dict[int, list[dict[Any, Any]]]) -> None:
-    checked_first = ["backward", "backward", "sum", "step"]
+    checked_first = ["backward", "backward", "all_reduce", "step"]
     for happened in answer(answers, 2, "sums"):
-        assert happened == [*checked_first, *(["backward", "sum", "backward", "step"] * 2)]
+        assert happened == [*checked_first, *(["backward", "all_reduce", "backward", "step"] * 2)]
 
 
 def test_fsdp_gathers_no_more_than_fully_shard_by_hand(answers: dict[int, list[dict[Any, Any]]]) -> None:
     """Each block before its forward and before its backward, what is in no block once."""
     for happened in answer(answers, 2, "gathers"):
-        assert happened[: 3 * 6] == [*["gather"] * 5, "step"] * 3
+        assert happened[: 3 * 6] == [*["all_gather_into_tensor"] * 5, "step"] * 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
