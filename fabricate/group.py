@@ -149,8 +149,8 @@ class Group:
     def join(self, timeout: datetime.timedelta) -> None:
         """Begin a piece of work that ranks do together; failures told from here on are its own. `timeout`: how long a rank
         waits for the others."""
-        self._work = f"fabricate/work/{next(_opened)}"
-        self._failure = f"{self._work}/failure"
+        self._name = f"fabricate/joined/{next(_opened)}"
+        self._failure = f"{self._name}/failure"
         self._timeout = timeout
         self.hosts = [socket.gethostname()]
         _failures.clear()
@@ -177,7 +177,7 @@ class Group:
 
     def _connect(self, name: str, known: Control | None) -> Control:
         store = dist.distributed_c10d._get_default_store()
-        name = f"{self._work}/{name}"
+        name = f"{self._name}/{name}"
         self._controls.append(Control(self.rank, self.world_size, store, name, self._timeout, known))
         return self._controls[-1]
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
@@ -329,68 +327,6 @@ def routed() -> list[str]:
     return [str(caught.value)]
 
 
-class Classes(Regression):
-    """A cross-entropy, whose labels are counted, and a listener that wants the loss: both are sums over the ranks."""
-
-    def __init__(self, happened: list[str]) -> None:
-        super().__init__()
-        self.happened = happened
-
-    def training_step(self, batch: Any) -> Any:
-        loss = cross_entropy(self(batch[0]), torch.zeros(len(batch[0]), dtype=torch.long))
-        loss.register_hook(lambda gradient: self.happened.append("backward"))
-        return loss
-
-    def on_step(self, loss: torch.Tensor) -> None:
-        self.happened.append("step")
-
-
-@contextmanager
-def remembered(function: str, happened: list[str]) -> Iterator[None]:
-    """Calls of a function of torch.distributed are put on the list as well."""
-    own = getattr(dist, function)
-
-    def told(*args: Any, **options: Any) -> Any:
-        happened.append(function)
-        return own(*args, **options)
-
-    setattr(dist, function, told)
-    try:
-        yield
-    finally:
-        setattr(dist, function, own)
-
-
-def sums_and_backwards() -> list[str]:
-    """In which order they begin."""
-    happened: list[str] = []
-    trainer = Trainer(strategy="ddp", max_steps=3, gradient_accumulation_steps=2, log_every=100, progress=False)
-    with remembered("all_reduce", happened):
-        trainer.fit(Classes(happened), rows(24), batch_size=2)
-    return happened
-
-
-class TwoBlocks(Regression):
-    def __init__(self, happened: list[str]) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)])
-        self.happened = happened
-
-    def training_step(self, batch: Any) -> Any:
-        return mse_loss(self.head(self.blocks[1](self.blocks[0](batch[0]))), batch[1])
-
-    def on_step(self) -> None:
-        self.happened.append("step")
-
-
-def gathers() -> list[str]:
-    """How often parameters are gathered in three updates."""
-    happened: list[str] = []
-    with remembered("all_gather_into_tensor", happened):
-        Trainer(strategy="fsdp", max_steps=3, progress=False).fit(TwoBlocks(happened), rows(24), batch_size=2)
-    return happened
-
-
 def job(world_size: int) -> dict[Any, Any]:
     """Everything that ranks of one pool are asked for; an exception is one of the answers."""
     jobs: dict[Any, Callable[[], Any]] = {
@@ -402,8 +338,6 @@ def job(world_size: int) -> dict[Any, Any]:
         jobs |= {
             "failure": left_behind,
             "routed": routed,
-            "sums": sums_and_backwards,
-            "gathers": gathers,
             "two fits": two_fits,
             "two fits without a seed": two_fits_without_a_seed,
         }
@@ -464,18 +398,6 @@ def test_the_loop_by_hand_sees_what_the_tests_are_about() -> None:
     counts = (tokens(23).tensors[1] != -100).sum(1)
     assert len(set(counts.tolist())) > 3
     assert counts[4:6].sum() == 0, "a micro-batch without tokens"
-
-
-def test_what_ranks_sum_up_is_on_its_way_while_backward_runs(answers: dict[int, list[dict[Any, Any]]]) -> None:
-    checked_first = ["backward", "backward", "all_reduce", "step"]
-    for happened in answer(answers, 2, "sums"):
-        assert happened == [*checked_first, *(["backward", "all_reduce", "backward", "step"] * 2)]
-
-
-def test_fsdp_gathers_no_more_than_fully_shard_by_hand(answers: dict[int, list[dict[Any, Any]]]) -> None:
-    """Each block before its forward and before its backward, what is in no block once."""
-    for happened in answer(answers, 2, "gathers"):
-        assert happened[: 3 * 6] == [*["all_gather_into_tensor"] * 5, "step"] * 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

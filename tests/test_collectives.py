@@ -1,0 +1,91 @@
+"""Which messages an update takes, and when they begin: no more than a loop by hand sends, and beside the work that hides them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from fabricate import Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+
+class Classes(TrainModule):
+    """A cross-entropy, whose labels are counted, and a listener that wants the loss: both are sums over the ranks."""
+
+    def __init__(self, happened: list[str]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)])
+        self.head = torch.nn.Linear(2, 3)
+        self.happened = happened
+
+    def training_step(self, batch: Any) -> Any:
+        scores = self.head(self.blocks[1](self.blocks[0](batch[0])))
+        loss = cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+        loss.register_hook(lambda gradient: self.happened.append("backward"))
+        return loss
+
+    def on_step(self, loss: torch.Tensor) -> None:
+        self.happened.append("step")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+@contextmanager
+def remembered(function: str, happened: list[str]) -> Iterator[None]:
+    """Calls of a function of torch.distributed are put on the list as well."""
+    own = getattr(dist, function)
+
+    def told(*args: Any, **options: Any) -> Any:
+        happened.append(function)
+        return own(*args, **options)
+
+    setattr(dist, function, told)
+    try:
+        yield
+    finally:
+        setattr(dist, function, own)
+
+
+def three_updates() -> dict[str, list[str]]:
+    """By strategy, what happened."""
+    happened: dict[str, list[str]] = {"ddp": [], "fsdp": []}
+    data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
+    for strategy, function, accumulation in (("ddp", "all_reduce", 2), ("fsdp", "all_gather_into_tensor", 1)):
+        trainer = Trainer(
+            strategy=strategy,
+            max_steps=3,
+            gradient_accumulation_steps=accumulation,
+            log_every=100,
+            seed=1,
+            progress=False,
+        )
+        with remembered(function, happened[strategy]):
+            trainer.fit(Classes(happened[strategy]), data, batch_size=2)
+    return happened
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[str]]]:
+    """What each of two saw."""
+    return run_ranks(three_updates, 2)
+
+
+def test_what_ranks_sum_up_is_on_its_way_while_backward_runs(ranks: list[dict[str, list[str]]]) -> None:
+    checked_first = ["backward", "backward", "all_reduce", "step"]
+    for happened in ranks:
+        assert happened["ddp"] == [*checked_first, *(["backward", "all_reduce", "backward", "step"] * 2)]
+
+
+def test_fsdp_gathers_no_more_than_fully_shard_by_hand(ranks: list[dict[str, list[str]]]) -> None:
+    """Each block before its forward and before its backward, what is in no block once."""
+    for happened in ranks:
+        told = [each for each in happened["fsdp"] if each != "backward"]
+        assert told[: 3 * 6] == [*["all_gather_into_tensor"] * 5, "step"] * 3
