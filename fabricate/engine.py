@@ -208,8 +208,14 @@ class Engine(Group):
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Sum over ranks what was computed from rows, each row once, in place, while this rank goes on; what is returned gives the
         sum. `tensor` is on the device. All ranks."""
-        finish = self.begin_all_reduce(tensor)
-        return finish if self.ranks_per_row == 1 else lambda: finish().div_(self.ranks_per_row)
+        sent: Any = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+
+        def finish() -> torch.Tensor:
+            if sent is not None:
+                sent.wait()  # on a GPU the stream waits, not this thread
+            return tensor if self.ranks_per_row == 1 else tensor.div_(self.ranks_per_row)
+
+        return finish
 
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:

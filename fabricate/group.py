@@ -181,22 +181,6 @@ class Group:
         self._controls.append(Control(self.rank, self.world_size, store, name, self._timeout, known))
         return self._controls[-1]
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place; `tensor` is on the device. All ranks."""
-        return self.begin_all_reduce(tensor)()
-
-    def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """`all_reduce`, while this rank goes on; what is returned gives the sum. All ranks."""
-        if self.world_size == 1:
-            return lambda: tensor
-        sent: Any = dist.all_reduce(tensor, async_op=True)
-
-        def finish() -> torch.Tensor:
-            sent.wait()  # on a GPU the stream waits, not this thread
-            return tensor
-
-        return finish
-
     def agree(self, flags: list[int]) -> list[int]:
         """Element-wise maximum of small integers over all ranks. All ranks; no wait for the device."""
         return flags if self.world_size == 1 else self._control.maximum(flags)
