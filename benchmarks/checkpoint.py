@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.tables import machine, table
 from fabricate import Callback, Trainer, TrainModule
-from fabricate.checkpoint.directory import Reader
+from fabricate.checkpoint.format.directory import Reader
 
 SHARES = (0.0, 0.5, 0.9)
 EPOCH, BATCH = 1_000_000, 5_000

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.tables import table
 from fabricate import Callback
-from fabricate.dispatch import Calls, Manager
+from fabricate.registry.hook_calls import Calls, Manager
 
 MICRO_BATCHES = 12
 TARGETS = {0: 1.0, 3: 5.0}

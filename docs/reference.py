@@ -22,7 +22,7 @@ that do not inherit from `Callback`, `Strategy`, `Precision` or `TrainModule` ma
 _INTERFACES = """\
 # Strategies and precisions: what to override
 
-Written by `docs/reference.py` from `fabricate/strategy.py` and `fabricate/precision.py`; change the text there.
+Written by `docs/reference.py` from `fabricate/strategies/base.py` and `fabricate/precisions/base.py`; change the text there.
 
 A strategy or a precision inherits from the classes below, or from one that fabricate ships, and overrides what differs; every method has
 a default that works. Attributes are those of the class; options are the fields of a `@dataclass(eq=False)`. Both are plugin objects

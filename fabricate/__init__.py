@@ -11,42 +11,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fabricate.builtin.ddp import DDP
-    from fabricate.builtin.early_stopping import EarlyStopping
-    from fabricate.builtin.fsdp import FSDP
-    from fabricate.builtin.single import Single
+    from fabricate.callbacks.early_stopping import EarlyStopping
+    from fabricate.checkpoint.convert.importing import import_checkpoint
+    from fabricate.configuration.plan import Plan
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
     from fabricate.hooks import Callback, hookimpl
-    from fabricate.interop.importing import import_checkpoint
     from fabricate.module import TrainModule
-    from fabricate.plan import Plan
-    from fabricate.precision import Precision
-    from fabricate.randomness import seed_everything
-    from fabricate.records import Every, FitResult
-    from fabricate.strategy import Strategy
+    from fabricate.precisions.base import Precision
+    from fabricate.seeding import seed_everything
+    from fabricate.strategies.base import Strategy
+    from fabricate.strategies.ddp import DDP
+    from fabricate.strategies.fsdp import FSDP
+    from fabricate.strategies.single import Single
     from fabricate.trainer import Trainer
+    from fabricate.values import Every, FitResult
 
 _HOME = {
     "Callback": "hooks",
     "CheckpointError": "errors",
     "ConfigurationError": "errors",
-    "DDP": "builtin.ddp",
-    "EarlyStopping": "builtin.early_stopping",
-    "Every": "records",
-    "FSDP": "builtin.fsdp",
+    "DDP": "strategies.ddp",
+    "EarlyStopping": "callbacks.early_stopping",
+    "Every": "values",
+    "FSDP": "strategies.fsdp",
     "FabricateError": "errors",
-    "FitResult": "records",
-    "Plan": "plan",
+    "FitResult": "values",
+    "Plan": "configuration.plan",
     "PluginError": "errors",
-    "Precision": "precision",
+    "Precision": "precisions.base",
     "RankError": "errors",
-    "Single": "builtin.single",
-    "Strategy": "strategy",
+    "Single": "strategies.single",
+    "Strategy": "strategies.base",
     "TrainModule": "module",
     "Trainer": "trainer",
     "hookimpl": "hooks",
-    "import_checkpoint": "interop.importing",
-    "seed_everything": "randomness",
+    "import_checkpoint": "checkpoint.convert.importing",
+    "seed_everything": "seeding",
 }
 
 __version__ = "0.1.0.dev0"

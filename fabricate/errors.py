@@ -14,7 +14,7 @@ where it was raised.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FabricateError(Exception):
@@ -46,3 +46,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def first_line(exc: BaseException) -> str:
     """What `exc` says in its first line, for a message of ours; the name of its type where it says nothing."""
     return (str(exc).splitlines() or [type(exc).__name__])[0]
+
+
+def size_text(count: float) -> str:
+    """Bytes for a reader: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def few(names: Sequence[str]) -> str:
+    """Many names for a reader: the first four, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -26,8 +26,9 @@ The loop, as the hooks see it:
     on_teardown                                    always
 
 Every hook runs on every rank, in the same order on each, unless its text says otherwise. Events return nothing (a returned
-value is an error). A listener takes any subset of a hook's arguments by name. This module imports pluggy and nothing of
-fabricate, so that a specification can be read on its own.
+value is an error). A listener takes any subset of a hook's arguments by name. `trainer` is the `Trainer` that calls, `module`
+the `TrainModule` that it runs. This module imports pluggy and nothing of fabricate, so that a specification can be read on its
+own; hence `Any` for these two.
 """
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-
-    from fabricate.module import TrainModule
-    from fabricate.trainer import Trainer
 
 PROJECT = "fabricate"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -76,20 +74,20 @@ class Events:
     """What happened. Collectives are allowed unless the text says otherwise; every rank calls every event."""
 
     @hookspec
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Once, everything built and prepared, before a checkpoint is loaded. Optimizers exist; parameters may be changed."""
 
     @hookspec
-    def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+    def on_load(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
         """While a checkpoint is restored, per listener. `state`: what this listener put there in `on_save`; tensors come
         back whole, on the CPU. Not wrappable. Not called for a listener that the checkpoint has nothing for."""
 
     @hookspec
-    def on_epoch_start(self, trainer: Trainer, module: TrainModule, epoch: int) -> None:
+    def on_epoch_start(self, trainer: Any, module: Any, epoch: int) -> None:
         """A pass over the training data begins or is resumed. `epoch` counts from 0."""
 
     @hookspec(firstresult=True)
-    def train_step(self, trainer: Trainer, module: TrainModule, batch: Any) -> Any:
+    def train_step(self, trainer: Any, module: Any, batch: Any) -> Any:
         """Wrappable: the forward of one micro-batch through the prepared model, which runs `module.training_step`.
         `batch` is on the device. Returns what `training_step` returned. Wrap it with `@hookimpl(wrapper=True)` to time,
         profile or change it. No collectives of your own inside (the model's own are running)."""
@@ -97,8 +95,8 @@ class Events:
     @hookspec
     def on_accumulate(
         self,
-        trainer: Trainer,
-        module: TrainModule,
+        trainer: Any,
+        module: Any,
         batch: Any,
         loss: torch.Tensor,
         weight: Any,
@@ -113,86 +111,84 @@ class Events:
 
     @hookspec
     def on_before_step(
-        self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None
+        self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None
     ) -> None:
         """Gradients complete, averaged over the global batch, unscaled and clipped: the place to edit `parameter.grad`.
         `grad_norm`: global norm before clipping, 0-dim device tensor. Refused under a strategy whose engine hides gradients."""
 
     @hookspec(firstresult=True)
-    def optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> bool | None:
+    def optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> bool | None:
         """Wrappable: the update itself. Returns True when weights changed, False when the update was skipped (fp16
         overflow). A wrapper must pass the answer on; an implementation that is no wrapper replaces the update when it
         returns True or False, and leaves it to the next one when it returns None."""
 
     @hookspec
-    def on_step(
-        self, trainer: Trainer, module: TrainModule, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None
-    ) -> None:
+    def on_step(self, trainer: Any, module: Any, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`:
         weighted mean over the whole window and all ranks, 0-dim device tensor. `grad_norm`: before clipping, None only under
         a strategy that cannot tell. Asking for `loss` costs one small all-reduce per update on several ranks, asking for
         `grad_norm` one norm per update; take only what you use. Weights may be changed (an EMA swap, a projection)."""
 
     @hookspec
-    def on_step_skipped(self, trainer: Trainer, module: TrainModule, step: int, reason: str) -> None:
+    def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:
         """An update was not applied (fp16 overflow, non-finite gradients under `nonfinite="skip"`). `step`: updates applied
         so far; it does not grow."""
 
     @hookspec
-    def on_log(self, trainer: Trainer, module: TrainModule, metrics: dict[str, float], step: int) -> None:
+    def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:
         """At a log boundary, and at the end of a fit for what came after the last one: floats, reduced over micro-batches and
         ranks, the same on every rank. No collectives needed."""
 
     @hookspec
-    def on_eval_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def on_eval_start(self, trainer: Any, module: Any, stage: str) -> None:
         """Before an evaluation. `stage`: "validate", "test" or "predict". The module is in eval mode."""
 
     @hookspec(firstresult=True)
-    def eval_step(self, trainer: Trainer, module: TrainModule, batch: Any, stage: str) -> Any:
+    def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
         """Wrappable: one evaluation batch, no grad, eval mode; returns what the module's step returned."""
 
     @hookspec
-    def on_eval_end(self, trainer: Trainer, module: TrainModule, stage: str, metrics: dict[str, float]) -> None:
+    def on_eval_end(self, trainer: Any, module: Any, stage: str, metrics: dict[str, float]) -> None:
         """After an evaluation. `metrics`: floats over exactly the data set, the same on every rank; empty for "predict"."""
 
     @hookspec
-    def on_save(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+    def on_save(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
         """While a checkpoint is assembled, on all ranks, per listener. Put tensors, arrays and JSON values into `state`,
         this listener's own mapping; rank 0's values are stored, and of sharded tensors (a DTensor, or the `Strategy.Part`
         that each rank holds, as `trainer.strategy.local_part(parameter)` gives) every rank's part. Not wrappable. A failure
         aborts the commit: the previous checkpoint stays the newest."""
 
     @hookspec(firstresult=True)
-    def write_checkpoint(self, trainer: Trainer, path: Path) -> bool | None:
+    def write_checkpoint(self, trainer: Any, path: Path) -> bool | None:
         """Wrappable: writes and commits the checkpoint at `path` (which exists only afterwards). Returns True."""
 
     @hookspec
-    def on_saved(self, trainer: Trainer, module: TrainModule, path: Path, step: int) -> None:
+    def on_saved(self, trainer: Any, module: Any, path: Path, step: int) -> None:
         """The checkpoint at `path` is durable on all ranks: upload it, tell somebody. Do not change it."""
 
     @hookspec
-    def on_epoch_end(self, trainer: Trainer, module: TrainModule, epoch: int) -> None:
+    def on_epoch_end(self, trainer: Any, module: Any, epoch: int) -> None:
         """A pass over the training data is complete (not called for one that was stopped half way)."""
 
     @hookspec
-    def on_export(self, trainer: Trainer, module: TrainModule, path: Path) -> None:
+    def on_export(self, trainer: Any, module: Any, path: Path) -> None:
         """The final weights lie in `path`; rank 0 may add files."""
 
     @hookspec
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
         """The fit ended without an exception; the final checkpoint and export are done."""
 
     @hookspec
-    def on_preempt(self, trainer: Trainer, module: TrainModule, signal: str) -> None:
+    def on_preempt(self, trainer: Any, module: Any, signal: str) -> None:
         """The run was asked to end and will go on another time; all ranks agreed, the state is saved. `signal`: what asked:
         "SIGTERM", "SIGUSR1", "SIGINT", "max_time" or "stop file". Time may be short: schedulers kill a while later."""
 
     @hookspec
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Something was raised; it goes on to the caller afterwards. Maybe this rank only: no collectives."""
 
     @hookspec
-    def on_teardown(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_teardown(self, trainer: Any, module: Any) -> None:
         """Last of all, always, also after an exception. Release what was taken. No collectives."""
 
 

@@ -11,20 +11,59 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, did_you_mean
 from fabricate.hooks import Listener
-from fabricate.metrics import check_value, is_torchmetric
-from fabricate.optimization import parameter_groups
+from fabricate.metrics.reduction import check_value, is_torchmetric
+from fabricate.optim.optimizers import parameter_groups
 
 if TYPE_CHECKING:
-    from fabricate.trainer import Trainer
+    from accelerate import Accelerator
+
+    from fabricate.metrics.counters import Progress
+    from fabricate.precisions.base import Precision
+    from fabricate.strategies.base import Strategy
 
 STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export")
+
+
+class RunningTrainer(Protocol):
+    """What a module may use of the `Trainer` that runs it; see there what each of them is."""
+
+    @property
+    def accelerator(self) -> Accelerator: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def is_main(self) -> bool: ...
+    @property
+    def metrics(self) -> dict[str, float]: ...
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def rates(self) -> dict[str, float]: ...
+    @property
+    def run_dir(self) -> Path | None: ...
+    @property
+    def running(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def total_steps(self) -> int: ...
+    def request_eval(self) -> None: ...
+    def request_save(self) -> None: ...
+    def save(self, path: str | os.PathLike[str]) -> Path: ...
+    def stop(self, reason: str = ...) -> None: ...
 
 
 class TrainModule(torch.nn.Module, Listener):
@@ -45,7 +84,7 @@ class TrainModule(torch.nn.Module, Listener):
     Constructor arguments that JSON can hold are recorded in checkpoints for `load_from_checkpoint`.
     """
 
-    _trainer: Trainer | None
+    _trainer: RunningTrainer | None
     _logged: list[Any]
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -127,7 +166,7 @@ class TrainModule(torch.nn.Module, Listener):
         self._logged.append((name, value, weight, reduce))
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> RunningTrainer:
         """The Trainer that runs this module now. Raises `FabricateError` outside `fit`, `validate`, `test`, `predict`."""
         if self._trainer is None:
             raise FabricateError(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
@@ -160,7 +199,7 @@ class TrainModule(torch.nn.Module, Listener):
         Recorded constructor arguments are used, `overrides` win. Raises `CheckpointError` when there is none, when it is
         damaged, or when an argument was not recorded (not JSON) and is not overridden.
         """
-        from fabricate.state.logical import load_weights, recorded_arguments
+        from fabricate.checkpoint.state.logical import load_weights, recorded_arguments
 
         recorded, missing = recorded_arguments(Path(path))
         unknown = [name for name in missing if name not in overrides]

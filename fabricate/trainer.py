@@ -15,30 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate import evaluation, loop
+from fabricate.configuration.arguments import check_arguments
+from fabricate.configuration.plan import Plan
+from fabricate.configuration.resolve import Data, Resolved, make_plan, open_data, resolve, settle
 from fabricate.data import Loading, describe
-from fabricate.dispatch import Calls
-from fabricate.engine import Engine
+from fabricate.distributed.engine import Engine
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line
 from fabricate.launch import detect
-from fabricate.lifecycle import environment_restored, finish_fit, opened, prepare_fit, register
-from fabricate.memory import need_ahead
+from fabricate.metrics.counters import Progress
+from fabricate.model.memory import need_ahead
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
-from fabricate.plan import Plan
-from fabricate.planning import Data, Resolved, make_plan, open_data, resolve, settle
-from fabricate.preemption import Watch, told_to_end
-from fabricate.progress import Progress
-from fabricate.records import EXIT_PREEMPTED, Every, FitResult
-from fabricate.rehearsal.plugins import rehearsed, resplit
-from fabricate.run import Run
-from fabricate.settings import check_arguments
-from fabricate.state import resuming, saving
+from fabricate.registry.hook_calls import Calls
+from fabricate.selfcheck.plugins import rehearsed, resplit
+from fabricate.training import evaluation, loop, resuming, saving
+from fabricate.training.lifecycle import environment_restored, finish_fit, opened, prepare_fit, register
+from fabricate.training.preemption import Watch, told_to_end
+from fabricate.training.run_state import Run
+from fabricate.values import EXIT_PREEMPTED, Every, FitResult
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fabricate.precision import Precision
-    from fabricate.strategy import Strategy
+    from fabricate.precisions.base import Precision
+    from fabricate.strategies.base import Strategy
 
 
 class Trainer:

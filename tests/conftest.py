@@ -25,7 +25,7 @@ _HOSTS = (
     os.geteuid() == 0
     and subprocess.run(["sh", "-c", "ip -Version && unshare --net true"], capture_output=True).returncode == 0
 )
-collect_ignore = [] if _HOSTS else ["test_hosts.py"]
+collect_ignore = [] if _HOSTS else ["distributed/test_hosts.py"]
 
 
 def pytest_report_header() -> list[str]:

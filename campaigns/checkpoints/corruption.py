@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from campaigns.checkpoints.example import content, expected, save
-from fabricate.checkpoint.files import Files, Source
+from fabricate.checkpoint.format.files import Files, Source
 from fabricate.errors import CheckpointError
 
 STEP = 7

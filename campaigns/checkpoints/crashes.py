@@ -16,8 +16,8 @@ from pathlib import Path
 
 from campaigns.checkpoints.disk import Disk, Hasty, Recording, put
 from campaigns.checkpoints.example import content, expected, save
-from fabricate.checkpoint.directory import clean, committed, prune, set_aside
-from fabricate.checkpoint.files import LOCAL
+from fabricate.checkpoint.format.directory import clean, committed, prune, set_aside
+from fabricate.checkpoint.format.files import LOCAL
 from fabricate.errors import CheckpointError
 
 ROOT = Path("run") / "checkpoints"

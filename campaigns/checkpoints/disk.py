@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fabricate.checkpoint.files import Files, Writer
+from fabricate.checkpoint.format.files import Files, Writer
 
 _PAGE = 512
 

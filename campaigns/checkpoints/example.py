@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fabricate.checkpoint import directory, writing
-from fabricate.checkpoint.directory import Chunk, FileRecord, Manifest, Reader
-from fabricate.checkpoint.files import LOCAL, Files
+from fabricate.checkpoint.format import directory, writing
+from fabricate.checkpoint.format.directory import Chunk, FileRecord, Manifest, Reader
+from fabricate.checkpoint.format.files import LOCAL, Files
 
 BLOCK = 4096
 """The smallest that the format allows, so that a file of some kilobytes has several."""

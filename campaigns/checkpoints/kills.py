@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fabricate.checkpoint.files import Files, Writer
+from fabricate.checkpoint.format.files import Files, Writer
 
 _MOST_SECONDS = 300.0
 _OPERATIONS = (

@@ -39,7 +39,7 @@ COVERAGE = {"_prove_coverage", "_check_directory", "tensors_of"}
 DIGEST = ("digest", "sealed", "_is_content")
 VITAL = ("durable", "digest", "coverage")
 KINDS = (*VITAL, "check")
-_TESTS = ("test_checkpoint", "test_checkpoint_damage", "test_checkpoint_kills")
+_TESTS = ("checkpoint/test_directory", "checkpoint/test_damage", "checkpoint/test_kills")
 _SECONDS = 300
 
 

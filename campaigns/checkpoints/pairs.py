@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from fabricate import Callback, Trainer, TrainModule
-from fabricate.checkpoint.directory import Reader
-from fabricate.state.logical import read_whole
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.checkpoint.state.logical import read_whole
 from fabricate.testing import run_ranks
 
 ROWS, GLOBAL_BATCH, STEPS, SAVED = 30, 12, 8, 4  # three updates per epoch, the last of six rows

@@ -13,8 +13,8 @@ import numpy as np
 
 from campaigns.checkpoints.disk import Hasty
 from campaigns.checkpoints.example import BLOCK, content, save
-from fabricate.checkpoint import directory, writing
-from fabricate.checkpoint.directory import Chunk, FileRecord, Manifest, Reader
+from fabricate.checkpoint.format import directory, writing
+from fabricate.checkpoint.format.directory import Chunk, FileRecord, Manifest, Reader
 from fabricate.errors import CheckpointError
 
 _HASTY = Hasty()

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset
 
 from fabricate import Callback, Trainer, TrainModule
-from fabricate.checkpoint.directory import Reader, committed
+from fabricate.checkpoint.format.directory import Reader, committed
 
 STEPS, ROWS, GLOBAL_BATCH = 14, 22, 8
 

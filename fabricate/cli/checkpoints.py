@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fabricate.console import print_table, size_text
-from fabricate.errors import CheckpointError, ConfigurationError
+from fabricate.cli.tables import print_table
+from fabricate.errors import CheckpointError, ConfigurationError, size_text
 
 if TYPE_CHECKING:
-    from fabricate.checkpoint.comparing import Difference
-    from fabricate.checkpoint.directory import Reader
+    from fabricate.checkpoint.format.comparing import Difference
+    from fabricate.checkpoint.format.directory import Reader
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
 _MOST_ROWS = 12  # of one component, in a table
@@ -47,7 +47,7 @@ def ls(path: Path) -> None:
     Example:
       fabricate ckpt ls runs/first
     """
-    from fabricate.checkpoint.directory import Reader
+    from fabricate.checkpoint.format.directory import Reader
 
     rows = []
     for checkpoint in _checkpoints(path):
@@ -110,7 +110,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
       fabricate ckpt inspect runs/first
       fabricate ckpt inspect runs/first/checkpoints/step-00000500 --json
     """
-    from fabricate.checkpoint.directory import Reader, find
+    from fabricate.checkpoint.format.directory import Reader, find
 
     with Reader(find(checkpoint)) as reader:
         found = _contents(reader)
@@ -135,8 +135,8 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
 
 
 def _contents(reader: Reader) -> dict[str, Any]:
-    from fabricate.checkpoint.comparing import component_of
-    from fabricate.checkpoint.directory import ITEM_SIZES
+    from fabricate.checkpoint.format.comparing import component_of
+    from fabricate.checkpoint.format.directory import ITEM_SIZES
 
     manifest = reader.manifest
     files = {record.name: record.size for record in manifest.files}
@@ -180,7 +180,7 @@ def _contents(reader: Reader) -> dict[str, Any]:
 
 def _options(tree: Any) -> dict[str, Any]:
     """A parameter group's options; what is neither a number nor text is shown as text."""
-    from fabricate.checkpoint import codec
+    from fabricate.checkpoint.format import codec
 
     options: Any = codec.decode(tree, lambda name: f"tensor {name}")
     return {k: v if isinstance(v, int | float | str | None) else str(v) for k, v in options.items()}
@@ -203,8 +203,8 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
       fabricate ckpt diff runs/first runs/second
       fabricate ckpt diff runs/first/checkpoints/step-00000500 runs/second --only weights
     """
-    from fabricate.checkpoint.comparing import COMPONENTS, compare
-    from fabricate.checkpoint.directory import Reader, find
+    from fabricate.checkpoint.format.comparing import COMPONENTS, compare
+    from fabricate.checkpoint.format.directory import Reader, find
 
     for component in only:
         if component.partition(" ")[0] not in {known.partition(" ")[0] for known in COMPONENTS}:
@@ -263,7 +263,7 @@ def export(checkpoint: Path, out: Path, kind: str) -> None:
       fabricate ckpt export runs/first model.safetensors
       fabricate ckpt export runs/first/checkpoints/step-00000500 model --format transformers
     """
-    from fabricate.interop.exporting import export as write
+    from fabricate.checkpoint.convert.exporting import export as write
 
     remarks = write(checkpoint, out, kind)
     click.echo(f"wrote {out}")
@@ -290,7 +290,7 @@ def import_(source: Path, out: Path, rename: tuple[str, ...], key: str | None, s
       fabricate ckpt import lightning.ckpt imported
       fabricate ckpt import state.pt imported --rename module.= --rename =model.
     """
-    from fabricate.interop.importing import import_checkpoint
+    from fabricate.checkpoint.convert.importing import import_checkpoint
 
     rules = {}
     for rule in rename:
@@ -322,10 +322,10 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
       fabricate ckpt prune runs/first --keep last=3,best=1
       fabricate ckpt prune runs/first --keep last=1,best=2,metric=accuracy,mode=max --yes
     """
-    from fabricate.checkpoint.directory import committed
-    from fabricate.checkpoint.directory import prune as delete
-    from fabricate.checkpoint.lock import locked
-    from fabricate.checkpoint.retention import kept
+    from fabricate.checkpoint.format.directory import committed
+    from fabricate.checkpoint.format.directory import prune as delete
+    from fabricate.checkpoint.format.lock import locked
+    from fabricate.checkpoint.format.retention import kept
 
     rule, root = _rule(keep), _root(run_dir)
     with locked(root.parent) if yes else contextlib.nullcontext():
@@ -354,7 +354,7 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
 
 def _rule(text: str) -> dict[str, Any]:
     """`--keep` as `Trainer(keep=)` takes it. Raises ConfigurationError for anything else."""
-    from fabricate.settings import parse_keep
+    from fabricate.configuration.arguments import parse_keep
 
     rule: dict[str, Any] = {}
     for part in text.split(","):
@@ -370,7 +370,7 @@ def _rule(text: str) -> dict[str, Any]:
 
 
 def _check_metric(found: list[Path], rule: Mapping[str, Any]) -> None:
-    from fabricate.checkpoint.directory import Reader
+    from fabricate.checkpoint.format.directory import Reader
 
     recorded: set[str] = set()
     for path in found if "best" in rule else ():
@@ -385,7 +385,7 @@ def _check_metric(found: list[Path], rule: Mapping[str, Any]) -> None:
 
 def _damage(path: Path, thoroughly: bool = True) -> CheckpointError | None:
     """What is wrong with a checkpoint: with all of it, or with its manifest and the sizes of its files."""
-    from fabricate.checkpoint.directory import Reader
+    from fabricate.checkpoint.format.directory import Reader
 
     try:
         with Reader(path) as reader:
@@ -397,7 +397,7 @@ def _damage(path: Path, thoroughly: bool = True) -> CheckpointError | None:
 
 
 def _fault(error: CheckpointError) -> str:
-    from fabricate.checkpoint.directory import NewerFormatError
+    from fabricate.checkpoint.format.directory import NewerFormatError
 
     return f"{'too new' if isinstance(error, NewerFormatError) else 'damaged'}: {error}"
 
@@ -408,7 +408,7 @@ def _root(path: Path) -> Path:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    from fabricate.checkpoint.directory import committed
+    from fabricate.checkpoint.format.directory import committed
 
     if path.name.startswith("step-") or (path / "manifest.json").exists():
         return [path]

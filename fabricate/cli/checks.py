@@ -17,7 +17,7 @@ import click
 
 from fabricate.cli.checkpoints import print_differences
 from fabricate.cli.launch import launching, prepared
-from fabricate.console import print_table
+from fabricate.cli.tables import print_table
 from fabricate.errors import ConfigurationError
 
 
@@ -39,7 +39,7 @@ def verify_resume(ctx: click.Context, /, at: int, into: Path | None, as_json: bo
       fabricate verify-resume train.py --at 50
       fabricate verify-resume train.py --at 50 --nproc 2 --strategy fsdp -- --epochs 1
     """
-    from fabricate.rehearsal.resume_check import verify_resume as verify
+    from fabricate.selfcheck.resume_check import verify_resume as verify
 
     command, environment = prepared(**options)
     if into is not None and into.exists() and (not into.is_dir() or any(into.iterdir())):
@@ -99,7 +99,7 @@ def check_invariance(
       fabricate check-invariance train.py
       fabricate check-invariance train.py --worlds 1,2 --strategy fsdp --global-batch 8 -- --epochs 1
     """
-    from fabricate.rehearsal.invariance import measure
+    from fabricate.selfcheck.invariance import measure
 
     counts = worlds.split(",")
     if not all(count.strip().isdecimal() for count in counts):

@@ -23,7 +23,7 @@ def doctor(ctx: click.Context, /, cpu: bool, as_json: bool) -> None:
       fabricate doctor
       fabricate doctor --json > machine.json
     """
-    from fabricate.cli.examining import examine
+    from fabricate.cli.doctor_checks import examine
 
     marks = {"good": "ok", "absent": "-", "broken": "BROKEN"}
     found = []

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fabricate.cli.plugin_template import KINDS, write
-from fabricate.console import print_table
+from fabricate.cli.tables import print_table
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fabricate.registry import Registry
+    from fabricate.registry.registry import Registry
 
 
 class PluginCommands(click.Group):
     """A group whose commands come first; a name that it does not have is looked up in the installed plugins."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        from fabricate.registry import Registry
+        from fabricate.registry.registry import Registry
 
         offered = {offer.name for offer in Registry(tolerant=True).offered("command")}
         return [*super().list_commands(ctx), *sorted(offered - self.commands.keys())]
@@ -36,7 +36,7 @@ class PluginCommands(click.Group):
 
 
 def _offered_command(name: str) -> click.Command | None:
-    from fabricate.registry import Registry
+    from fabricate.registry.registry import Registry
 
     registry = Registry(tolerant=True)
     if name.rpartition("/")[2] not in {offer.name for offer in registry.offered("command")}:
@@ -84,7 +84,7 @@ def plugins(ctx: click.Context, /, as_json: bool, hook: str | None, names: tuple
       fabricate plugins --json
       fabricate plugins --order on_step --plugin ema --strategy diloco
     """
-    from fabricate.registry import Registry
+    from fabricate.registry.registry import Registry
 
     if ctx.invoked_subcommand is not None:
         return
@@ -109,9 +109,9 @@ def _show(columns: Sequence[str], rows: Sequence[dict[str, Any]], as_json: bool)
 
 
 def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[str, Any]]:
-    from fabricate.dispatch import Origin
     from fabricate.hooks import ACTIONS, EVENTS, FOREIGN, PROJECT, Callback, hookimpl
-    from fabricate.registry import progress_bar
+    from fabricate.registry.hook_calls import Origin
+    from fabricate.registry.registry import progress_bar
 
     if hook not in EVENTS:
         hint = f"; use {FOREIGN[hook]}" if hook in FOREIGN else did_you_mean(hook, EVENTS)
@@ -156,13 +156,13 @@ def check(ctx: click.Context, as_json: bool) -> None:
     Example:
       fabricate plugins check
     """
-    from fabricate.registry import Registry
+    from fabricate.registry.registry import Registry
 
     registry = Registry(tolerant=True)
     root = ctx.find_root().command
     taken: dict[str, list[str]] = {"command": list(root.commands) if isinstance(root, click.Group) else []}
     if registry.offered("tracker"):
-        from fabricate.engine import tracker_names
+        from fabricate.distributed.engine import tracker_names
 
         taken["tracker"] = tracker_names()
     found = registry.check(taken)
@@ -195,8 +195,8 @@ def new(name: str, kind: str, into: Path) -> None:
       fabricate plugins new lookahead --kind callback
     """
     from fabricate import __version__
-    from fabricate.registry import KINDS as REGISTERED
-    from fabricate.registry import Registry
+    from fabricate.registry.registry import KINDS as REGISTERED
+    from fabricate.registry.registry import Registry
 
     if kind in REGISTERED and name in Registry(tolerant=True).names(kind):
         raise ConfigurationError(f"NAME {name!r}: a {kind} of this name is built in and would win; choose another")

@@ -16,8 +16,8 @@ from typing import Any
 
 import click
 
-from fabricate.console import print_table, size_text
-from fabricate.errors import CheckpointError, FabricateError
+from fabricate.cli.tables import print_table
+from fabricate.errors import CheckpointError, FabricateError, size_text
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
 _ORDINARY = ("saved", "loss_weight", "observed")  # what every run tells; the rest is worth a line
@@ -152,7 +152,7 @@ def _rates(trained: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _checkpoints(run_dir: Path) -> dict[str, Any]:
     """Their number, sizes and newest; "progress": the counters of the newest good one. Only manifests are read."""
-    from fabricate.checkpoint.directory import Reader, committed
+    from fabricate.checkpoint.format.directory import Reader, committed
 
     root = run_dir / "checkpoints"
     steps, size, damaged, progress = [], 0, 0, {}

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 
 from fabricate.launch import PREEMPTED_FILE, SHUTDOWN_TIMEOUT
-from fabricate.records import EXIT_PREEMPTED
+from fabricate.values import EXIT_PREEMPTED
 
 # SIGUSR1 as well: schedulers send it ahead of the end, and torchrun would die of it and leave its ranks behind.
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

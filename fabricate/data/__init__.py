@@ -2,7 +2,7 @@
 
 Owns the reading of data sets, loaders, streams and iterables, the position in an epoch (one integer: rows of the
 global order consumed), each rank's share of every micro-step, and the random state that reading happens under. The
-arithmetic is `fabricate.order`'s. Must not know devices, collectives, models, checkpoints or the loop: ranks agree
+arithmetic is `fabricate.data.order`'s. Must not know devices, collectives, models, checkpoints or the loop: ranks agree
 because every one of them computes the same order, not because they talk.
 
 Two kinds of source. *Indexed* data (a data set, a DataLoader over one) has random access: any position is reached at

@@ -21,10 +21,10 @@ from torch.utils.data import (
 )
 
 from fabricate.data.batches import EvalBatch, Window
+from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.sandbox import Sandbox, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
 from fabricate.data.workers import Workers, WorkerStart, iterate
-from fabricate.order import Share, batch_seed, plan_window
 
 _Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
 

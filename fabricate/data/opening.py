@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 from fabricate.data.indexed import BatchOrder, Draw, Indexed, RowOrder, as_indices, drawn
+from fabricate.data.order import epoch_order
 from fabricate.data.sequential import Sequential
 from fabricate.data.source import Loading, Setup, Source
 from fabricate.data.workers import has_own_loop
-from fabricate.order import epoch_order
 
 
 def open_source(

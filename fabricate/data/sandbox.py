@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabricate.order import batch_seed
+from fabricate.data.order import batch_seed
 
 
 class Sandbox:

@@ -21,11 +21,11 @@ from torch.utils.data import (
 )
 
 from fabricate.data.batches import EvalBatch, Window, visible_rows
+from fabricate.data.order import batch_seed, plan_window
 from fabricate.data.sandbox import Sandbox, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
 from fabricate.data.workers import Workers, WorkerStart, has_own_loop, iterate
 from fabricate.errors import ConfigurationError
-from fabricate.order import batch_seed, plan_window
 
 
 class _Plan(NamedTuple):

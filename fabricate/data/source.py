@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fabricate.data.batches import EvalBatch, Window
+from fabricate.data.order import num_windows
 from fabricate.errors import ConfigurationError
-from fabricate.order import num_windows
 
 
 @dataclass(frozen=True)

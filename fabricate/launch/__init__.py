@@ -2,10 +2,7 @@
 how to start one process per rank (`starting`). Must not know plugins, devices or the loop, and imports no torch.
 """
 
-from fabricate.launch.asked import Request, requests
-from fabricate.launch.config_files import ConfigFile, read_config
-from fabricate.launch.places import Launch, detect
-from fabricate.launch.starting import (
+from fabricate.launch.commands import (
     PREEMPTED_FILE,
     SHUTDOWN_TIMEOUT,
     command,
@@ -13,6 +10,9 @@ from fabricate.launch.starting import (
     listed_plugins,
     tell_preempted,
 )
+from fabricate.launch.config_files import ConfigFile, read_config
+from fabricate.launch.ranks import Launch, detect
+from fabricate.launch.settings import Request, requests
 
 __all__ = [
     "PREEMPTED_FILE",

@@ -11,7 +11,7 @@ from typing import Any
 
 from fabricate.errors import ConfigurationError
 from fabricate.launch import fsdp_keys, mesh_keys
-from fabricate.launch.asked import deepspeed_strategy, read_file, requests
+from fabricate.launch.settings import deepspeed_strategy, read_file, requests
 
 # Keys of an Accelerate YAML that ask for nothing here: torchrun's rendezvous replaces them.
 _NEUTRAL_KEYS = ("main_training_function", "rdzv_backend", "same_network")

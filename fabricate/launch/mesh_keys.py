@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fabricate.errors import ConfigurationError
-from fabricate.parallelism import instead
+from fabricate.launch.unsupported import instead
 
 REPLICATE, SHARD = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 TENSOR = "PARALLELISM_CONFIG_TP_SIZE"

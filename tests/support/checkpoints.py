@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fabricate.checkpoint.directory import (
+from fabricate.checkpoint.format.directory import (
     Chunk,
     FileRecord,
     Manifest,
@@ -20,7 +20,7 @@ from fabricate.checkpoint.directory import (
     write_json,
     write_tensors,
 )
-from fabricate.checkpoint.files import LOCAL, Files
+from fabricate.checkpoint.format.files import LOCAL, Files
 from fabricate.errors import CheckpointError
 
 CODES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint8": "U8", "bool": "BOOL", "float16": "F16"}

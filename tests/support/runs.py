@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset
 
 from fabricate import Callback, Trainer, TrainModule
-from fabricate.checkpoint.directory import Reader
+from fabricate.checkpoint.format.directory import Reader
 
 STEPS, SAVED, CRASH = 8, 4, 6
 

@@ -1,0 +1,65 @@
+"""Stop when a metric of the validation has not improved for a while."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from fabricate.trainer import Trainer
+
+
+class EarlyStopping(Callback):
+    """Stops the fit after `patience` validations in a row without an improvement of more than `min_delta`.
+
+    metric: a name as logged ("val_loss"); mode: "min" or "max". A value that is not finite counts as no improvement.
+
+        Trainer(plugins=[EarlyStopping("val_loss", patience=3)], ...)
+    """
+
+    def __init__(
+        self, metric: str = "val_loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigurationError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'")
+        if not isinstance(patience, int) or patience < 1 or min_delta < 0:
+            raise ConfigurationError(
+                f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): at least 1 (whole) and 0"
+            )
+        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self._worst = math.inf if mode == "min" else -math.inf
+        self.best = self._worst
+        self.waited = 0
+
+    def on_fit_start(self) -> None:
+        # Each fit begins anew; a resumed one takes its state from the checkpoint afterwards, in on_load.
+        self.best, self.waited = self._worst, 0
+
+    def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
+        if stage != "validate":
+            return
+        if self.metric not in metrics:
+            raise ConfigurationError(
+                f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(metrics) or 'nothing'}; use one of these"
+            )
+        value = metrics[self.metric]
+        gain = self.best - value if self.mode == "min" else value - self.best
+        if gain > self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            trainer.stop(
+                f"early stopping: {self.metric} has not improved on {self.best:g} in {self.waited} validations"
+            )
+
+    def on_save(self, state: MutableMapping[str, Any]) -> None:
+        state.update(best=self.best, waited=self.waited)
+
+    def on_load(self, state: MutableMapping[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]

@@ -1,0 +1,57 @@
+"""A checkpoint as other tools think of one: names as in a state dict, without torch.
+
+Must not know: any of their formats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabricate.checkpoint.format import codec
+from fabricate.checkpoint.format.directory import Chunk, Reader
+from fabricate.errors import CheckpointError
+
+__all__ = ["Contents"]
+
+
+class Contents:
+    """An open checkpoint as a state dict, and what fabricate knows besides.
+
+    weights: logical name by state-dict name, without buffers that a state dict leaves out; of shared tensors the first
+    name. aliases: the other names of shared tensors, to that one.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.step = reader.manifest.step
+        state: Any = reader.json("state.json")
+        self.state = state
+        module = state["module"]
+        if frozen := module.get("frozen"):
+            raise CheckpointError(
+                f"checkpoint {reader.path} holds the trained weights only (save_frozen=False: {len(frozen)} others are left out), which is "
+                "no whole model; the one in RUN_DIR/model is"
+            )
+        left_out = set(module.get("transient", ()))
+        model = [n for n in reader.manifest.tensors if n.startswith("model/")]
+        self.weights = {n.removeprefix("model/"): n for n in model if n.removeprefix("model/") not in left_out}
+        self.aliases = {
+            alias.removeprefix("model/"): name.removeprefix("model/")
+            for alias, name in reader.manifest.aliases.items()
+            if name.removeprefix("model/") in self.weights
+        }
+        self.pretrained: Any = self.decode(module.get("pretrained"))
+
+    def decode(self, tree: Any) -> Any:
+        """A value of the state that holds no tensor."""
+        return codec.decode(tree, self._unexpected)
+
+    def _unexpected(self, name: str) -> None:
+        raise CheckpointError(
+            f"checkpoint {self.reader.path}: the tensor {name!r} stands where a plain value is expected"
+        )
+
+    def chunk(self, name: str, logical: str) -> Chunk:
+        """The whole of a tensor, to be written under `name`; read and verified when it is written."""
+        record = self.reader.manifest.tensors[logical]
+        return Chunk(name, 0, record.num_elements, record.dtype, record.shape, lambda: self.reader.read(logical))

@@ -1,0 +1,120 @@
+"""A checkpoint's weights, or all of it, in the format of another tool. Verified while it is read, whole or not at all.
+
+Owns the formats, `FORMATS`, and the ones that need no torch; `pickled` holds those that are torch's own. One tensor at a
+time is in memory. Must not know: runs, ranks, how a checkpoint came about.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from fabricate.checkpoint.convert.contents import Contents
+from fabricate.checkpoint.format.directory import Reader, find, write_plain_safetensors
+from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
+
+__all__ = ["FORMATS", "export"]
+
+_PICKLE = "this format is pickle by nature: whoever opens the file has to trust it"
+
+
+def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
+    """Write a checkpoint (or a run directory's newest) as the new file or folder `out`; returns remarks for the user.
+
+    kind: one of `FORMATS`. `out` appears at once when everything in it is written and durable.
+
+    Raises ConfigurationError for a format that is unknown or that this checkpoint cannot be put into, CheckpointError for a
+    damaged checkpoint and where `out` exists or cannot be written.
+    """
+    if kind not in FORMATS:
+        raise ConfigurationError(f"--format {kind!r}{did_you_mean(kind, FORMATS)}; known: {', '.join(FORMATS)}")
+    if os.path.lexists(out):
+        raise CheckpointError(f"{str(out)!r} exists already and is never overwritten; give a new path")
+    staging = out.absolute().parent / f".export-{secrets.token_hex(4)}"
+    try:
+        staging.mkdir(parents=True)
+        with Reader(find(checkpoint)) as reader:
+            remarks = FORMATS[kind](Contents(reader), staging)
+        for path in (*staging.rglob("*"), staging):
+            _make_durable(path)
+        (staging / _SINGLE[kind] if kind in _SINGLE else staging).rename(out)
+        _make_durable(out.absolute().parent)
+    except OSError as exc:
+        raise CheckpointError(f"cannot write {str(out)!r}: {exc.strerror or exc}; nothing is left of it") from exc
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return remarks
+
+
+def _make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _safetensors(contents: Contents, folder: Path) -> list[str]:
+    chunks = [contents.chunk(name, logical) for name, logical in contents.weights.items()]
+    write_plain_safetensors(folder / "model.safetensors", chunks)
+    shared = [f"{alias} is stored once, as {name}" for alias, name in contents.aliases.items()]
+    return [f"shared tensors: {', '.join(shared)}"] if shared else []
+
+
+def _transformers(contents: Contents, folder: Path) -> list[str]:
+    """What `save_pretrained` writes, but for a tokenizer, which is no part of a checkpoint."""
+    pretrained = contents.pretrained
+    if pretrained is None:
+        raise ConfigurationError(
+            f"--format transformers: the module of {contents.reader.path} does not hold exactly one transformers model, so there is no "
+            "configuration to write; use --format safetensors"
+        )
+    prefix = pretrained["prefix"]
+    inside = {name: logical for name, logical in contents.weights.items() if name.startswith(prefix)}
+    chunks = [contents.chunk(name.removeprefix(prefix), logical) for name, logical in inside.items()]
+    write_plain_safetensors(folder / "model.safetensors", chunks)
+    for name in ("config", "generation_config"):
+        if pretrained[name] is not None:
+            text = json.dumps(pretrained[name], indent=2, sort_keys=True)
+            (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    outside = [name for name in contents.weights if not name.startswith(prefix)]
+    remarks = ["a tokenizer is no part of a checkpoint; add its files if the model needs one"]
+    if outside:
+        remarks.append(
+            f"left out, not in the transformers model: {', '.join(outside[:5])}{' ...' if outside[5:] else ''}"
+        )
+    return remarks
+
+
+def _torch(contents: Contents, folder: Path) -> list[str]:
+    from fabricate.checkpoint.convert import pickled
+
+    pickled.write_state_dict(contents, folder / _SINGLE["torch"])
+    return [f"{_PICKLE}; torch.load(weights_only=True) is enough to read it"]
+
+
+def _accelerate(contents: Contents, folder: Path) -> list[str]:
+    from fabricate.checkpoint.convert import pickled
+
+    return [f"{_PICKLE}, but for model.safetensors", *pickled.write_accelerate(contents, folder)]
+
+
+def _deepspeed(contents: Contents, folder: Path) -> list[str]:
+    from fabricate.checkpoint.convert import pickled
+
+    return [_PICKLE, *pickled.write_deepspeed(contents, folder)]
+
+
+_SINGLE = {"safetensors": "model.safetensors", "torch": "model.pt"}
+"""The one file of a format that is no folder."""
+FORMATS: dict[str, Callable[[Contents, Path], list[str]]] = {
+    "safetensors": _safetensors,
+    "transformers": _transformers,
+    "torch": _torch,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+}

@@ -1,0 +1,356 @@
+"""Weights that another tool saved, as a checkpoint: Accelerate's folders, Lightning's .ckpt, plain state dicts.
+
+Owns: which file of a source is read, how names become ours, what is refused. Nothing here runs code from a file: safetensors
+are read without any library, torch's files with `torch.load(weights_only=True)` and no way round it. Called by name only;
+saving and resuming never load this module.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import secrets
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fabricate.checkpoint.format import codec
+from fabricate.checkpoint.format import directory as format
+from fabricate.checkpoint.format.directory import ITEM_SIZES, Chunk, Manifest, TensorRecord
+from fabricate.checkpoint.format.files import LOCAL
+from fabricate.checkpoint.format.writing import HEADER_LIMIT
+from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["import_checkpoint"]
+
+_PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|bin)")
+_WHOLE: Final = ("model.safetensors", "pytorch_model.bin")
+_SHARDED: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_ELSEWHERE: Final = {
+    "pytorch_model_fsdp_0": "shards of FSDP: `accelerate merge-weights SOURCE/pytorch_model_fsdp_0 OUT` makes one file of them",
+    "latest": "shards of DeepSpeed: `python SOURCE/zero_to_fp32.py SOURCE OUT` makes one file of them",
+}
+
+
+@dataclass
+class _Found:
+    """What a source holds. chunks: whole tensors by their own names. aliases: further names of shared ones."""
+
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    kind: str = ""
+
+
+def import_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    *,
+    rename: Mapping[str, str] | None = None,
+    key: str | None = None,
+    step: int | None = None,
+) -> Path:
+    """Make a checkpoint of the weights in `source`, and return its path, `out`. One process calls it.
+
+    What it makes holds weights only: `TrainModule.load_from_checkpoint(out)` and `Trainer.validate(checkpoint=out)` read it,
+    no run resumes from it. Nothing in `source` is executed.
+
+    Args:
+        source: a folder of `Accelerator.save_state` or `save_pretrained`; a `.safetensors` file; a Lightning `.ckpt`, whose
+            hyper_parameters become the recorded constructor arguments where JSON can hold them; any file that `torch.save`
+            made of a state dict.
+        out: the new checkpoint, which must not exist.
+        rename: beginnings of names and what they become, the first that fits: ``{"module.": "", "": "model."}``.
+        key: where in the file the state dict is, such as "ema"; needed only where it is not the file itself or "state_dict".
+        step: the step that the checkpoint is of; default: what the source says, else 0.
+
+    Raises:
+        CheckpointError: the source is damaged, hostile or holds more than tensors and plain values; `out` exists.
+        ConfigurationError: the source is of no known kind, or an argument does not fit it.
+
+    Example::
+
+        path = fabricate.import_checkpoint("lightning.ckpt", "imported", rename={"net.": "model."})
+        module = Net.load_from_checkpoint(path)
+    """
+    source, out = Path(source), Path(out)
+    if not source.exists():
+        raise ConfigurationError(f"source {str(source)!r} does not exist; give a file or a folder")
+    try:
+        found = _folder(source, key) if source.is_dir() else _file(source, key)
+    except OSError as exc:
+        raise CheckpointError(f"{source}: cannot be read: {exc.strerror or exc}") from exc
+    if not found.chunks:
+        raise ConfigurationError(f"source {str(source)!r} holds no tensor")
+    names = _renamed([*found.chunks, *found.aliases], rename or {})
+    return _write(source, out, found, names, found.step if step is None else step)
+
+
+def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
+    """The new name of each; two that become one are an error, and so is a rule that fits none."""
+    used: set[str] = set()
+    new: dict[str, str] = {}
+    for name in names:
+        rule = next((start for start in rename if name.startswith(start)), None)
+        new[name] = name if rule is None else rename[rule] + name.removeprefix(rule)
+        used |= set() if rule is None else {rule}
+    if idle := [start for start in rename if start not in used]:
+        some = ", ".join(list(new)[:3])
+        raise ConfigurationError(f"rename {idle[0]!r}: no name begins so; the names are {some}, ...")
+    taken: dict[str, str] = {}
+    for name, becomes in new.items():
+        if becomes in taken:
+            raise ConfigurationError(f"rename: {taken[becomes]!r} and {name!r} would both become {becomes!r}")
+        taken[becomes] = name
+    return new
+
+
+def _write(source: Path, out: Path, found: _Found, names: Mapping[str, str], step: int) -> Path:
+    nonce = secrets.token_hex(4)
+    staging = format.stage(out.absolute().parent, step, nonce)
+    try:
+        chunks = [
+            Chunk(f"model/{names[name]}", 0, c.count, c.dtype, c.shape, c.data) for name, c in found.chunks.items()
+        ]
+        state = {
+            "module": {
+                "class": "",
+                "arguments": found.arguments,
+                "unrecorded": [],
+                "transient": [],
+                "pretrained": None,
+            },
+            "imported": {"kind": found.kind, "from": source.name},
+        }
+        files = (
+            format.write_tensors(staging / "data-00000-of-00001.safetensors", chunks),
+            format.write_json(staging / "state.json", state),
+        )
+        manifest = Manifest(
+            step=step,
+            run_id=f"imported-{nonce}",
+            nonce=nonce,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            tensors=format.tensors_of(files),
+            files=files,
+            aliases={f"model/{names[alias]}": f"model/{names[name]}" for alias, name in found.aliases.items()},
+        )
+        return format.commit(staging, manifest, name=out.name)
+    except BaseException:
+        format.discard(staging)
+        raise
+
+
+# -- which file
+
+
+def _folder(folder: Path, key: str | None) -> _Found:
+    present = set(LOCAL.listdir(folder))
+    if several := sorted(
+        name for name in present if re.fullmatch(r"(model|pytorch_model)_\d+\.(safetensors|bin)", name)
+    ):
+        raise ConfigurationError(
+            f"{folder} holds several models (also {', '.join(several)}); give the file of the one that is meant"
+        )
+    for name in _WHOLE:
+        if name in present:
+            return _file(folder / name, key)
+    for name in _SHARDED:
+        if name in present:
+            return _sharded(folder, name)
+    hint = next((hint for name, hint in _ELSEWHERE.items() if name in present), None)
+    raise ConfigurationError(
+        f"{folder} holds {hint}"
+        if hint
+        else f"{folder} holds none of {', '.join((*_WHOLE, *_SHARDED))}; give the file itself"
+    )
+
+
+def _sharded(folder: Path, index: str) -> _Found:
+    """The parts that an index lists, each with exactly the names that the index promises."""
+    where = folder / index
+    with LOCAL.open(where) as opened:
+        tree: Any = codec.loads(opened.read(0, codec.MAXIMUM_BYTES + 1))
+    table = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(part, str) for part in table.values()):
+        raise CheckpointError(f"{where}: weight_map is not a table of file names")
+    found = _Found(kind="sharded weights")
+    for part in sorted(set(table.values())):
+        if not _PART.fullmatch(part):
+            raise CheckpointError(f"{where}: {part!r} is not the plain name of a file in this folder")
+        piece = _file(folder / part, None)
+        promised = {name for name, file in table.items() if file == part}
+        if piece.chunks.keys() | piece.aliases.keys() != promised:
+            odd = sorted((piece.chunks.keys() | piece.aliases.keys()) ^ promised)
+            raise CheckpointError(f"{folder / part} and {index} disagree about {odd[0]!r}")
+        found.chunks |= piece.chunks
+        found.aliases |= piece.aliases
+    return found
+
+
+def _file(path: Path, key: str | None) -> _Found:
+    LOCAL.size(path)  # refuses links, pipes and devices
+    if path.suffix == ".safetensors":
+        if key is not None:
+            raise ConfigurationError(f"key={key!r}: {path} is a safetensors file, which has no keys besides tensors")
+        return _Found(_safetensors(path), kind="safetensors")
+    return _torch(path, key)
+
+
+# -- safetensors
+
+
+def _safetensors(path: Path) -> dict[str, Chunk]:
+    """The tensors of a safetensors file. Everything that its header claims is checked against the size of the file."""
+    with LOCAL.open(path) as opened:
+        size = LOCAL.size(path)
+        length = struct.unpack("<Q", opened.read(0, 8))[0] if size >= 8 else 0
+        if not 0 < length <= min(size - 8, HEADER_LIMIT):
+            raise CheckpointError(f"{path}: its header claims {length} bytes, the file has {size}: it is damaged")
+        try:
+            header: Any = codec.loads(opened.read(8, length))
+        except CheckpointError as exc:
+            raise CheckpointError(f"{path}: header: {exc}") from exc
+    entries = (
+        {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else None
+    )
+    if entries is None:
+        raise CheckpointError(f"{path}: its header is no JSON object")
+    chunks, ranges = {}, []
+    for name, entry in entries.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if len(entry) == 3:
+                try:
+                    record = TensorRecord(dtype, tuple(shape))
+                except CheckpointError as exc:
+                    raise CheckpointError(f"{path}: {name!r}: {exc}") from exc
+            case _:
+                raise CheckpointError(f"{path}: {name!r} is not described by dtype, shape and data_offsets")
+        if end - start != record.num_elements * ITEM_SIZES[dtype]:
+            raise CheckpointError(f"{path}: {name!r} is {dtype} {shape}, and has {end - start} bytes")
+        ranges.append((start, end, name))
+        chunks[name] = Chunk(
+            name, 0, record.num_elements, dtype, record.shape, _bytes_at(path, 8 + length + start, end - start)
+        )
+    position = 0
+    for start, end, name in sorted(ranges):
+        if start != position:
+            raise CheckpointError(f"{path}: {name!r} begins at byte {start} of the data, {position} is due")
+        position = end
+    if 8 + length + position != size:
+        raise CheckpointError(f"{path}: its tensors end at byte {8 + length + position}, the file has {size}")
+    return chunks
+
+
+def _bytes_at(path: Path, start: int, count: int) -> Callable[[], bytes]:
+    def read() -> bytes:
+        with LOCAL.open(path) as opened:
+            data = opened.read(start, count)
+        if len(data) != count:
+            raise CheckpointError(f"{path} became shorter while it was read")
+        return data
+
+    return read
+
+
+# -- torch's own files
+
+
+def _torch(path: Path, key: str | None) -> _Found:
+    tree = _load(path)
+    if not isinstance(tree, Mapping):
+        raise ConfigurationError(f"{path} holds a {type(tree).__name__}, not a state dict; save module.state_dict()")
+    lightning = "pytorch-lightning_version" in tree
+    found = _Found(kind="Lightning" if lightning else "state dict")
+    if lightning:
+        found.step = int(tree.get("global_step", 0))
+        found.arguments = _json_only(tree.get("hyper_parameters", {}))
+    inner = key if key is not None else "state_dict" if isinstance(tree.get("state_dict"), Mapping) else None
+    weights = tree if inner is None else tree.get(inner)
+    if not isinstance(weights, Mapping):
+        nested = [name for name, value in tree.items() if isinstance(value, Mapping)]
+        raise ConfigurationError(
+            f"key={key!r}: {path} has no state dict there{did_you_mean(str(key), map(str, nested))}; it has {nested}"
+        )
+    plain = [name for name, value in weights.items() if not isinstance(name, str) or not _is_tensor(value)]
+    if plain:
+        nested = [str(name) for name, value in weights.items() if isinstance(value, Mapping)]
+        where = (
+            f"; the state dict may be one of its parts: key={nested[0]!r}"
+            if nested
+            else "; remove it from the state dict"
+        )
+        raise ConfigurationError(f"{path}: {plain[0]!r} is no tensor{where}")
+    _fill(found, path, weights)
+    return found
+
+
+def _load(path: Path) -> Any:
+    """The content of a file of `torch.save`, mapped from the file where that can be."""
+    import torch
+
+    mapped = zipfile.is_zipfile(path)
+    if mapped:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+        if packed:  # torch never compresses; a few bytes could unpack to more than any memory
+            raise CheckpointError(f"{path}: {packed[0]!r} in it is compressed, which torch.save does not do")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as exc:  # torch raises whatever its reader stumbles over
+        raise CheckpointError(
+            f"{path} cannot be read as tensors and plain values ({type(exc).__name__}: {str(exc).splitlines()[0][:200]}). If it holds "
+            "other objects, reading them would run code, which import never does: save its state dict alone, where you trust it"
+        ) from exc
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _fill(found: _Found, path: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    from fabricate.checkpoint.state.logical import chunk
+
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in weights.items():
+        if tensor.is_sparse or tensor.is_quantized or tensor.device.type != "cpu":
+            raise CheckpointError(f"{path}: {name!r} is no plain tensor; make it dense and save it again")
+        if math.prod(tensor.shape) * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: {name!r} claims the shape {tuple(tensor.shape)}, and {tensor.untyped_storage().nbytes()} bytes are stored for it"
+            )
+        place = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
+        if tensor.numel() and place in seen:
+            found.aliases[name] = seen[place]
+        else:
+            seen[place] = name
+            found.chunks[name] = chunk(name, tensor)
+
+
+def _json_only(parameters: Any) -> dict[str, Any]:
+    """Those of Lightning's hyper-parameters that JSON holds as they are."""
+    kept = {}
+    for name, value in parameters.items() if isinstance(parameters, Mapping) else ():
+        try:
+            if isinstance(name, str) and json.loads(json.dumps(value, allow_nan=False)) == value:
+                kept[name] = value
+        except (TypeError, ValueError):
+            continue
+    return kept

@@ -1,0 +1,47 @@
+"""Which checkpoints of a run directory are kept: the last ones, and the best ones by a recorded metric.
+
+Reads manifests only, without torch; deletes nothing (fabricate.checkpoint.format.directory does). Must not know: when a run saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.errors import CheckpointError
+
+__all__ = ["best_checkpoints", "kept"]
+
+
+def kept(found: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
+    """Those of `found` (by rising step) that `keep` holds: `Trainer(keep=)` as `settings.parse_keep` returns it."""
+    last, best = keep["last"], keep.get("best")
+    if last is None:
+        return set(found)
+    chosen = set(found[-last:])
+    if best:
+        unreadable: list[Path] = []
+        chosen |= set(best_checkpoints(found, keep["metric"], keep["mode"], unreadable)[:best])
+        chosen |= set(unreadable)  # it may be the best one: whoever resumes from it is told what is wrong
+    return chosen
+
+
+def best_checkpoints(found: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None) -> list[Path]:
+    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first, since a checkpoint between
+    two evaluations repeats the value of the one before it. A damaged one goes to `unreadable`; without it, it is an error."""
+    scored = []
+    for path in found:
+        try:
+            with Reader(path) as reader:
+                metrics, step = reader.manifest.metrics, reader.manifest.step
+        except CheckpointError:
+            if unreadable is None:
+                raise
+            unreadable.append(path)
+            continue
+        if metric in metrics:
+            value = float(metrics[metric])
+            scored.append((value if mode == "min" else -value, step, path))
+    return [path for _, _, path in sorted(scored)]

@@ -1,0 +1,177 @@
+"""How the ranks make one checkpoint durable together: each writes its files, rank 0 proves that all is there and commits.
+
+Owns: the order of writing, agreeing and committing, the same in the loop and beside it, and what a failure on any rank
+means for all. Must not know: runs, hooks, retention (`fabricate.training.saving`), what the state consists of (`contents`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fabricate.checkpoint.format import directory as format
+from fabricate.checkpoint.format import files
+from fabricate.checkpoint.format.directory import ITEM_SIZES, FileRecord, Manifest
+from fabricate.checkpoint.format.files import LOCAL, StorageError
+from fabricate.checkpoint.state.contents import Content
+from fabricate.checkpoint.state.finite import not_finite, refusal
+from fabricate.checkpoint.state.logical import Staging
+from fabricate.errors import CheckpointError
+
+
+class Ranks(Protocol):
+    """What committing needs of the ranks; `fabricate.distributed.group.Group` has it."""
+
+    rank: int
+    world_size: int
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank; all ranks."""
+
+
+_MARGIN = 2**20  # for what a file system needs besides the data, and for the JSON files
+
+
+def agree(group: Ranks, path: Path, failure: BaseException | None, value: Any = None) -> list[Any]:
+    """Every rank's `value`, if no rank failed. All ranks.
+
+    Raises, on every rank, that the checkpoint `path` was not written and why: a rank's own failure on that rank where it
+    is not about the checkpoint, else `StorageError` where nothing but the file system refused, else `CheckpointError`.
+    """
+    told = None if failure is None else [isinstance(failure, OSError | StorageError), _text(failure)]
+    answers = group.gather_json([told, None if failure else value])
+    failed = [(rank, *told) for rank, (told, _) in enumerate(answers) if told]
+    if not failed:
+        return [value for _, value in answers]
+    if failure is not None and not isinstance(failure, OSError | CheckpointError):
+        raise failure
+    kind = StorageError if all(storage for _, storage, _ in failed) else CheckpointError
+    reasons = "; ".join(f"rank {rank}: {text}" if group.world_size > 1 else text for rank, _, text in failed)
+    raise kind(f"the checkpoint {path} was not written: {reasons}; the previous one is intact") from failure
+
+
+def write(
+    group: Ranks, content: Content, path: Path, logs: list[Path], before: Callable[[], None] = lambda: None
+) -> None:
+    """Write this rank's part of the checkpoint `path` and commit it. All ranks.
+
+    logs: files that the checkpoint refers to by their size; made durable before it. before: called on this rank
+    before it writes, and what it raises fails the save. Raises as `agree`; nothing is left.
+    """
+    failure: BaseException | None = None
+    staging: Path | None = None
+    records: list[FileRecord] = []
+    size = sum(each.count * ITEM_SIZES[each.dtype] for each in content.chunks)
+    nonce, needed = secrets.token_hex(4), 0
+    for told, bytes_of_rank in reversed(group.gather_json([nonce, size])):
+        nonce, needed = told, needed + bytes_of_rank
+    step = content.manifest["step"]
+    try:
+        staging = format.stage(path.parent, step, nonce)
+        before()  # with the directory known, which rank 0 takes away: other ranks may be writing there
+        _check_space(staging, needed + _MARGIN)
+        name = f"data-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+        records.append(format.write_tensors(staging / name, content.chunks))
+        records.append(format.write_json(staging / f"rank-{group.rank:05d}.json", content.own))
+        if group.rank == 0:
+            records.append(format.write_json(staging / "state.json", content.shared))
+            for log in logs:
+                with files.explained("write", log):
+                    LOCAL.fsync_path(log)
+    except Exception as exc:
+        failure = exc
+    try:
+        parts = agree(group, path, failure, [record.to_json() for record in records])
+        if group.rank == 0:
+            try:
+                assert staging is not None
+                every = tuple(FileRecord.from_json(record) for part in parts for record in part)
+                tensors = content.tensors | format.tensors_of(every)
+                manifest = Manifest(**content.manifest, nonce=nonce, tensors=tensors, files=every)
+                format.commit(staging, manifest, name=path.name)
+            except Exception as exc:
+                failure = exc
+        agree(group, path, failure)
+    except Exception:
+        if group.rank == 0 and staging is not None:  # no rank writes there any more
+            with contextlib.suppress(CheckpointError):  # the next fit here cleans up; told is why the save failed
+                format.discard(staging)
+        raise
+
+
+def _check_space(staging: Path, needed: int) -> None:
+    with files.explained("ask for the free space of", staging):
+        free = LOCAL.free_bytes(staging)
+    if free < needed:
+        raise StorageError(
+            f"{staging.parent} has {free:,} bytes free, the checkpoint takes {needed:,}: free space there, keep fewer "
+            "checkpoints, or point run_dir at another disk"
+        )
+
+
+def _text(failure: BaseException) -> str:
+    return str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
+
+
+class Background:
+    """Writes one checkpoint at a time in a thread of every rank, while they train. The same calls on every rank."""
+
+    def __init__(self, group: Ranks) -> None:
+        self._group = group
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.path: Path | None = None
+        """The checkpoint that is being written, or was last."""
+        self.step = -1
+        self.seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint was started and `finish` has not been called since."""
+        return self._thread is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, content: Content, path: Path, logs: list[Path], trained: Mapping[str, str]) -> None:
+        """Copy what is to be written and begin to write it. Nothing may be under way. trained: the names of parameters by
+        those of their chunks; a value among them that is not finite is a failure."""
+        assert self._thread is None
+        content.chunks, ready = self._staging.copy(content.chunks)
+
+        def check() -> None:
+            ready()
+            copies = self._staging.copies()
+            if wrong := not_finite(((trained[n], c) for n, c in copies if n in trained), torch.device("cpu")):
+                raise refusal(content.manifest["step"], wrong)
+
+        def work() -> None:
+            began = time.monotonic()
+            try:
+                write(self._group, content, path, logs, before=check)
+            except BaseException as exc:
+                self._failure = exc
+            self.seconds = time.monotonic() - began
+
+        self.path, self.step, self._failure = path, content.manifest["step"], None
+        self._thread = threading.Thread(target=work, name="fabricate-save", daemon=True)
+        self._thread.start()
+
+    def finish(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for what is under way, at most `timeout` seconds; returns why it failed. Afterwards another may start."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return TimeoutError(f"{self.path} was still being written after {timeout} seconds")
+            self._thread = None
+        return self._failure

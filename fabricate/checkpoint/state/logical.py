@@ -1,0 +1,488 @@
+"""Training state to and from a checkpoint: which tensors and values there are, what they are called, where they go back.
+
+Logical names: "model/NAME", "optimizer/OPTIMIZER/NAME/KEY", "plugin/PLUGIN/...", "rank/00001/rng/...". Names of parameters
+are those of `module.named_parameters()`, under every strategy. state.json holds what is one value for all ranks,
+rank-00000.json what each rank has for itself.
+
+Must not know: the loop, when to save, directories and commits (fabricate.checkpoint.format.directory).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import mmap
+from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from fabricate.checkpoint.format.codec import decode, encode
+from fabricate.checkpoint.format.directory import Chunk, Reader, TensorRecord, find
+from fabricate.checkpoint.format.schema import shared_state
+from fabricate.errors import CheckpointError, ConfigurationError
+from fabricate.strategies.base import Strategy
+from fabricate.strategies.sharding import is_sharded
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_HUGE = 2**22  # from here on a copy takes whole huge pages, of 2 MiB
+Groups = list[dict[str, torch.nn.Parameter]]
+"""The parameters of an optimizer by name, group by group."""
+
+
+def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
+    """A piece of the logical tensor `name`: the elements of `tensor`, from `start` on, of a whole of `shape` (default: all)."""
+    whole = tuple(tensor.shape) if shape is None else shape
+    return Chunk(name, start, tensor.numel(), _code(name, tensor.dtype), whole, _held(tensor))
+
+
+def _code(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _CODES:
+        raise CheckpointError(
+            f"{name} has the dtype {dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, _CODES))}"
+        )
+    return _CODES[dtype]
+
+
+class _Values:
+    """The bytes of a tensor, on the host when they are asked for."""
+
+    def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> Any:
+        return _bytes(self.tensor())
+
+
+class Staging:
+    """Host memory for copies of chunks, so that training goes on while the copies are written. Kept from one save to the next:
+    getting memory from the system takes longer than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+
+    def copy(self, chunks: list[Chunk]) -> tuple[list[Chunk], Callable[[], None]]:
+        """The same chunks over copies, and a function that waits until the copies are there. A copy from a GPU is only
+        begun here: what is computed on its stream afterwards comes after it."""
+        kept: dict[tuple[str, int], torch.Tensor] = {}
+        staged, devices = [], set()
+        for each in chunks:
+            assert isinstance(each.data, _Values)
+            values = each.data.tensor().detach().reshape(-1)
+            key = (each.tensor, each.start)
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.dtype is not values.dtype or buffer.numel() != values.numel():
+                buffer = _host_memory(values)
+            kept[key] = buffer.copy_(values, non_blocking=values.is_cuda)
+            if values.is_cuda:
+                devices.add(values.device)
+            staged.append(dataclasses.replace(each, data=_held(buffer)))
+        self._buffers = kept
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return staged, wait
+
+    def copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The copies, 1-D on the host, by the name of their logical tensor; once they are there."""
+        return ((name, buffer) for (name, _), buffer in self._buffers.items())
+
+
+def _host_memory(values: torch.Tensor) -> torch.Tensor:
+    """Memory on the host for a copy of `values`, 1-D; where it is large, in huge pages if the system has them: the first copy then waits
+    for the kernel a fifth as long."""
+    if values.is_cuda or values.nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(values.numel(), dtype=values.dtype, pin_memory=values.is_cuda)
+    memory = mmap.mmap(-1, values.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=values.dtype)
+
+
+def _held(tensor: torch.Tensor) -> _Values:
+    return _Values(lambda: tensor)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A digest of the values of `tensor`, equal for equal bits. Waits for the device."""
+    return xxhash.xxh3_128_hexdigest(_bytes(tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # type: ignore[arg-type]
+
+
+def read(reader: Reader, name: str, start: int = 0, count: int | None = None) -> torch.Tensor:
+    """Elements `start` to `start + count` of a logical tensor, 1-D on the CPU; every block read is verified."""
+    record = reader.manifest.tensors[reader.manifest.aliases.get(name, name)]
+    values = torch.empty(record.num_elements - start if count is None else count, dtype=_DTYPES[record.dtype])
+    reader.read_into(name, _bytes(values), start)
+    return values
+
+
+def read_whole(reader: Reader, name: str) -> torch.Tensor:
+    """A logical tensor in its own shape, on the CPU."""
+    return read(reader, name).reshape(reader.manifest.tensors[name].shape)
+
+
+def named_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by name, each once, and the other names of shared ones."""
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
+    buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
+    first = {id(t): n for n, t in (*parameters.items(), *buffers.items())}
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return parameters, buffers, {n: first[id(t)] for n, t in every if first[id(t)] != n}
+
+
+def transient_names(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers that `state_dict()` leaves out; a checkpoint holds them all the same."""
+    found: set[str] = set()
+    for prefix, child in module.named_modules():
+        found |= {f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set}
+    return found
+
+
+class Saver:
+    """Collects this rank's chunks for one checkpoint."""
+
+    def __init__(self, strategy: Strategy, rank: int, world_size: int) -> None:
+        self.strategy = strategy
+        self.rank = rank
+        self.world_size = world_size
+        self.chunks: list[Chunk] = []
+        self.tensors: dict[str, TensorRecord] = {}
+        """What is known to exist, also where other ranks write it."""
+        self.exchanged: list[Strategy.Part] = []
+        """The parts whose values ranks have to exchange before the chunks are written: all ranks, in this order."""
+
+    def shared(self, name: str, tensor: torch.Tensor) -> None:
+        """A parameter, or something shaped like one: each rank contributes its part, so nothing is gathered."""
+        self.part(name, self.strategy.local_part(tensor))
+
+    def part(self, name: str, part: Strategy.Part) -> None:
+        """This rank's part of a logical tensor; of what several ranks hold, each contributes a slice."""
+        self._know(name, part.dtype, part.shape)
+        copy, copies = (self.rank, self.world_size) if part.replicated else (part.copy, part.copies)
+        begin, end = (part.count * number // copies for number in (copy, copy + 1))
+        if not part.in_place:
+            self.exchanged.append(part)
+        if begin < end or (self.rank == 0 and 0 in part.shape):
+            values = _Values(lambda: part.values.reshape(-1)[begin:end])
+            self.chunks.append(
+                Chunk(name, part.start + begin, end - begin, _code(name, part.dtype), part.shape, values)
+            )
+
+    def whole(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that is the same on every rank: rank 0 writes it."""
+        self._know(name, tensor.dtype, tuple(tensor.shape))
+        if self.rank == 0:
+            self.chunks.append(chunk(name, tensor))
+
+    def own(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor of this rank alone; `name` has the rank in it."""
+        self.chunks.append(chunk(name, tensor))
+
+    def _know(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if dtype in _CODES:  # others are refused where they are written
+            self.tensors[name] = TensorRecord(_CODES[dtype], shape)
+
+    def model(self, module: torch.nn.Module, without: Container[str] = ()) -> dict[str, str]:
+        """All parameters and buffers, `without` some parameters; returns the aliases of shared ones."""
+        parameters, buffers, aliases = named_tensors(module)
+        for name, tensor in parameters.items():
+            if name not in without:
+                self.shared(f"model/{name}", tensor)
+        for name, tensor in buffers.items():
+            self.whole(f"model/{name}", tensor)
+        return {f"model/{alias}": f"model/{name}" for alias, name in aliases.items() if name not in without}
+
+    def optimizer(self, label: str, optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
+        """State and groups of one optimizer. Returns the JSON part."""
+        values: dict[str, dict[str, Any]] = {}
+        for name, parameter in (pair for group in groups for pair in group.items()):
+            for key, value in self.strategy.optimizer_state(optimizer, parameter).items():
+                logical = f"optimizer/{label}/{name}/{key}"
+                if isinstance(value, Strategy.Part):
+                    self.part(logical, value)
+                elif isinstance(value, torch.Tensor):
+                    self.whole(logical, value)
+                else:
+                    values.setdefault(name, {})[key] = self.encode(value, logical, self.whole)
+        told = [
+            {"options": self.encode({k: v for k, v in g.items() if k != "params"}, f"optimizer/{label}/group", self.whole),
+             "names": list(names)}
+            for g, names in zip(optimizer.param_groups, groups, strict=True)
+        ]  # fmt: skip
+        return {"kind": type(optimizer).__name__, "groups": told, "values": values}
+
+    def encode(self, value: object, path: str, put: Callable[[str, torch.Tensor], None]) -> Any:
+        """`value` as tagged JSON; tensors inside go to `put` under names that begin with `path`."""
+
+        def tensor(where: str, found: object) -> str | None:
+            if type(found).__module__ == "numpy" and hasattr(found, "tobytes"):
+                return None  # small arrays stay in the JSON
+            if isinstance(found, Strategy.Part):
+                self.part(where, found)
+                return where
+            if not isinstance(found, torch.Tensor):
+                return None
+            if is_sharded(found):
+                self.shared(where, found)
+            else:
+                put(where, found.detach())
+            return where
+
+        return encode(value, tensor, path)
+
+
+def decode_with(reader: Reader, tree: object) -> Any:
+    """The inverse of `Saver.encode`: tensors are read whole, onto the CPU."""
+
+    def tensor(name: str) -> torch.Tensor:
+        if name not in reader.manifest.tensors:
+            raise CheckpointError(f"it refers to the tensor {name!r}, which is not there")
+        return read_whole(reader, name)
+
+    try:
+        return decode(tree, tensor)
+    except CheckpointError as exc:
+        if str(reader.path) in str(exc):
+            raise
+        raise CheckpointError(f"checkpoint {reader.path}: {exc}") from exc
+
+
+def decode_mapping(reader: Reader, tree: object, what: str) -> dict[str, Any]:
+    """As `decode_with`, of what was saved as a mapping. `CheckpointError` for anything else."""
+    value = decode_with(reader, tree)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"checkpoint {reader.path}: {what} is no mapping: fabricate did not write it so")
+    return value
+
+
+def optimizer_groups(
+    module: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], strategy: Strategy
+) -> dict[str, Groups]:
+    """The parameters that each optimizer holds. Raises `ConfigurationError` for one that is not the module's."""
+    names = {id(p): n for n, p in module.named_parameters()}
+    found: dict[str, Groups] = {}
+    for label, optimizer in optimizers.items():
+        found[label] = []
+        for group in strategy.optimizer_groups(optimizer):
+            for parameter in group:
+                if id(parameter) not in names:
+                    raise ConfigurationError(
+                        f"optimizer {label!r} holds a parameter of shape {tuple(parameter.shape)} that is not a parameter of the module; "
+                        "make it an attribute of the module, and take self.parameters() inside configure_optimizers"
+                    )
+            found[label].append({names[id(p)]: p for p in group})
+    return found
+
+
+def frozen_digests(frozen: Mapping[str, torch.Tensor], strategy: Strategy) -> dict[str, str]:
+    """By name, a digest of the whole values. All ranks gather; one whole tensor exists at a time."""
+    return {name: digest(strategy.gather(parameter)) for name, parameter in frozen.items()}
+
+
+def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> None:
+    """`CheckpointError` unless what the checkpoint left out, because it was not trained, is in `module` to the last bit. All
+    ranks, as `frozen_digests`. After `compare_model`."""
+    parameters, _, others = named_tensors(module)
+    left_out = _left_out(reader)
+    names = {others.get(name, name): name for name in left_out}
+    found = frozen_digests({name: parameters[name] for name in names if name in parameters}, strategy)
+    wrong = [name for name, value in found.items() if value != left_out[names[name]]]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint {reader.path} was saved without the weights that were not trained (save_frozen=False), and this module has "
+            f"others than it was trained with: {_some(wrong)}; load the same pretrained weights, in the same precision"
+        )
+
+
+def _left_out(reader: Reader) -> dict[str, str]:
+    found = shared_state(reader)["module"].get("frozen", {})
+    if not isinstance(found, dict):
+        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: frozen: fabricate did not write it so")
+    return found
+
+
+def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> dict[str, str]:
+    """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit.
+
+    A tensor with several names may be saved under any of them. A buffer outside the state dict may be missing, as in what
+    was imported; it keeps the value that the module gave it.
+    """
+    parameters, buffers, others = named_tensors(module)
+    live = {f"model/{n}": strategy.local_part(t) for n, t in (*parameters.items(), *buffers.items())}
+    saved = {n: r for n, r in reader.manifest.tensors.items() if n.startswith("model/")}
+    where = f"checkpoint {reader.path}"
+    candidates = {name: [name, reader.manifest.aliases.get(name, name)] for name in live}
+    for other, name in others.items():
+        candidates[f"model/{name}"].append(f"model/{other}")
+    source = {name: next((n for n in names if n in saved), "") for name, names in candidates.items()}
+    transient = {f"model/{n}" for n in transient_names(module)}
+    left_out = {f"model/{n}" for n in _left_out(reader)}
+    outside = {name for name, names in candidates.items() if left_out.intersection(names)}
+    missing = [n for n in live if not source[n] and n not in transient and n not in outside]
+    surplus = [n for n in saved if n not in set(source.values())]
+    surplus += sorted(left_out.difference(*candidates.values()))
+    if missing or surplus:
+        raise CheckpointError(
+            f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
+            "module with the same arguments"
+        )
+    source = {name: name_there for name, name_there in source.items() if name_there}
+    for name, name_there in source.items():
+        shape, dtype = tuple(saved[name_there].shape), _DTYPES[saved[name_there].dtype]
+        if shape != live[name].shape:
+            raise CheckpointError(f"{where}: {name} has shape {shape}, the module's has {live[name].shape}")
+        # Another width is another precision; a number of another kind is another number.
+        if _kind(dtype) != _kind(live[name].dtype):
+            raise CheckpointError(f"{where}: {name} is {dtype}, the module's is {live[name].dtype}")
+    return source
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else str(dtype)
+
+
+def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | None = None) -> None:
+    """Copy the checkpoint's weights into `module`'s memory, only this rank's part. Compared first, see `compare_model`."""
+    strategy = strategy or Strategy()
+    source = compare_model(reader, module, strategy)
+    parameters, buffers, _ = named_tensors(module)
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        if name_there := source.get(f"model/{name}"):
+            _fill(reader, name_there, strategy.local_part(tensor))
+    strategy.after_load()
+
+
+def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
+    memory, record = part.memory, reader.manifest.tensors[name]
+    if (
+        part.in_place
+        and memory.device.type == "cpu"
+        and memory.is_contiguous()
+        and memory.dtype is _DTYPES[record.dtype]
+    ):
+        reader.read_into(name, _bytes(memory), part.start)  # into the module's own memory
+        return
+    part.write(read(reader, name, part.start, part.count))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"
+
+
+def compare_optimizer(
+    path: Path, label: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: Groups
+) -> None:
+    """`CheckpointError` unless `optimizer` is of the kind that was saved, over the same parameters in the same groups."""
+    where = f"checkpoint {path}, optimizer {label!r}"
+    if saved["kind"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{where} is a {saved['kind']}, this run has a {type(optimizer).__name__}; use the same, or resume='never'"
+        )
+    live = [list(group) for group in groups]
+    if [g["names"] for g in saved["groups"]] != live:
+        raise CheckpointError(
+            f"{where} has {len(saved['groups'])} groups over {sum(len(g['names']) for g in saved['groups'])} parameters, this run "
+            f"{len(live)} over {sum(map(len, live))}, or in another order (what is frozen is in none); build the optimizer as before, "
+            "or resume='never'"
+        )
+
+
+def load_optimizer(
+    reader: Reader,
+    label: str,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    groups: Groups,
+    strategy: Strategy,
+) -> None:
+    """Restore one optimizer, which `compare_optimizer` found to fit: options of each group and this rank's part of the
+    state, matched by parameter name."""
+    prefix = f"optimizer/{label}/"
+    keys: dict[str, list[str]] = {}
+    for logical in reader.manifest.tensors:
+        if logical.startswith(prefix):
+            name, _, key = logical.removeprefix(prefix).rpartition("/")
+            keys.setdefault(name, []).append(key)
+    optimizer.state.clear()
+    for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
+        live.update(decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}"))
+        on_device = bool(live.get("fused") or live.get("capturable"))
+        for name, parameter in group.items():
+            shape = strategy.local_part(parameter).shape
+            state: dict[str, Any] = {}
+            for key in keys.get(name, []):
+                record = reader.manifest.tensors[f"{prefix}{name}/{key}"]
+                if tuple(record.shape) == shape and (shape or key != "step"):
+                    state[key] = _DTYPES[record.dtype]
+                else:
+                    value = read_whole(reader, f"{prefix}{name}/{key}")
+                    state[key] = value if key == "step" and not on_device else value.to(parameter.device)
+            for key, tree in saved["values"].get(name, {}).items():
+                state[key] = decode_with(reader, tree)
+            for key, part in strategy.restore_optimizer_state(optimizer, parameter, state).items():
+                _fill(reader, f"{prefix}{name}/{key}", part)
+    strategy.after_load()
+
+
+def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The module's constructor arguments as recorded, and the names of those that could not be."""
+    with Reader(find(path)) as reader:
+        module = shared_state(reader)["module"]
+        return dict(module["arguments"]), list(module["unrecorded"])
+
+
+def load_weights(path: Path, module: torch.nn.Module) -> None:
+    """Read the weights of a checkpoint (or of a run's newest) into an unsharded module, every block verified."""
+    with Reader(find(path)) as reader:
+        from_meta = [n for n, p in module.named_parameters() if p.is_meta]
+        if from_meta:
+            raise CheckpointError(f"{from_meta[0]} is on the meta device; build it in configure_model or on the CPU")
+        compare_model(reader, module, Strategy())
+        compare_frozen(reader, module, Strategy())
+        load_model(reader, module)
+
+
+def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by `state_dict` name, shared ones once, as they lie (sharded ones too), in the order
+    in which a safetensors file holds them: wide elements first. Ranks that gather in this order meet the one that writes."""
+    kept = set(module.state_dict(keep_vars=True))
+    parameters, buffers, _ = named_tensors(module)
+    found = [(n, t) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
+    return sorted(found, key=lambda pair: -strategy.local_part(pair[1]).dtype.itemsize)
+
+
+def whole_chunk(name: str, tensor: torch.Tensor, strategy: Strategy) -> Chunk:
+    """The logical tensor `name`, gathered when it is written. All ranks gather then."""
+    part = strategy.local_part(tensor)
+    return Chunk(
+        name, 0, math.prod(part.shape), _CODES[part.dtype], part.shape, lambda: _bytes(strategy.gather(tensor))
+    )

@@ -1,0 +1,1 @@
+"""From the arguments of `Trainer`, the launcher and files to a plan: `arguments`, `resolve`, `plan`."""

@@ -1,0 +1,1 @@
+"""Ranks: the process group and messages (`group`), the Accelerator (`engine`), comparing ranks (`consistency`), forks (`fork`)."""

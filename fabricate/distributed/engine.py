@@ -1,0 +1,451 @@
+"""The one door to Accelerate: opens the Accelerator of a fit, prepares the model, and does the few things ranks do together.
+
+Owns: the environment while the Accelerator is built, process groups, device, loss scaling, collectives on control data,
+and leaving everything as it was. Must not know: hooks, data, checkpoints, the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import InitProcessGroupKwargs, send_to_device
+from torch.distributed.distributed_c10d import Store
+
+from fabricate.data.transfer import Transfer
+from fabricate.distributed.fork import settle_fork
+from fabricate.distributed.group import Group, interface_towards, meet
+from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
+from fabricate.launch import Launch
+from fabricate.model.building import blanks, fill, materialise, pretrained_models
+from fabricate.model.compiling import compiled
+from fabricate.module import TrainModule, step_function
+from fabricate.precisions.base import Precision
+from fabricate.registry.validation import ranks_per_row, reasons
+from fabricate.strategies.base import Strategy
+from fabricate.strategies.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Accelerate reads these while an Accelerator is built and would act on them behind the strategy's back.
+_HIDDEN = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_DYNAMO_BACKEND",
+)
+_NOBODYS: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
+"""Of a sharded module: by which strategy on how many ranks, its root and what that was prepared to. This: nobody's, unusable."""
+
+
+class Root(torch.nn.Module):
+    """What the strategy prepares: its forward runs the module's steps, so that DDP and FSDP see every parameter's use.
+
+    `config`, `_no_split_modules` and `tp_plan` are those of the one transformers model inside, if there is exactly one:
+    Accelerate and transformers look for them on the prepared model.
+    """
+
+    def __init__(self, module: TrainModule, context: contextlib.AbstractContextManager[object] | None) -> None:
+        super().__init__()
+        self.module = module
+        self._context = context
+        self.steps: dict[str, Callable[[Any, int], Any]] = {}
+        inner = pretrained_models(module)
+        if len(inner) == 1:
+            self.config = inner[0].config
+            self._no_split_modules = getattr(inner[0], "_no_split_modules", None)
+            self._tp_plan = getattr(inner[0], "_tp_plan", None)
+
+    def forward(self, stage: str, batch: Any, batch_idx: int) -> Any:
+        if self._context is None:
+            return self.steps[stage](batch, batch_idx)
+        with self._context:
+            return self.steps[stage](batch, batch_idx)
+
+
+class Engine(Group):
+    """An open Accelerator with one strategy and one precision. Use as a context manager; every rank opens its own."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        strategy: Strategy,
+        precision: Precision,
+        device: torch.device,
+        *,
+        log_with: Sequence[Any] = (),
+        logging_dir: str | None = None,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+        compile: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(launch.rank, launch.world_size)
+        self.launch = launch
+        self._timeout = timeout
+        self.strategy = strategy
+        self.precision = precision
+        self._cpu = device.type == "cpu"
+        self._log_with = [tracker for tracker in log_with if not inspect.isfunction(tracker)]
+        self._made_later = [tracker for tracker in log_with if inspect.isfunction(tracker)]
+        self._logging_dir = logging_dir
+        self.ranks_per_row = ranks_per_row(strategy, launch.world_size)
+        """How many successive ranks read the same rows: 1 unless they divide a layer's arithmetic."""
+        self.data_rank = self.rank // self.ranks_per_row
+        self.data_world_size = self.world_size // self.ranks_per_row
+        self.device = device
+        self.scaler: torch.amp.GradScaler | None = None
+        self.context: contextlib.AbstractContextManager[object] | None = None
+        self._settings = contextlib.ExitStack()
+        """Of the process, as the precision wants them."""
+        self._module: TrainModule | None = None
+        """What the strategy holds, from `prepare` on."""
+        self._compile = compile
+        self._compiled = contextlib.ExitStack()
+        self.notes: list[str] = []
+        """Lines for the plan about how the module was prepared."""
+
+    def check(self) -> None:
+        """Refuse what cannot run here, before anything is built."""
+        problems = [
+            *reasons(self.strategy, self.strategy.check(self.world_size, self.device)),
+            *reasons(self.precision, self.precision.check(self.device, self.strategy)),
+        ]
+        if self._compile is not None and not self.strategy.compiles:
+            problems.append(
+                f"compile= is set and strategy={self.strategy.name!r} works inside the forward that would be compiled; leave compile "
+                "out, or use strategy='ddp' or 'fsdp'"
+            )
+        if problems:
+            raise ConfigurationError("; ".join(problems))
+
+    def __enter__(self) -> Engine:
+        self.check()
+        arguments = self.strategy.accelerator_arguments()
+        handlers = [*arguments.pop("kwargs_handlers", ()), InitProcessGroupKwargs(timeout=self._timeout)]
+        if note := settle_fork(self.device):
+            self.notes.append(note)
+        with self._environment():
+            meeting = self._meet()
+            try:
+                self.accelerator = Accelerator(
+                    cpu=self._cpu,
+                    mixed_precision=self.precision.mixed_precision,
+                    log_with=self._log_with or None,
+                    project_dir=self._logging_dir,
+                    kwargs_handlers=handlers,
+                    **arguments,
+                )
+            except (ValueError, ImportError, RuntimeError) as exc:
+                self.__exit__()
+                raise FabricateError(
+                    f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
+                ) from exc
+            del meeting  # the process group has its own hold on the store by now
+            with self._left_on_failure():
+                self.join(self._timeout)  # the others notice when this rank fails from here on
+                self._verify()
+        with self._left_on_failure():
+            self.device = self.accelerator.device
+            self._settings.enter_context(self.precision.process_context(self.device))
+            self._transfer = Transfer(self.device, lambda batch: send_to_device(batch, self.device, non_blocking=True))
+            self.context = self.precision.forward_context(self.device)
+            self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
+            self.accelerator.scaler = self.scaler
+            self._verify_precision()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Take the module out of the strategy and forget Accelerate's shared state; the process group stays for the next fit
+        of this process."""
+        self.leave()
+        self._compiled.close()
+        try:
+            if self._module is not None and self.strategy.release(self._module, clean=not any(exc)):
+                self._module.__dict__.pop("_sharded", None)
+        finally:
+            self._settings.close()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+    @contextlib.contextmanager
+    def _left_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _meet(self) -> Store | None:
+        """Where ranks meet, once they are found to be of one kind; None where they met before, or there is one only."""
+        if self.world_size == 1 or dist.is_initialized():
+            return None
+        built = {"torch": torch.__version__, "the device": self.device.type}
+        return meet(self.rank, self.world_size, built, self._timeout)
+
+    def topology(self) -> dict[str, Any]:
+        """What a checkpoint says of how it was made."""
+        shared = {"ranks_per_row": self.ranks_per_row} if self.ranks_per_row > 1 else {}
+        return {
+            "world_size": self.world_size,
+            **shared,
+            "strategy": self.strategy.name,
+            "precision": self.precision.name,
+            "device": self.device.type,
+        }
+
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Sum over ranks what was computed from rows, each row once, in place, while this rank goes on; what is returned gives the
+        sum. `tensor` is on the device. All ranks."""
+        sent: Any = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+
+        def finish() -> torch.Tensor:
+            if sent is not None:
+                sent.wait()  # on a GPU the stream waits, not this thread
+            return tensor if self.ranks_per_row == 1 else tensor.div_(self.ranks_per_row)
+
+        return finish
+
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        """os.environ as the Accelerator should see it while it is built; exactly as before afterwards."""
+        before = dict(os.environ)
+        if PartialState._shared_state or AcceleratorState._shared_state:
+            raise ConfigurationError(
+                "an Accelerator (or PartialState) exists already in this process; fabricate's Trainer owns the Accelerator: "
+                "remove yours and use trainer.accelerator inside the module's steps and hooks"
+            )
+        for name in _HIDDEN:
+            os.environ.pop(name, None)
+        os.environ.update(self.launch.environment)
+        if self.world_size > 1:
+            os.environ.setdefault(
+                "OMP_NUM_THREADS", str(torch.get_num_threads())
+            )  # else Accelerate changes torch's threads
+            master = os.environ.get("MASTER_ADDR")
+            if master and self.world_size > self.launch.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+                interface = interface_towards(master)
+                os.environ.update({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+        elif self._cpu:
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                os.environ.pop(name, None)  # torchrun with one process: no process group is needed
+        try:
+            yield
+        finally:
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+    def _verify(self) -> None:
+        """What Accelerate really built against what was asked for."""
+        built = self.accelerator
+        kind = str(getattr(built.distributed_type, "value", built.distributed_type))
+        if built.num_processes != self.world_size or built.process_index != self.rank:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size} was launched, but Accelerate sees rank {built.process_index} of "
+                f"{built.num_processes}: these processes do not know of each other. Start them with torchrun or `fabricate run --nproc`"
+            )
+        if kind not in self.strategy.distributed_types:
+            raise ConfigurationError(
+                f"strategy={self.strategy.name!r} was asked for and Accelerate built {kind}; expected "
+                f"{' or '.join(self.strategy.distributed_types)}: start the ranks that the strategy needs"
+            )
+
+    def _verify_precision(self) -> None:
+        """The dtype that autocast really has inside the forward context."""
+        with self.context or contextlib.nullcontext():
+            on = torch.is_autocast_enabled(self.device.type)
+            found = str(torch.get_autocast_dtype(self.device.type)).removeprefix("torch.") if on else "float32"
+        if found != self.precision.compute_dtype:
+            raise ConfigurationError(
+                f"precision={self.precision.name!r} computes in {self.precision.compute_dtype}, but on {self.device} it would be {found}"
+            )
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, module: TrainModule, stages: Iterable[str], seed: int) -> torch.nn.Module:
+        """Place, convert and wrap `module`; returns the callable that runs `(stage, batch, batch_idx)`. All ranks.
+
+        What is on the meta device gets its initial values from `seed`: before, where a rank holds the whole model, and after
+        the strategy has cut it where it holds a part."""
+        steps = {stage: step_function(module, stage) for stage in stages}
+        module.train()
+        self._module = module
+        if "_sharded" in module.__dict__ or any(is_sharded(p) for p in module.parameters()):
+            return self._reuse(module, steps)
+        if not self.strategy.shards_parameters:
+            materialise(module, seed)
+        self.precision.convert(module)
+        self._compile_units(module)
+        waiting = blanks(module)
+        self.root = Root(module, self.context)
+        self.root.steps = steps
+        if self.strategy.shards_parameters:
+            object.__setattr__(module, "_sharded", _NOBODYS)
+        model = self.strategy.prepare(self.accelerator, self.root, module)
+        if not isinstance(model, torch.nn.Module):
+            raise PluginError(
+                f"{type(self.strategy).__name__}.prepare returned {type(model).__name__}; return the module that the loop runs"
+            )
+        if waiting:
+            fill(module, waiting, seed, self.strategy)
+            self.strategy.after_load()
+        if self.strategy.shards_parameters:
+            mark = (self.strategy.name, self.world_size, self._converts(), self.root, model)
+            object.__setattr__(module, "_sharded", mark)
+        return self._ready(model)
+
+    def _converts(self) -> str:
+        """The name of a precision that changes layers; empty for one that leaves them alone."""
+        return self.precision.name if type(self.precision).convert is not Precision.convert else ""
+
+    def _compile_units(self, module: TrainModule) -> None:
+        if self._compile is not None:
+            self.notes.append(self._compiled.enter_context(compiled(module, self._compile)))
+
+    def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
+        """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
+        earlier: tuple[str, int, str, Any, Any] = getattr(module, "_sharded", _NOBODYS)
+        name, world_size, converted, root, model = earlier
+        if (name, world_size) != (self.strategy.name, self.world_size):
+            raise ConfigurationError(
+                f"{type(module).__name__} is sharded already ({f'an earlier fit under {name!r}' if name else 'a tp_plan?'}) and strategy="
+                f"{self.strategy.name!r} needs it whole: build a new module, or {type(module).__name__}.load_from_checkpoint(...)"
+            )
+        if converted != self._converts():
+            raise ConfigurationError(
+                f"{type(module).__name__} was prepared for {f'precision={converted!r}' if converted else 'plain layers'} when an "
+                f"earlier fit sharded it, and precision={self.precision.name!r} needs other layers: build a new module"
+            )
+        self._compile_units(module)
+        self.root = root
+        self.root.steps = steps
+        self.root._context = self.context
+        return self._ready(self.strategy.reuse(self.accelerator, model, root))
+
+    def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Let the strategy take over the optimizers of a fit. All ranks."""
+        if len(optimizers) > 1 and not self.strategy.several_optimizers:
+            raise ConfigurationError(
+                f"strategy={self.strategy.name!r} trains with one optimizer and there are {len(optimizers)} ({', '.join(optimizers)}); "
+                "put the parameters into groups of one, or use strategy='ddp' or 'fsdp'"
+            )
+        self._ready(self.strategy.prepare_optimizers(self.model, optimizers))
+
+    def _ready(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Where nothing is wrapped around the root and nothing hooked to it, the loop calls the step itself."""
+        # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
+        self.root.__dict__.pop("forward", None)
+        self.root.__dict__.pop("_original_forward", None)
+        self.model = model
+        bare = model is self.root and self.context is None and "train" in self.root.steps
+        self.forward: Callable[[Any, int], Any] = functools.partial(model, "train")
+        if bare and not (
+            model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks
+        ):
+            self.forward = self.root.steps["train"]
+        return model
+
+    # -- one update ----------------------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Any) -> Any:
+        """`batch` with its tensors on the device, copies not waited for."""
+        return batch if self.device.type == "cpu" else self._transfer(batch)
+
+    def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """2-norm of the global gradient, 0-dim, on the device."""
+        return self.strategy.grad_norm(parameters)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the update; False when the loss scaler found an overflow and skipped it (one wait for the device then)."""
+        if self.scaler is None:
+            return self.strategy.step(optimizer)
+        scale = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scale is at work, so that an update may be left out on overflow."""
+        return self.scaler is not None or (
+            self.strategy.scales_loss and self.precision.loss_scaler(self.device) is not None
+        )
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The state of the loss scale, JSON; None without one."""
+        return self.scaler.state_dict() if self.scaler is not None else self.strategy.loss_scale_state()
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `scaler_state` gave, under this strategy or another."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(state))
+        else:
+            self.strategy.load_loss_scale_state(state)
+
+    # -- trackers ----------------------------------------------------------------------------------------------------
+
+    def start_trackers(self, config: Mapping[str, Any]) -> None:
+        """Start Accelerate's trackers with the plan as their configuration. All ranks; they act on rank 0."""
+        flat = {
+            n: s["value"] if isinstance(s["value"], int | float | str | bool) else str(s["value"])
+            for n, s in config.items()
+        }
+        if self.rank == 0:  # a tracker may ask Accelerate for its rank while it is made: not before now
+            os.makedirs(self._logging_dir or ".", exist_ok=True)
+            self.accelerator.log_with += [_checked_tracker(m("fabricate", self._logging_dir)) for m in self._made_later]
+        self.accelerator.init_trackers("fabricate", config=flat)
+
+
+def _checked_tracker(made: Any) -> Any:
+    from accelerate.tracking import GeneralTracker
+
+    if not isinstance(made, GeneralTracker):
+        raise PluginError(f"a registered tracker made a {type(made).__name__}, not an accelerate GeneralTracker")
+    return made
+
+
+def tracker_names() -> list[str]:
+    """The trackers that Accelerate brings along, installed or not."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    return sorted(str(getattr(n, "value", n)) for n in LOGGER_TYPE_TO_CLASS)
+
+
+def check_trackers(trackers: Sequence[Any], find: Callable[[str], Callable[[str, str], Any]]) -> list[Any]:
+    """What an `Engine` takes as `log_with`: names of Accelerate's trackers, objects, and functions that make registered
+    ones, by `find`. Accelerate drops what is not installed without a word; this refuses."""
+    from accelerate.tracking import GeneralTracker, get_available_trackers
+
+    found: list[Any] = []
+    known = tracker_names()
+    for tracker in trackers:
+        if isinstance(tracker, GeneralTracker):
+            found.append(tracker)
+        elif not isinstance(tracker, str):
+            raise ConfigurationError(
+                f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker"
+            )
+        elif tracker not in known:
+            try:
+                found.append(find(tracker))
+            except ConfigurationError as exc:
+                raise ConfigurationError(
+                    f"trackers={tracker!r} is not known{did_you_mean(tracker, known)}; known: {', '.join(known)}; of plugins: {exc}"
+                ) from exc
+        elif tracker not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
+            raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {tracker}")
+        else:
+            found.append(tracker)
+    return found

@@ -1,0 +1,230 @@
+"""Building what `configure_model` describes: on the meta device first, then each layer from the seed and its name alone.
+
+Values come one submodule at a time: its parameters exist whole on the CPU for as long as it is initialised, and only the
+part that the strategy keeps on this rank outlives it. Must not know: which strategy runs, ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fabricate.errors import ConfigurationError, first_line
+from fabricate.model.pretrained import Stored, deferred
+from fabricate.module import TrainModule, overrides
+from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
+from fabricate.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A submodule some of whose own parameters or buffers (`keys`) were built on the meta device and have no values yet."""
+
+    name: str
+    submodule: torch.nn.Module
+    keys: tuple[str, ...]
+    stored: dict[str, Stored]
+    """Which of them are in a file."""
+
+
+def pretrained_models(module: torch.nn.Module) -> list[Any]:
+    """The outermost transformers models inside `module` (transformers is not imported for this)."""
+    return list(_pretrained(module).values())
+
+
+def _pretrained(module: torch.nn.Module) -> dict[str, Any]:
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return {}
+    found: dict[str, Any] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, transformers.PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = child
+    return found
+
+
+def adapted_models(module: torch.nn.Module) -> list[Any]:
+    """The peft models inside `module`, with the adapters around a model's layers (peft is not imported for this)."""
+    peft = sys.modules.get("peft")
+    return [] if peft is None else [child for child in module.modules() if isinstance(child, peft.PeftModel)]
+
+
+def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
+    """Of the one transformers model inside `module`: what its names begin with, its configuration and that of generation,
+    as its own `save_pretrained` writes them. None where there is none, or several, or adapters are around its layers."""
+    found = _pretrained(module)
+    if len(found) != 1 or adapted_models(module):
+        return None
+    ((name, model),) = found.items()
+    config = json.loads(model.config.to_json_string(use_diff=True))
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # sharding renames the class
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    generation = getattr(model, "generation_config", None)
+    return {
+        "prefix": f"{name}." if name else "",
+        "config": config,
+        "generation_config": json.loads(generation.to_json_string(use_diff=True)) if generation is not None else None,
+    }
+
+
+def build_model(module: TrainModule, seed: int) -> str:
+    """Run `configure_model` once, on the meta device where it can; values come later, see `materialise` and `fill`.
+
+    Returns a line for the plan, empty when there was nothing to build. All ranks, no collectives.
+    """
+    if not overrides(module, "configure_model") or getattr(module, "_built", False):
+        return ""
+    try:
+        note = build_on_meta(module)
+        needs = "peft initialises its layers itself" if adapted_models(module) else ""
+    except RuntimeError as exc:  # code that reads or sets values
+        note, needs = "", first_line(exc)
+    if not needs:
+        return note
+    seed_everything(derive_seed(seed, "configure_model"))  # so the same on every rank
+    module.configure_model()
+    return f"built whole on the CPU of every rank, because it needs real tensors ({needs})"
+
+
+def check_has_values(module: torch.nn.Module) -> None:
+    """Refuse lazy layers that have not seen a batch: nobody knows the shapes of their parameters."""
+    lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ConfigurationError(
+            f"{', '.join(lazy[:5])}: a lazy layer without a shape; run one batch through it before fit, or give its sizes"
+        )
+
+
+def build_on_meta(module: TrainModule) -> str:
+    """Run `configure_model` on the meta device; returns a line for the plan. Raises RuntimeError where it needs
+    real tensors."""
+    object.__setattr__(module, "_built", True)
+    while True:
+        known = "transformers" in sys.modules
+        try:
+            with torch.device("meta"), deferred() as loads:
+                module.configure_model()
+            break
+        except RuntimeError:
+            if known or "transformers" not in sys.modules:
+                raise  # else: imported just now, so its from_pretrained was not deferred
+    loads.check(module)
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ConfigurationError(
+                    f"{f'{name}.{key}'.lstrip('.')} is a tensor that configure_model made and did not register, so it would never get "
+                    "a value or move to the device: use self.register_buffer(...), or make it in __init__"
+                )
+    object.__setattr__(module, "_stored", loads.stored)
+    read = sum(id(tensor) in loads.stored for tensor in (*module.parameters(), *module.buffers()))
+    from_files = f"{read} tensors read from files, each rank its part; other layers" if read else "each layer"
+    return f"built on the meta device, {from_files} initialised from seed and name"
+
+
+def blanks(module: torch.nn.Module) -> list[Blank]:
+    """What of `module` is still on the meta device, in the order of `named_modules`."""
+    found = []
+    stored: dict[int, Stored] = getattr(module, "_stored", {})
+    for name, child in module.named_modules():
+        empty = {key: id(tensor) for _, key, tensor in _own_tensors(child) if tensor.is_meta}
+        if empty:
+            in_files = {key: stored[address] for key, address in empty.items() if address in stored}
+            found.append(Blank(name, child, tuple(empty), in_files))
+    return found
+
+
+def materialise(module: TrainModule, seed: int) -> None:
+    """Give every parameter and buffer on the meta device memory on the CPU and its initial value. All ranks."""
+    waiting = blanks(module)
+    memory: dict[int, torch.Tensor] = {}
+    for blank in waiting:
+        for table, key, tensor in _own_tensors(blank.submodule):
+            if key in blank.keys:  # tied weights stay tied
+                table[key] = memory.setdefault(id(tensor), _like(tensor, tensor.shape))
+    fill(module, waiting, seed, Strategy())
+
+
+def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Strategy) -> None:
+    """Write the initial values of `waiting` into the memory that its tensors have by now, only this rank's part.
+
+    The values depend on files, `seed` and names only. A submodule sets its own tensors in its own turn, a shared one in the turn of
+    the first that holds it. All ranks, in the same order. Raises `ConfigurationError` for what gets no value.
+    """
+    owners = {id(child): model for model in pretrained_models(module) for child in model.modules()}
+    done: set[int] = set()
+    before = rng_state()
+    for blank in waiting:
+        own = [(k, t) for _, k, t in _own_tensors(blank.submodule) if k in blank.keys and id(t) not in done]
+        if not own:
+            continue
+        done.update(id(tensor) for _, tensor in own)
+        torch.manual_seed(derive_seed(seed, "init", blank.name))
+        values: dict[str, torch.Tensor] = {}
+        if any(key not in blank.stored for key, _ in own):
+            values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy)
+        with torch.no_grad():
+            for key, tensor in own:
+                part = strategy.local_part(tensor)
+                part.write(
+                    blank.stored[key].read(part.start, part.count)
+                    if key in blank.stored
+                    else values[key].reshape(-1)[part.start : part.start + part.count]
+                )
+    set_rng_state(before)
+
+
+def _own_tensors(child: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The tensors that `child` holds itself, each with the table and the key that it is held under."""
+    tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+    return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
+
+
+def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strategy) -> dict[str, torch.Tensor]:
+    """What the rule for one submodule gives for its own tensors, whole and on the CPU; the submodule stays as it is."""
+    child = blank.submodule
+    held = _own_tensors(child)
+    fresh = {key: _like(tensor, strategy.local_part(tensor).shape) for _, key, tensor in held}
+    untouched = {key: tensor._version for key, tensor in fresh.items()}
+    for table, key, _ in held:
+        table[key] = fresh[key]
+    try:
+        with torch.no_grad():
+            if overrides(module, "init_weights"):
+                module.init_weights(child)
+            elif owner is not None:
+                owner._init_weights(child)  # the rule that transformers has for its own layers
+            elif callable(rule := getattr(child, "reset_parameters", None)):
+                rule()
+            else:
+                raise ConfigurationError(
+                    f"configure_model built {blank.name or 'parameters'} ({type(child).__name__}), which has no reset_parameters; "
+                    f"define init_weights(self, submodule) on {type(module).__name__} to initialise it"
+                )
+        values = {key: table[key] for table, key, _ in held}
+    finally:
+        for table, key, tensor in held:
+            table[key] = tensor
+    for key in (key for key in blank.keys if key not in blank.stored):
+        value = values[key]
+        # An integer has no NaN: it was set if it was written to, or is another tensor now.
+        same = value is fresh[key] and value._version == untouched[key]
+        if value.isnan().any() if value.is_floating_point() else same:
+            raise ConfigurationError(
+                f"{blank.name}.{key} was built by configure_model and has no initial value; set it in "
+                f"{type(module).__name__}.init_weights(submodule) for {type(child).__name__}"
+            )
+    return values
+
+
+def _like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The same dtype on the CPU, whole; NaN where the dtype has it, so that a value nobody set is found."""
+    empty = torch.empty(tuple(shape), dtype=tensor.dtype, device="cpu")
+    if empty.is_floating_point():
+        empty.fill_(float("nan"))
+    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty

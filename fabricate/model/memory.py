@@ -1,0 +1,173 @@
+"""Memory per rank before anything is built: what a module needs, how a strategy divides it, whether that fits.
+
+Counted are parameters, gradients, optimizer state and what the strategy keeps besides. Activations are not: they depend on
+the batch. Must not know: the engine, the loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fabricate.errors import first_line
+from fabricate.model.building import build_on_meta
+from fabricate.model.host_memory import host_memory
+from fabricate.module import TrainModule, overrides
+from fabricate.optim.optimizers import read_optimizers
+from fabricate.seeding import rng_state, set_rng_state
+from fabricate.strategies.base import Strategy
+
+ADAM_BYTES = 8
+"""Bytes of optimizer state per trainable parameter where the optimizer cannot be tried out: two float32 averages."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes in all, by kind ("parameters", "gradients", "optimizer state"), of `module`, and how they were counted."""
+
+    module: TrainModule
+    whole: dict[str, int]
+    counted: str
+    optimizers: Mapping[str, torch.optim.Optimizer]
+
+    def per_rank(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+        """Bytes of each kind on one rank."""
+        return strategy.memory_per_rank(self.module, self.whole, world_size)
+
+
+def total(per_rank: Mapping[str, int], on_device: bool) -> int:
+    """Bytes that count against a device's memory, or against the host's where there is no device."""
+    return sum(count for kind, count in per_rank.items() if not (on_device and kind.startswith("host ")))
+
+
+def halved(needed: Need, strategy: Strategy, world_size: int) -> tuple[int, int]:
+    """Bytes on one rank of a training in half precision, without and with float32 master weights: weights and gradients of
+    half the width beside the whole optimizer state, divided as `strategy`, which is not settled, divides float32."""
+    held = needed.per_rank(strategy, world_size)
+    share = {kind: held.get(kind, held.get(f"host {kind}", 0)) / (count or 1) for kind, count in needed.whole.items()}
+    narrow = (needed.whole["parameters"] * share["parameters"] + needed.whole["gradients"] * share["gradients"]) / 2
+    state = share["optimizer state"]
+    counted = narrow + needed.whole["optimizer state"] * state
+    return math.ceil(counted), math.ceil(counted + needed.whole["gradients"] * state)
+
+
+def available(device: torch.device, local_ranks: int) -> tuple[int, str]:
+    """Bytes that a rank can have in all, and where: on its device, or its share of the host."""
+    if device.type == "cpu":
+        return host_memory(local_ranks)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.total_memory, properties.name
+
+
+def outline(module: TrainModule) -> TrainModule:
+    """A copy of `module` on the meta device with what `configure_model` builds; `module` is neither built nor changed.
+
+    Attributes that are no modules or tensors are shared with it. Raises what `configure_model` raises there.
+    """
+    shadow: TrainModule = _shadow(module, {})
+    object.__setattr__(shadow, "_trainer", None)
+    if overrides(module, "configure_model") and not getattr(module, "_built", False):
+        build_on_meta(shadow)
+    return shadow
+
+
+def _shadow(part: torch.nn.Module, copies: dict[int, Any]) -> Any:
+    if id(part) in copies:
+        return copies[id(part)]
+    made = copies[id(part)] = object.__new__(type(part))  # no constructor, whatever the class
+    made.__dict__.update((k, copy.copy(v) if type(v) in (list, dict, set) else v) for k, v in part.__dict__.items())
+    for table in ("_parameters", "_buffers"):
+        tensors = {
+            key: None if tensor is None else copies.setdefault(id(tensor), _meta(tensor))
+            for key, tensor in part.__dict__[table].items()
+        }
+        made.__dict__[table] = tensors
+    made.__dict__["_modules"] = {
+        key: None if child is None else _shadow(child, copies) for key, child in part._modules.items()
+    }
+    return made
+
+
+def _meta(tensor: torch.Tensor, shape: Iterable[int] | None = None) -> torch.Tensor:
+    empty = torch.empty(tuple(tensor.shape if shape is None else shape), dtype=tensor.dtype, device="meta")
+    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+
+
+def need(
+    module: TrainModule,
+    optimizers: Mapping[str, torch.optim.Optimizer] | Exception | None,
+    shape: Callable[[torch.Tensor], Iterable[int]] = lambda tensor: tensor.shape,
+) -> Need:
+    """What training `module` takes. `optimizers`: None for an evaluation, or why they are not known. `shape`: of the whole of
+    a parameter that may be sharded."""
+    parameters: dict[torch.Tensor, torch.Tensor] = {p: _meta(p, shape(p)) for p in module.parameters()}
+    whole = {"parameters": sum(_bytes(empty) for empty in parameters.values())}
+    if optimizers is None:
+        return Need(module, whole, "no gradients, no optimizer", {})
+    trainable = [empty for empty in parameters.values() if empty.requires_grad]
+    whole["gradients"] = sum(_bytes(empty) for empty in trainable)
+    if isinstance(optimizers, Exception):
+        reason = optimizers
+    else:
+        try:
+            whole["optimizer state"] = sum(_state(optimizer, parameters) for optimizer in optimizers.values())
+            kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers.values()))
+            return Need(module, whole, f"state of {kinds}", optimizers)
+        except Exception as exc:  # any optimizer, tried where it was not meant to run
+            reason = exc
+    whole["optimizer state"] = ADAM_BYTES * sum(empty.numel() for empty in trainable)
+    counted = f"{ADAM_BYTES} bytes of state per parameter assumed, as for Adam, because: {first_line(reason)}"
+    return Need(module, whole, counted, {})
+
+
+def _state(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]) -> int:
+    """Bytes of what a first step leaves in the optimizer's state, tried on the meta device on a copy without its hooks."""
+    tried = copy.copy(optimizer)
+    tried.state = defaultdict(dict)
+    tried.param_groups = []
+    for group in optimizer.param_groups:
+        empty = [_meta(parameters[parameter]) for parameter in group["params"]]
+        for parameter in empty:
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        fast = {key: False for key in ("fused", "foreach", "capturable") if group.get(key) is not None}
+        tried.param_groups.append({**group, **fast, "params": empty})
+    with torch.no_grad():
+        type(optimizer).step(tried)
+    return sum(_bytes(v) for state in tried.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Ahead:
+    """What `configure_optimizers` sees as its trainer while it is tried on an outline."""
+
+    running = False
+    is_main = False
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.total_steps = total_steps or 1
+
+
+def need_ahead(module: TrainModule, training: bool, total_steps: int | None) -> Need:
+    """`need` of a module that is not built yet, with the optimizers that `configure_optimizers` makes for its outline."""
+    before = rng_state()
+    try:
+        found = outline(module)
+        if not training:
+            return need(found, None)
+        object.__setattr__(found, "_trainer", _Ahead(total_steps))
+        try:
+            optimizers, _ = read_optimizers("configure_optimizers", found.configure_optimizers(), total_steps)
+        except Exception as exc:  # it may ask for what exists in a fit only
+            return need(found, exc)
+        return need(found, optimizers)
+    finally:
+        set_rng_state(before)

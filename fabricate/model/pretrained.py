@@ -1,0 +1,199 @@
+"""transformers' `from_pretrained` inside `configure_model`: the model comes on the meta device, its weights later.
+
+While `configure_model` runs, `PreTrainedModel.from_pretrained` answers with the structure and remembers where in the
+safetensors files each tensor lies; `fabricate.model.building` then reads this rank's part of it. Where that would not be what
+transformers loads (another format, converted or changed weights), `NotDeferred` says why and the caller builds for real.
+Must not know: strategies, ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+# Arguments under which the files do not hold what the model gets, or somebody else places it.
+_OTHERS = (
+    "state_dict",
+    "device_map",
+    "quantization_config",
+    "load_in_8bit",
+    "load_in_4bit",
+    "variant",
+    "gguf_file",
+    "key_mapping",
+    "distributed_config",
+    "device_mesh",
+    "tp_plan",
+    "tp_size",
+    "ignore_mismatched_sizes",
+    "use_kernels",
+    "kernel_config",
+)
+
+
+class NotDeferred(RuntimeError):
+    """The weights cannot be read later, each rank its part; the model has to be loaded whole."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        """Elements `start` to `start + count` of the flattened tensor, 1-D on the CPU, in the dtype of the file."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            row = math.prod(self.shape[1:])
+            first, last = start // row, -(-(start + count) // row)
+            rows: torch.Tensor = file.get_slice(self.name)[first:last] if self.shape else file.get_tensor(self.name)
+            return rows.reshape(-1)[start - first * row :][:count]
+
+
+@dataclass
+class Loads:
+    """The models that `from_pretrained` gave while it was deferred."""
+
+    models: list[Any] = field(default_factory=list)
+    tensors: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """Every parameter and buffer of them by id, kept so that no id is given away again, and its storage."""
+    stored: dict[int, Stored] = field(default_factory=dict)
+    """Where those lie that a file holds, by id."""
+
+    def check(self, module: torch.nn.Module) -> None:
+        """Raise `NotDeferred` if layers were put into a loaded model, or taken from it without its rules: who did that
+        meant to give them values."""
+        inside = {id(child) for model in self.models for child in model.modules()}
+        kept = [model for model in module.modules() if any(model is loaded for loaded in self.models)]
+        ruled = {id(child) for model in kept for child in model.modules()}
+        for name, child in module.named_modules():
+            for tensor in (*child._parameters.values(), *child._buffers.values()):
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) in self.tensors and _storage(tensor) != self.tensors[id(tensor)][1]:
+                    raise NotDeferred(f"a weight of {name} was given other data after from_pretrained")
+                if id(tensor) in self.stored:
+                    continue
+                home = ruled if id(tensor) in self.tensors else inside
+                if (id(child) in home) != (home is ruled):
+                    raise NotDeferred(f"{name or 'the module'} holds a part of a loaded model, or it was put into one")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises `NotDeferred` where an operation writes to a loaded tensor: on the meta device that would be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.storages and func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(value, torch.Tensor) and _storage(value) in self.storages:
+                    raise NotDeferred(f"weights were changed after from_pretrained, by {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[Loads]:
+    """While this is open, `from_pretrained` gives models on the meta device; nothing happens without transformers."""
+    loads = Loads()
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        yield loads
+        return
+    kind: Any = transformers.PreTrainedModel
+    original = vars(kind)["from_pretrained"]
+    mode = _Untouched()
+
+    def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
+        wants_info = options.pop("output_loading_info", False)
+        if other := [option for option in _OTHERS if options.get(option)]:
+            raise NotDeferred(f"from_pretrained({', '.join(other)}=...)")
+        with torch.device("cpu"):  # the model itself is built on meta all the same
+            load = original.__get__(None, cls)
+            model, info = load(name, *args, device_map="meta", output_loading_info=True, **options)
+        _remember(loads, model, set(info["missing_keys"]), _files(str(name), options))
+        mode.storages |= {storage for _, storage in loads.tensors.values()}
+        return (model, info) if wants_info else model
+
+    kind.from_pretrained = classmethod(from_pretrained)
+    try:
+        with mode:
+            yield loads
+    finally:
+        kind.from_pretrained = original
+
+
+def _files(name: str, options: dict[str, Any]) -> dict[str, Stored]:
+    """What the safetensors files of a local folder or a model of the hub hold, by name."""
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
+
+    hub = {key: options[key] for key in _HUB if key in options} | {"_raise_exceptions_for_missing_entries": False}
+    paths = [cached_file(name, SAFE_WEIGHTS_NAME, **hub)]
+    if paths == [None]:
+        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **hub)
+        if index is None:
+            raise NotDeferred(f"{name} has no safetensors")
+        parts = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [cached_file(name, part, **hub) for part in parts]
+    found = {}
+    for path in paths:
+        with safe_open(str(path), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                found[key] = Stored(str(path), key, tuple(file.get_slice(key).get_shape()))
+    return found
+
+
+def _remember(loads: Loads, model: Any, missing: set[str], files: dict[str, Stored]) -> None:
+    """Find each tensor of `model` in `files`; what is not there has to be among what transformers found `missing`."""
+    if _conversions(model):
+        raise NotDeferred(f"transformers converts the weights of {type(model).__name__}")
+    prefix = f"{model.base_model_prefix}."
+    persistent = set(model.state_dict())
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    stored: dict[int, Stored] = {}
+    for name, tensor in named:
+        found = files.get(name) or files.get(prefix + name) or files.get(name.removeprefix(prefix))
+        if found is not None and found.shape == tuple(tensor.shape):
+            stored.setdefault(id(tensor), found)
+    for name, tensor in named:
+        if name in persistent and id(tensor) not in stored and name not in missing:
+            raise NotDeferred(f"{name} is not in the files under this name and shape")
+    loads.models.append(model)
+    loads.tensors |= {id(tensor): (tensor, _storage(tensor)) for _, tensor in named}
+    loads.stored |= stored
+
+
+def _conversions(model: Any) -> bool:
+    """Whether transformers does more to the weights of this architecture than to find them by name."""
+    if getattr(model, "_checkpoint_conversion_mapping", None):
+        return True
+    try:
+        from transformers import conversion_mapping
+    except ImportError:  # before transformers 5
+        return False
+    find: Any = conversion_mapping.get_model_conversion_mapping
+    return bool(find(model, add_legacy=False))

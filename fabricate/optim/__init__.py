@@ -1,0 +1,1 @@
+"""Optimizers and schedules: what `configure_optimizers` may return (`optimizers`), learning-rate schedules (`schedules`)."""

@@ -1,0 +1,172 @@
+"""What `configure_optimizers` may return, read into named optimizers and schedules.
+
+Must not know: strategies, the loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from fabricate.errors import ConfigurationError, did_you_mean
+from fabricate.optim.schedules import NAMED, Schedule, own_lengths
+from fabricate.registry.names import build, parse_name
+
+
+def configured_optimizers(where: str, module: Any) -> Any:
+    """What `module.configure_optimizers()` returns; torch's word for "no parameters" is explained."""
+    try:
+        return module.configure_optimizers()
+    except ValueError as exc:
+        if "empty parameter list" not in str(exc):
+            raise
+        count = sum(p.requires_grad for p in module.parameters())
+        raise ConfigurationError(
+            f"{where} makes an optimizer over no parameters ({exc}), and the module has {count} trainable ones; pass self.parameters() "
+            "or a list of them: an iterator that was read once is empty"
+        ) from exc
+
+
+def read_optimizers(
+    where: str, configured: Any, total_steps: int | None
+) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Schedule]]:
+    """Optimizers and schedules by name ("main" when there is one without a name). `where` names the method in errors,
+    `total_steps` are the updates to come (None: not known), over which schedules with a name are laid."""
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    schedules: dict[str, Schedule] = {}
+    named = configured if isinstance(configured, Mapping) else {"main": configured}
+    for name, value in named.items():
+        parts = value if isinstance(value, tuple | list) else (value,)
+        single = 1 <= len(parts) <= 3 and not any(isinstance(part, torch.optim.Optimizer) for part in parts[1:])
+        if not single or not isinstance(parts[0], torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"{where} returned {type(value).__name__}{f' for {name!r}' if name != 'main' else ''}; return an optimizer, "
+                "(optimizer, scheduler), (optimizer, scheduler, 'epoch'), or a mapping of names to those"
+            )
+        optimizer = parts[0]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                f"{where}: LBFGS evaluates the loss several times per update, which the loop does not; choose another"
+            )
+        if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
+            raise ConfigurationError(
+                f"{where}: optimizer {name!r} holds no trainable parameter; give it parameters that require grad"
+            )
+        if any(optimizer is other for other in optimizers.values()):
+            raise ConfigurationError(f"{where}: optimizer {name!r} is listed twice; give each name its own")
+        optimizers[str(name)] = optimizer
+        if len(parts) > 1 and parts[1] is not None:
+            own = f"{where}: the scheduler of {name!r}"
+            # Optimizers that take turns share the updates in a way that nobody knows but the user.
+            schedules[str(name)] = _schedule(
+                own, optimizer, parts[1], *parts[2:], total=total_steps, alone=len(named) == 1
+            )
+    if not optimizers:
+        raise ConfigurationError(f"{where} returned no optimizer")
+    return optimizers, schedules
+
+
+def _schedule(
+    where: str,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    advances: str | None = None,
+    *,
+    total: int | None,
+    alone: bool,
+) -> Schedule:
+    if isinstance(scheduler, str):
+        if advances is not None:
+            raise ConfigurationError(f"{where} is {scheduler!r}, which advances per update; leave {advances!r} out")
+        return _named(where, optimizer, scheduler, total, alone)
+    plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+    if not all(callable(getattr(scheduler, n, None)) for n in ("step", "state_dict", "load_state_dict")):
+        raise ConfigurationError(
+            f"{where} is {type(scheduler).__name__}; it needs step(), state_dict(), load_state_dict(), or to be one of the names "
+            f"{', '.join(NAMED)}"
+        )
+    advances = advances or ("val_loss" if plateau else "step")
+    if (advances in ("step", "epoch")) == plateau:
+        raise ConfigurationError(
+            f"{where} is to advance by {advances!r}; "
+            + (
+                "ReduceLROnPlateau takes the name of a metric"
+                if plateau
+                else "give 'step' (updates, the default) or 'epoch'"
+            )
+        )
+    return Schedule(scheduler, advances, f"{type(scheduler).__name__}, advanced by {advances}")
+
+
+def _named(where: str, optimizer: torch.optim.Optimizer, text: str, total: int | None, alone: bool) -> Schedule:
+    name, options = parse_name("scheduler", text)
+    if name not in NAMED:
+        raise ConfigurationError(
+            f"{where} is {text!r}{did_you_mean(name, NAMED)}; give {', '.join(NAMED)}, or an object"
+        )
+    if (not alone or total is None) and "total" not in options:
+        why = "train has no length" if alone else "several optimizers share the updates"
+        raise ConfigurationError(
+            f"{where} is {text!r}, and how many updates it is for is not known ({why}); say it: '{name}:total=1000'"
+        )
+    given = {} if "total" in options else {"total": total}
+    made = build(NAMED[name], "scheduler", name, options, optimizer=optimizer, **given)
+    return Schedule(made, "step", f"{text} over {options.get('total', total)} updates")
+
+
+def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """See `TrainModule.parameter_groups`. Shapes are not looked at: some strategies hold parameters flat by then."""
+    named = {id(parameter): name for name, parameter in module.named_parameters()}  # one name for a tied parameter
+    kinds = {  # sharding renames classes
+        f"{prefix}.{key}" if prefix else key: f"{type(layer).__name__.removeprefix('FSDP')}.{key}"
+        for prefix, layer in module.named_modules()
+        for key in layer._parameters
+    }
+    found: dict[str | None, list[torch.nn.Parameter]] = {None: [], **{pattern: [] for pattern in options}}
+    for parameter in module.parameters():
+        name = named[id(parameter)]
+        texts = (name, kinds[name])
+        found[next((p for p in options if any(re.search(p, text) for text in texts)), None)].append(parameter)
+    if unused := [pattern for pattern in options if not found[pattern]]:
+        raise ConfigurationError(
+            f"parameter_groups: {', '.join(map(repr, unused))} finds no parameter that an earlier pattern does not have; names are like "
+            f"{', '.join(f'{name!r} ({kinds[name]})' for name in list(named.values())[:4])}"
+        )
+    rest: list[dict[str, Any]] = [{"params": found[None]}] if found[None] else []
+    return rest + [{"params": found[pattern], **options[pattern]} for pattern in options]
+
+
+def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
+    """Take parameters that are not trained out of the optimizers' groups; the groups stay. Notes for the plan."""
+    notes = []
+    for name, optimizer in optimizers.items():
+        before = sum(len(group["params"]) for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p.requires_grad]
+        if left_out := before - sum(len(group["params"]) for group in optimizer.param_groups):
+            notes.append(f"optimizer {name!r}: {left_out} of {before} parameters are frozen and left out")
+    return notes
+
+
+def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, max_epochs: int | None) -> list[str]:
+    """Notes for the plan about schedulers that were made for another number of updates than come. `ConfigurationError` for
+    one that would raise on the way. Nothing is said where several optimizers share the updates."""
+    notes = []
+    for schedule in schedules.values() if len(schedules) == 1 else ():
+        per_epoch = schedule.advances == "epoch"
+        comes, unit = (max_epochs, "epochs") if per_epoch else (total_steps, "updates")
+        for name, length in dict.fromkeys(own_lengths(schedule.made)) if comes is not None else ():
+            if length == comes:
+                continue
+            said = f"{type(schedule.made).__name__} is made for {length} {unit} ({name}) and this fit has {comes}"
+            remedy = "count with self.trainer.total_steps (updates, on any number of ranks), or name a schedule: (optimizer, 'cosine')"
+            if not per_epoch and length == max_epochs:
+                remedy = "advance it once per epoch: (optimizer, scheduler, 'epoch')"
+            if isinstance(schedule.made, lr_scheduler.OneCycleLR) and comes is not None and length < comes:
+                raise ConfigurationError(f"{said}, after which it cannot go on; {remedy}")
+            notes.append(f"{said}; {remedy}")
+    return notes

@@ -1,0 +1,1 @@
+"""Precisions: the abstract class (`base`) and the built-in ones (`builtin`)."""

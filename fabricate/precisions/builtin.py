@@ -1,0 +1,181 @@
+"""The built-in precisions: fp32 (TF32 on request), fp16 with loss scaling and bf16 by autocast over fp32 parameters, and pure
+bf16 for optimizers that make up for its rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import hookimpl
+from fabricate.precisions.base import Precision
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(eq=False)
+class FP32(Precision):
+    """Parameters, gradients and compute in the dtype they have, float32 by default.
+
+    tf32: true lets NVIDIA GPUs round the inputs of float32 matrix products and convolutions to TF32 (10 bits of mantissa, several
+    times faster), false forbids it; unset leaves torch's own settings, which allow it in convolutions.
+    """
+
+    tf32: bool | None = None
+    name: ClassVar[str] = "fp32"
+
+    def check(self, device: torch.device, strategy: Any) -> Iterable[str]:
+        import torch
+
+        if self.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+            yield f"precision='fp32:tf32=true': {device} has no TF32, NVIDIA GPUs of compute capability 8.0 or more do: use 'fp32'"
+
+    def process_context(self, device: torch.device) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.tf32 is None else _allow_tf32(self.tf32)
+
+    def describe(self) -> dict[str, str]:
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}
+        if self.tf32 is not None:
+            return {"float32 products": "TF32" if self.tf32 else "float32, no TF32"}
+        kinds: dict[str, Any] = {"matrix products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn}
+        said = [f"{kind} {'TF32' if part.allow_tf32 else 'float32'}" for kind, part in kinds.items()]
+        return {"float32 products": f"torch's settings: {', '.join(said)}"}
+
+
+@contextlib.contextmanager
+def _allow_tf32(allowed: bool) -> Iterator[None]:
+    import torch
+
+    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [part.allow_tf32 for part in kinds]
+    for part in kinds:
+        part.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        for part, value in zip(kinds, before, strict=True):
+            part.allow_tf32 = value
+
+
+@dataclasses.dataclass(eq=False)
+class BF16(Precision):
+    """bfloat16 autocast: matrix products in bf16; parameters, gradients and optimizer state stay float32."""
+
+    name: ClassVar[str] = "bf16"
+    mixed_precision: ClassVar[str] = "bf16"
+    compute_dtype: ClassVar[str] = "bfloat16"
+
+    def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
+        import torch
+
+        return torch.autocast(device.type, torch.bfloat16)
+
+
+@dataclasses.dataclass(eq=False)
+class FP16(Precision):
+    """float16 autocast with dynamic loss scaling, on CPU as on GPU.
+
+    init_scale: first loss scale; it halves on overflow (the update is skipped) and doubles after `growth_interval`
+    updates without one (torch.amp.GradScaler's rule). The scaler waits once per update for the device.
+    """
+
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
+    name: ClassVar[str] = "fp16"
+    mixed_precision: ClassVar[str] = "fp16"
+    compute_dtype: ClassVar[str] = "float16"
+
+    def __post_init__(self) -> None:
+        if not self.init_scale >= 1 or self.growth_interval < 1:
+            raise ConfigurationError(
+                f"fp16: init_scale={self.init_scale!r}, growth_interval={self.growth_interval!r}: both have to be at least 1"
+            )
+
+    def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
+        import torch
+
+        return torch.autocast(device.type, torch.float16)
+
+    def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        import torch
+
+        return torch.amp.GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+
+    def describe(self) -> dict[str, str]:
+        return {"loss scaling": f"dynamic from {self.init_scale:g}; one wait for the device per update"}
+
+
+@dataclasses.dataclass(eq=False)
+class BF16True(Precision):
+    """Parameters, gradients and optimizer state in bfloat16 too: half the memory. Compute as with "bf16".
+
+    An update smaller than 1/256 of a weight is lost when it is rounded to bfloat16, so the optimizer has to make up for that,
+    by Kahan summation (package torch-optimi) or stochastic rounding (torchao.optim); others are refused. Gradients are
+    accumulated and averaged in bfloat16. Layers that keep running statistics stay as they are.
+    """
+
+    name: ClassVar[str] = "bf16-true"
+    mixed_precision: ClassVar[str] = "bf16"
+    compute_dtype: ClassVar[str] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        self._before: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+
+    def convert(self, module: torch.nn.Module) -> None:
+        import torch
+
+        for child in module.modules():
+            if any(b.is_floating_point() for b in child.buffers(recurse=False)):
+                continue  # its kernels want parameters and statistics of one dtype
+            for parameter in child.parameters(recurse=False):
+                if parameter.dtype == torch.float32:
+                    self._before[parameter] = parameter.data
+                    parameter.data = parameter.data.to(torch.bfloat16)
+
+    def on_fit_start(self) -> None:
+        """From here on the weights are trained: the ones from before are not needed."""
+        self._before = dict.fromkeys(self._before)
+
+    def on_teardown(self, trainer: Any) -> None:
+        """Back to float32; after an evaluation to the last bit. A sharded module stays prepared, for the next fit."""
+        if not trainer.strategy.shards_parameters:
+            for parameter, data in self._before.items():
+                parameter.data = parameter.data.float() if data is None else data.to(parameter.device)
+        self._before = {}
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterable[str]:
+        stochastic = getattr(optimizer, "bf16_stochastic_round", False) is True  # torchao's name for it
+        kahan = all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)  # optimi's
+        if not (stochastic or kahan):
+            yield (
+                f"precision='bf16-true': {type(optimizer).__name__} loses updates that are small next to their weights; use one that makes "
+                "up for it, such as optimi.AdamW(parameters, lr, weight_decay) of the package torch-optimi, or precision='bf16'"
+            )
+
+    def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
+        import torch
+
+        return torch.autocast(device.type, torch.bfloat16)
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "parameters": "bfloat16, with their gradients and optimizer state; the optimizer makes up for the rounding"
+        }
+
+
+@hookimpl
+def register_precisions(register: Callable[..., None]) -> None:
+    register("fp32", FP32, summary="float32 throughout")
+    register("no", FP32, summary="the same as fp32")
+    register("tf32", functools.partial(FP32, tf32=True), summary="float32, its products in TF32 on NVIDIA GPUs")
+    register("fp16", FP16, summary="float16 autocast with loss scaling")
+    register("bf16", BF16, summary="bfloat16 autocast")
+    register("bf16-true", BF16True, summary="bfloat16 parameters, gradients and optimizer state")

@@ -1,0 +1,413 @@
+"""Names to objects: built-in and installed plugins, strategies, precisions and trackers, with where each came from.
+
+Owns: the entry-point group `fabricate`, exact-name lookup with qualified names and options, the manager of one Trainer.
+Must not know: Accelerate, devices, the loop.
+
+Installed is not active: an installed distribution only offers names. Built-in names never import third-party code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
+from fabricate.hooks import EVENTS, PROJECT, REGISTRATIONS, Listener
+from fabricate.launch import listed_plugins
+from fabricate.launch.unsupported import instead
+from fabricate.precisions.base import Precision
+from fabricate.registry.hook_calls import Manager, Origin
+from fabricate.registry.names import build, parse_name
+from fabricate.registry.validation import check_part
+from fabricate.strategies.base import Strategy
+
+DISTRIBUTION = "fabricate-trainer"
+BUILTIN = ("fabricate.strategies.builtin", "fabricate.precisions.builtin")
+KINDS = {
+    "strategy": "register_strategies",
+    "precision": "register_precisions",
+    "tracker": "register_trackers",
+    "command": "register_commands",
+}
+_EXAMPLES = {"strategy": "fsdp:offload=cpu", "precision": "fp16:init_scale=1024"}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One registered name: what makes the object, a line about it, and the plugin that offers it."""
+
+    kind: str
+    name: str
+    factory: Callable[..., Any] | str
+    summary: str
+    plugin: str
+    origin: Origin
+
+    def load(self) -> Callable[..., Any]:
+        """The factory itself; a string is imported now."""
+        if not isinstance(self.factory, str):
+            return self.factory
+        module, _, attribute = self.factory.partition(":")
+        try:
+            loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as exc:
+            raise PluginError(
+                f"{self.kind} {self.name!r} of plugin {self.plugin!r} ({self.origin}) cannot be loaded from {self.factory!r}: {exc}"
+            ) from exc
+        return loaded
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """A row of `fabricate plugins`. state: "built-in", "active", "available", "blocked" or "broken" (then `reason` says why)."""
+
+    name: str
+    distribution: str
+    version: str
+    state: str
+    reason: str
+    offers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A row of `fabricate plugins check`: an installed plugin, how long its import took, and what is wrong with it."""
+
+    name: str
+    distribution: str
+    version: str
+    milliseconds: float
+    problems: tuple[str, ...]
+
+
+def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
+    """Installed plugins by name, nothing imported; a list, so that two distributions with one name are seen."""
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in sorted(importlib.metadata.entry_points(group=PROJECT), key=lambda p: (p.name, p.value)):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _origin(point: importlib.metadata.EntryPoint) -> Origin:
+    return Origin(point.dist.name, point.dist.version) if point.dist else Origin()
+
+
+class Registry:
+    """The plugins of one Trainer.
+
+    `plugins`: objects (listeners, modules with hook implementations), names of installed plugins, names with options
+    ("ema:decay=0.99"), or "no:name" to block one. FABRICATE_PLUGINS adds names. `tolerant`: one that cannot be activated
+    is kept as broken with its reason, for the command line, instead of raising.
+    """
+
+    def __init__(self, plugins: Iterable[object] = (), *, tolerant: bool = False) -> None:
+        self.manager = Manager()
+        self._points = _entry_points()
+        self._offers: dict[str, list[Offer]] = {}
+        self._broken: dict[str, str] = {}
+        self._consulted: set[str] = set()
+        self._classes: set[str] = set()
+        self._milliseconds: dict[str, float] = {}
+        self._blocked: set[str] = set()
+        self.active: list[tuple[str, object]] = []
+        """Named or passed plugins in the order given; registered by `activate`."""
+        for name in BUILTIN:
+            self._collect(importlib.import_module(name), "fabricate", Origin(DISTRIBUTION, _version()), "built-in")
+        given = list(plugins) + listed_plugins(os.environ.get("FABRICATE_PLUGINS", ""))
+        self._blocked = {p[3:] for p in given if isinstance(p, str) and p.startswith("no:")}
+        for plugin in given:
+            if isinstance(plugin, str) and plugin.startswith("no:"):
+                continue
+            try:
+                self._add(plugin)
+            except FabricateError as exc:
+                if not (tolerant and isinstance(plugin, str)):
+                    raise
+                self._broken[plugin.partition(":")[0].strip() or plugin] = str(exc)
+
+    def _add(self, plugin: object) -> None:
+        origin = Origin()
+        if isinstance(plugin, str):
+            name, options = parse_name("plugins", plugin)
+            if name in self._blocked:
+                raise PluginError(f"plugins: {name!r} is asked for and blocked by 'no:{name}'; remove one of them")
+            plugin, origin = self._load(name)
+            if inspect.isclass(plugin) or (callable(plugin) and not isinstance(plugin, Listener)):
+                plugin = build(plugin, "plugin", name, options)
+            elif options:
+                raise PluginError(f"plugins={name!r}: this plugin takes no options, {options} given")
+        elif inspect.isclass(plugin):
+            raise PluginError(f"plugins: {plugin.__name__} is a class; pass an instance: {plugin.__name__}()")
+        else:
+            if any(plugin is known for _, known in self.active):
+                raise PluginError(f"plugins: this {type(plugin).__name__} object is listed twice; remove one")
+            names = (getattr(plugin, "name", None), getattr(plugin, "__name__", None))
+            name = next((n for n in names if n and isinstance(n, str)), type(plugin).__name__)
+            origin = distribution_of(plugin)
+            taken = {n for n, _ in self.active}
+            if name in taken:
+                name = next(f"{name}#{n}" for n in range(2, 1000) if f"{name}#{n}" not in taken)
+        if any(name == taken for taken, _ in self.active):
+            raise PluginError(f"plugins: {name!r} is listed twice; remove one")
+        self.active.append((name, plugin))
+        self.manager.origins[name] = origin
+        self._collect(plugin, name, origin, "active")
+        offered = [o for found in self._offers.values() for o in found if o.plugin == name]
+        if offered and origin.distribution and not any(hasattr(plugin, hook) for hook in EVENTS):
+            chosen = " or ".join(f"{o.kind}={o.name!r}" for o in offered)
+            raise PluginError(f"plugins={name!r}: it hears no hook, it offers names: choose with {chosen}")
+
+    def _load(self, name: str) -> tuple[Any, Origin]:
+        points = self._points.get(name, [])
+        if not points:
+            known = sorted(self._points)
+            raise PluginError(
+                f"plugins={name!r}: no installed plugin has this name{did_you_mean(name, known)}; installed: {', '.join(known) or 'none'}"
+            )
+        if len(points) > 1:
+            owners = " and ".join(str(_origin(p)) for p in points)
+            raise PluginError(
+                f"plugins={name!r} is offered by {owners}; uninstall one, or pass the object itself in plugins=[...]"
+            )
+        origin = _origin(points[0])
+        try:
+            return points[0].load(), origin
+        except (Exception, SystemExit) as exc:  # a plugin that exits must not look like a run that ended
+            raise PluginError(
+                f"plugin {name!r} ({origin}, {points[0].value}) fails to import: {type(exc).__name__}: {exc}"
+            ) from exc
+
+    def _collect(self, plugin: object, name: str, origin: Origin, state: str) -> None:
+        self._consulted.add(name)
+        for kind, hook in KINDS.items():
+            function = getattr(plugin, hook, None)
+            if function is None:
+                continue
+
+            def register(offered: str, factory: Any, *, summary: str = "", kind: str = kind) -> None:
+                if not isinstance(offered, str) or not offered.replace("-", "_").isidentifier():
+                    raise PluginError(
+                        f"plugin {name!r} ({origin}) registers the {kind} name {offered!r}; use letters, digits, - and _"
+                    )
+                self._offers.setdefault(f"{kind}:{offered}", []).append(
+                    Offer(kind, offered, factory, summary, name, origin)
+                )
+
+            try:
+                function(register)
+            except (Exception, SystemExit) as exc:
+                if state != "available":
+                    raise PluginError(
+                        f"plugin {name!r} ({origin}) fails in {hook}: {type(exc).__name__}: {exc}"
+                    ) from exc
+                self._broken[name] = f"{hook}: {type(exc).__name__}: {exc}"
+
+    def _consult_installed(self) -> None:
+        """Import every installed plugin that was not yet asked what it offers. A broken one is kept aside with its reason."""
+        for name, points in self._points.items():
+            if name in self._consulted or name in self._blocked:
+                continue
+            self._consulted.add(name)
+            for point in points:
+                began = time.perf_counter()
+                try:
+                    loaded = point.load()
+                except (Exception, SystemExit) as exc:
+                    self._broken[name] = f"{point.value} fails to import: {type(exc).__name__}: {exc}"
+                    continue
+                finally:
+                    self._milliseconds[name] = (time.perf_counter() - began) * 1000
+                if inspect.isclass(loaded):
+                    self._classes.add(name)
+                else:
+                    self._collect(loaded, name, _origin(point), "available")
+
+    def names(self, kind: str) -> list[str]:
+        """Every known name of `kind`, so far without importing anything new."""
+        return sorted(key.partition(":")[2] for key in self._offers if key.startswith(f"{kind}:"))
+
+    def find(self, kind: str, name: str) -> Offer:
+        """The offer called `name` or "plugin/name". Active plugins, then built-in ones, then installed ones are asked.
+
+        Raises `PluginError` for an unknown name (with the nearest known one) and for one name from two installed plugins.
+        """
+        owner, _, bare = name.rpartition("/")
+        for consult in (False, True):
+            if consult:
+                self._consult_installed()
+            offers = [o for o in self._offers.get(f"{kind}:{bare}", []) if not owner or o.plugin == owner]
+            builtin = [o for o in offers if o.plugin == PROJECT]
+            if builtin or offers:
+                chosen = builtin or offers
+                if len(chosen) > 1:
+                    both = " and ".join(f"{o.plugin!r} ({o.origin})" for o in chosen)
+                    raise PluginError(
+                        f"{kind}={name!r} is offered by {both}; choose with {chosen[0].plugin}/{bare} or {chosen[1].plugin}/{bare}"
+                    )
+                return chosen[0]
+        broken = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
+        if name in self._classes:
+            broken = f"; {name!r} is a plugin that hears hooks: use plugins=[{name!r}]"
+        known = self.names(kind)
+        hint = (instead(bare) if kind == "strategy" else "") or did_you_mean(bare, known)
+        raise ConfigurationError(f"{kind}={name!r} is not known{hint}; known: {', '.join(known)}{broken}")
+
+    def resolve(self, kind: str, value: object) -> tuple[Any, Offer | None]:
+        """`value` as given to `strategy=` or `precision=`: an object, a name, or a name with options. Returns the object
+        and the offer it came from (None for an object)."""
+        base: type = {"strategy": Strategy, "precision": Precision}[kind]
+        if isinstance(value, base):
+            check_part(kind, value, base)
+            return value, None
+        if inspect.isclass(value) and issubclass(value, base):
+            raise ConfigurationError(
+                f"{kind}={value.__name__} is a class; pass an object, {value.__name__}(), or a name"
+            )
+        if not isinstance(value, str):
+            raise ConfigurationError(
+                f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ({_EXAMPLES[kind]!r}) or "
+                f"a {base.__name__} object"
+            )
+        name, options = parse_name(kind, value)
+        offer = self.find(kind, name)
+        built = build(offer.load(), kind, name, options)
+        if not isinstance(built, base):
+            raise PluginError(
+                f"{kind} {name!r} of plugin {offer.plugin!r} ({offer.origin}) made a {type(built).__name__}, not a {base.__name__}"
+            )
+        check_part(kind, built, base)
+        return built, offer
+
+    def tracker(self, text: str) -> Callable[[str, str], Any]:
+        """What makes the registered tracker `text` (a name, maybe with options) from a run name and a logging directory."""
+        name, options = parse_name("trackers", text)
+        offer = self.find("tracker", name)
+
+        def make(run_name: str, logging_dir: str) -> Any:
+            return build(offer.load(), "tracker", name, options, run_name=run_name, logging_dir=logging_dir)
+
+        return make
+
+    def offered(self, kind: str) -> list[Offer]:
+        """Everything of `kind` that is on offer; installed plugins are imported to learn it."""
+        self._consult_installed()
+        return [offer for key, found in sorted(self._offers.items()) if key.startswith(f"{kind}:") for offer in found]
+
+    def activate(self, listeners: Iterable[tuple[str, object, Origin]]) -> Manager:
+        """Register `listeners` (strategy, precision, module), the active plugins and fabricate's own, in calling order."""
+        listed = [*listeners, *((n, p, self.manager.origins[n]) for n, p in self.active)]
+        for name, plugin, origin in reversed(listed):  # pluggy calls the last registered first
+            self.manager.add(plugin, name, origin)
+        return self.manager
+
+    def describe(self) -> list[PluginInfo]:
+        """Every built-in, active and installed plugin; installed ones are imported to learn what they offer."""
+        self._consult_installed()
+        active = {name for name, _ in self.active}
+        rows = []
+        for name in [PROJECT, *sorted({*self._points, *active, *self._blocked, *self._broken} - {PROJECT})]:
+            origin = Origin(DISTRIBUTION, _version()) if name == PROJECT else self.manager.origins.get(name)
+            if origin is None:
+                origin = _origin(self._points[name][0]) if name in self._points else Origin()
+            offers = tuple(key for key, found in sorted(self._offers.items()) if any(o.plugin == name for o in found))
+            offers += (f"plugin:{name}",) if name in self._classes | active and not offers else ()
+            state = (
+                "built-in"
+                if name == PROJECT
+                else "active"
+                if name in active
+                else "blocked"
+                if name in self._blocked
+                else "available"
+            )
+            if name in self._broken:
+                state = "broken"
+            rows.append(
+                PluginInfo(name, origin.distribution, origin.version, state, self._broken.get(name, ""), offers)
+            )
+        return rows
+
+    def check(self, taken: Mapping[str, Collection[str]]) -> list[Checked]:
+        """Import every installed plugin, make what it offers without options, and tell what is wrong. `taken`: names by
+        kind that win over plugins besides the built-in ones."""
+        self._consult_installed()
+        rows = []
+        for name, points in self._points.items():
+            for point in points:
+                origin = _origin(point)
+                problems = [self._broken[name]] if name in self._broken else []
+                problems += [
+                    f"{_origin(p)} has a plugin of the same name; uninstall one" for p in points if p is not point
+                ]
+                own = [o for found in self._offers.values() for o in found if (o.plugin, o.origin) == (name, origin)]
+                for offer in own:
+                    problems += self._clashes(offer, taken.get(offer.kind, ()))
+                if not problems:
+                    problems += _trials(name, point.load(), own)
+                milliseconds = self._milliseconds.get(name, 0.0)
+                rows.append(Checked(name, origin.distribution, origin.version, milliseconds, tuple(problems)))
+        return rows
+
+    def _clashes(self, offer: Offer, taken: Collection[str]) -> Iterable[str]:
+        same = [o for o in self._offers[f"{offer.kind}:{offer.name}"] if o is not offer]
+        if offer.name in taken or any(o.plugin == PROJECT for o in same):
+            yield f"{offer.kind} {offer.name!r} is shadowed by the built-in one; choose it as {offer.plugin}/{offer.name}"
+        for other in same:
+            if other.plugin != PROJECT:
+                yield (
+                    f"{offer.kind} {offer.name!r} is offered by {other.plugin!r} ({other.origin}) too; choose with "
+                    f"{offer.plugin}/{offer.name} or {other.plugin}/{other.name}"
+                )
+
+
+def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
+    """What fails when the plugin and its offers are made as a run would make them, as far as they need no options."""
+    candidates: list[tuple[str, Callable[[], Any]]] = [(f"plugin {name!r}", lambda: plugin)]
+    candidates += [(f"{o.kind} {o.name!r}", o.load) for o in offers if o.kind in ("strategy", "precision")]
+    for what, load in candidates:
+        try:
+            found = load()
+            if not inspect.isclass(found) and what.startswith("plugin"):
+                made = found
+            elif any(
+                p.default is p.empty and p.kind is not p.VAR_KEYWORD
+                for p in inspect.signature(found).parameters.values()
+            ):
+                continue
+            else:
+                made = found()
+            Manager().add(made, name)
+        except ConfigurationError:
+            continue  # it says what it needs, which is no fault of the plugin
+        except (Exception, SystemExit) as exc:
+            yield f"{what}: {type(exc).__name__}: {exc}"
+
+
+def progress_bar() -> Any:
+    """The built-in progress display."""
+    return importlib.import_module("fabricate.callbacks.progress_bar").ProgressBar()
+
+
+def distribution_of(plugin: object) -> Origin:
+    """The installed distribution that a plugin object's class comes from; the script's own classes have none."""
+    package = type(plugin).__module__.partition(".")[0]
+    if package == "fabricate":
+        return Origin(DISTRIBUTION, _version())
+    for point in importlib.metadata.entry_points(group=PROJECT):
+        if point.value.partition(":")[0].partition(".")[0] == package:
+            return _origin(point)
+    return Origin()
+
+
+def _version() -> str:
+    version: str = importlib.import_module("fabricate").__version__
+    return version
+
+
+__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "distribution_of"]

@@ -1,0 +1,187 @@
+"""Does the batch size mean what it says? The same global batches, split in every way, compared with one process.
+
+Owns the factorisations, their starts, and the comparison. Must not know torch or the loop: it sees the losses and weights
+that `fabricate.selfcheck.plugins` leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabricate import launch
+from fabricate.checkpoint.format.comparing import compare
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.registry.registry import Registry
+from fabricate.registry.validation import ranks_per_row
+from fabricate.selfcheck.repeating import TRIALS
+from fabricate.selfcheck.requests import Trial
+
+__all__ = ["Invariance", "Split", "measure"]
+
+_SHOWN_LINES = 30
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split a global batch, and how far it came from one process that takes it whole.
+
+    loss: the largest relative difference of an update's loss; weights: the largest difference of an element, relative to the
+    largest magnitude in its tensor, `tensor`. Both 0.0 for the reference itself.
+    """
+
+    world_size: int
+    micro_batch: int
+    accumulation: int
+    loss: float = 0.0
+    weights: float = 0.0
+    tensor: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.world_size} x {self.micro_batch} x {self.accumulation}"
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """What was measured: every split, the first is the reference; how many updates; what a reader has to know."""
+
+    splits: tuple[Split, ...]
+    steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of all, of losses and weights."""
+        return max((max(split.loss, split.weights) for split in self.splits), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for a program."""
+        return {"largest": self.largest, **vars(self), "splits": [vars(split) for split in self.splits]}
+
+
+def measure(
+    script: Path,
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    global_batch_size: int,
+    steps: int,
+    world_sizes: Sequence[int],
+    strategy: str,
+    precision: str,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Invariance:
+    """Run `script` with the same global batches in every split, and compare with one process that takes them whole.
+
+    folder: an empty one. environment: for all starts. world_sizes: those that do not divide the global batch are left out.
+    strategy: of more than one rank. steps: updates, or as many as the script makes if that is fewer. tell: gets a line per
+    start.
+
+    Raises ConfigurationError for a script that cannot be split, FabricateError where it fails by itself.
+    """
+    if not script.is_file():
+        raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file; give a Python script")
+    chosen = None if strategy == "auto" else Registry().resolve("strategy", strategy)[0]
+    splits = _factorisations(
+        global_batch_size, world_sizes, lambda n: 1 if chosen is None or n == 1 else ranks_per_row(chosen, n)
+    )
+    (folder / "start.py").write_text("from fabricate.selfcheck.repeating import repeat\n\nrepeat()\n")
+    for world_size in dict.fromkeys(split.world_size for split in splits):
+        mine = [split for split in splits if split.world_size == world_size]
+        tell(f"{world_size} rank{'s' if world_size > 1 else ''}: {', '.join(map(str, mine))}")
+        _start(script, arguments, folder, environment, mine, steps, strategy if world_size > 1 else "single", precision)
+    told = {split: _notes(folder, split) for split in splits}
+    first = splits[0]
+    if not told[first]["losses"]:
+        raise ConfigurationError(f"{script} made no update; there is nothing to compare")
+    compared = tuple(_compared(folder, first, split, told) for split in splits)
+    notes = dict.fromkeys(note for each in told.values() for note in each["notes"])
+    return Invariance(compared, len(told[first]["losses"]), tuple(notes))
+
+
+def _factorisations(
+    global_batch_size: int, world_sizes: Sequence[int], sharing: Callable[[int], int] = lambda world_size: 1
+) -> list[Split]:
+    """Every world size x micro-batch x accumulation that makes the global batch; one process that takes it whole is first.
+    sharing: how many ranks of a world size read the same rows."""
+    if global_batch_size < 1 or not world_sizes or min(world_sizes) < 1:
+        raise ConfigurationError(
+            f"a global batch of {global_batch_size} over {list(world_sizes)} ranks: give positive whole numbers"
+        )
+    found = [Split(1, global_batch_size, 1)]
+    for world_size in sorted(set(world_sizes)):
+        share, rest = divmod(global_batch_size, world_size // sharing(world_size))
+        for micro_batch in range(share, 0, -1) if not rest else ():
+            if share % micro_batch == 0:
+                found.append(Split(world_size, micro_batch, share // micro_batch))
+    return list(dict.fromkeys(found))
+
+
+def _trial(folder: Path, split: Split, steps: int) -> Trial:
+    name = f"{split.world_size}-{split.micro_batch}-{split.accumulation}"
+    return Trial(
+        notes=str(folder / name),
+        begin=str(folder / "begin"),
+        steps=steps,
+        micro_batch=split.micro_batch,
+        accumulation=split.accumulation,
+    )
+
+
+def _start(
+    script: Path,
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    splits: Sequence[Split],
+    steps: int,
+    strategy: str,
+    precision: str,
+) -> None:
+    """Run the script in all splits of one world size, in one process per rank."""
+    nproc = splits[0].world_size
+    command = launch.command(str(folder / "start.py"), [str(script), *arguments], nproc=nproc)
+    trials = [_trial(folder, split, steps).to_environment() for split in splits]
+    variables = launch.environment(
+        environment, nproc=nproc, strategy=strategy, precision=precision, variables={TRIALS: json.dumps(trials)}
+    )
+    log = folder / f"ranks-{nproc}.log"
+    with log.open("wb") as output:
+        code = subprocess.run(command, env=variables, stdout=output, stderr=output).returncode
+    if code:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
+        raise FabricateError(
+            f"the script ended with exit code {code} on {nproc} ranks; the end of what it printed:\n" + "\n".join(lines)
+        )
+
+
+def _notes(folder: Path, split: Split) -> dict[str, Any]:
+    file = Path(_trial(folder, split, 0).notes, "notes.json")
+    if not file.exists():
+        raise ConfigurationError("the script ended without a fit; give one that calls Trainer.fit")
+    notes: dict[str, Any] = json.loads(file.read_text())
+    return notes
+
+
+def _compared(folder: Path, first: Split, split: Split, told: Mapping[Split, dict[str, Any]]) -> Split:
+    ours, whole = told[split]["losses"], told[first]["losses"]
+    if len(ours) != len(whole):
+        raise FabricateError(f"split as {split} the script made {len(ours)} updates, and {len(whole)} in one process")
+    loss = max(abs(a - b) / max(abs(b), 1e-30) if a != b else 0.0 for a, b in zip(ours, whole, strict=True))
+    ends = [Path(_trial(folder, each, 0).notes, "end") for each in (split, first)]
+    with Reader(ends[0]) as a, Reader(ends[1]) as b:
+        found = [d for d in compare(a, b) if d.component == "weights"]
+    odd = next((d for d in found if d.relative is None), None)
+    if odd is not None:
+        raise FabricateError(f"split as {split}, {odd.name} is {odd.text}")
+    worst = max(found, key=lambda d: d.relative or 0.0, default=None)
+    if worst is None:
+        return Split(split.world_size, split.micro_batch, split.accumulation, loss)
+    tensor = worst.name.removeprefix("model/")
+    return Split(split.world_size, split.micro_batch, split.accumulation, loss, worst.relative or 0.0, tensor)

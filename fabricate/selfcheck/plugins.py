@@ -1,0 +1,285 @@
+"""A fit that a tool looks at: its files go elsewhere, it saves where asked, may be killed or split, and leaves notes.
+
+Owns the plugins that do it and how the state of user objects is described in text. Must not know what the tool compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import BatchSampler, DataLoader
+
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.checkpoint.state.logical import load_model
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback, hookimpl
+from fabricate.selfcheck.requests import TRAIN_DATA, Rehearsal, Trial
+from fabricate.strategies.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from fabricate.configuration.arguments import Settings
+    from fabricate.module import TrainModule
+    from fabricate.trainer import Trainer
+
+__all__ = ["rehearsed", "resplit"]
+
+_fits = itertools.count()
+
+
+def rehearsed(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    """`settings` as they are, or as the tool that started this process wants them."""
+    if wishes := Rehearsal.from_environment(environ):
+        run_dir = wishes.run_dir(settings.run_dir) if settings.run_dir is not None else None
+        return replace(settings, run_dir=run_dir, plugins=(*settings.plugins, Rehearsing(wishes)))
+    if trial := Trial.from_environment(environ):
+        steps = trial.steps if settings.max_steps is None else min(trial.steps, settings.max_steps)
+        return replace(
+            settings,
+            strategy="auto",  # the tool's own word comes by way of the launcher
+            precision="auto",
+            max_steps=steps,
+            gradient_accumulation_steps=trial.accumulation,
+            global_batch_size=None,
+            seed=1 if settings.seed is None else settings.seed,
+            run_dir=None,
+            validate_every=None,
+            validate_first=False,
+            trackers=(),
+            limit_train_batches=None,
+            plugins=(*settings.plugins, Trying(trial)),
+        )
+    return settings
+
+
+def resplit(train: Any, batch_size: int | None, resume: Any, environ: Mapping[str, str]) -> tuple[Any, int | None, Any]:
+    """The data, rows per rank and resume of a fit as they are, or in the split that is tried, which begins anew."""
+    trial = Trial.from_environment(environ)
+    if trial is None:
+        return train, batch_size, resume
+    if not isinstance(train, DataLoader):
+        return train, trial.micro_batch, "auto"
+    if type(train.batch_sampler) is not BatchSampler:
+        raise ConfigurationError(
+            "check-invariance cannot split these batches: the DataLoader has a batch sampler of its own, or none; let it have batch_size="
+        )
+    loader = DataLoader(
+        train.dataset,
+        batch_size=trial.micro_batch,
+        sampler=train.batch_sampler.sampler,
+        num_workers=train.num_workers,
+        collate_fn=train.collate_fn,
+        drop_last=train.batch_sampler.drop_last,
+        worker_init_fn=train.worker_init_fn,
+    )
+    return loader, None, "auto"
+
+
+class Trying(Callback):
+    """Begins with the weights that every split begins with, takes down each update's loss, leaves the final weights."""
+
+    name = "trial"
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.losses: list[float] = []
+        self.notes: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        begin = Path(self.trial.begin)
+        if begin.exists():
+            with Reader(begin) as reader:
+                load_model(reader, module, trainer.strategy)
+        else:
+            trainer.save(begin)
+        dropout = [child for child in module.modules() if isinstance(child, _DropoutNd)]
+        for child in dropout:
+            child.p = 0.0
+        norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+        if dropout:
+            self.notes.append(f"dropout is off during the check ({len(dropout)} layers)")
+        if norms:
+            self.notes.append(
+                f"{norms[0]} is a BatchNorm, which takes its statistics from each micro-batch: it depends on the split by design"
+            )
+
+    def on_step(self, loss: torch.Tensor) -> None:
+        self.losses.append(float(loss))
+
+    @hookimpl(trylast=True)
+    def on_fit_end(self, trainer: Trainer) -> None:
+        trainer.save(Path(self.trial.notes, "end"))
+        if trainer.is_main:
+            notes = {"losses": self.losses, "notes": self.notes}
+            Path(self.trial.notes, "notes.json").write_text(json.dumps(notes))
+
+
+class Rehearsing(Callback):
+    """Saves after the update that is asked for, and takes down what user objects hold whenever a checkpoint is taken."""
+
+    name = "rehearsal"
+
+    def __init__(self, wishes: Rehearsal) -> None:
+        self.wishes = wishes
+        self.folder = Path()
+        self.began = False
+
+    def on_fit_start(self) -> None:
+        self.folder = Path(self.wishes.notes, f"fit-{next(_fits)}")
+        self.began = False
+
+    def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not self.began and trainer.step:  # resumed, and nothing is done with it yet
+            self._take(trainer, module, "resumed")
+        self.began = True
+
+    @hookimpl(trylast=True)
+    def on_step(self, trainer: Trainer, module: TrainModule, step: int) -> None:
+        if step == self.wishes.save_at:
+            trainer.request_save()
+            self._take(trainer, module, "at")
+
+    def on_accumulate(self, trainer: Trainer) -> None:
+        if self.wishes.kill and trainer.step == self.wishes.save_at:
+            Path(self.folder, f"killed-{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @hookimpl(trylast=True)
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._take(trainer, module, "end")
+
+    def _take(self, trainer: Trainer, module: TrainModule, moment: str) -> None:
+        """A checkpoint, at the next boundary, and the notes of this rank. All ranks."""
+        trainer.save(self.folder / moment)
+        run = trainer._live()
+        held = {"module": _seen(_values(_own_attributes(module), ""))}
+        for name, plugin in run.calls.manager.list_name_plugin():
+            if type(plugin).__module__.partition(".")[0] != "fabricate" and plugin is not module:
+                held[f"plugin {name}"] = _seen(_values(vars(plugin), ""))
+        if run.source is not None:
+            held[TRAIN_DATA] = _seen(_generators(run.source.data, "", set()))
+        notes = {"step": trainer.step, "held": held}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{moment}-{run.engine.rank:05d}.json").write_text(json.dumps(notes))
+
+
+# -- what objects hold, as {path: text}
+
+_MOST = 20_000  # values of one object
+_LARGEST = 2**24  # bytes of a tensor that are digested
+_LONGEST = 1000  # items of a container that are looked at
+_DEEPEST = 4
+_LIBRARIES = {"torch", "numpy", "transformers", "datasets", "accelerate", "fabricate", "torchmetrics"}
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+def _seen(found: Iterator[tuple[str, str]]) -> dict[str, str]:
+    return dict(itertools.islice(found, _MOST))
+
+
+def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """What user classes put on a module and its children besides parameters, buffers and children, by path."""
+    found: dict[str, Any] = {}
+    for prefix, child in module.named_modules():
+        if type(child).__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        own = {n: v for n, v in vars(child).items() if n not in _OF_EVERY_MODULE and n not in _OF_TRAIN_MODULE}
+        found |= {f"{prefix}.{n}" if prefix else n: v for n, v in own.items()}
+    return found
+
+
+_OF_TRAIN_MODULE = frozenset({"_trainer", "_logged", "_arguments", "_built"})
+
+
+def _values(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Every plain value inside `value`, by path. What is no value (functions, files, other libraries' objects) is left out."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield path, repr(value)[:200]
+    elif isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
+        yield path, _digest(value)
+    elif (text := _generator(value)) is not None:
+        yield path, text
+    elif depth < _DEEPEST:
+        yield from _inside(value, path, depth)
+
+
+def _inside(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        items = [(f"{path}[{key!r}]" if path else str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple | deque):
+        yield f"len({path})", str(len(value))
+        items = [(f"{path}[{number}]", item) for number, item in enumerate(itertools.islice(value, _LONGEST))]
+    elif isinstance(value, set | frozenset):
+        yield path, repr(sorted(map(repr, value)))[:200]
+        return
+    elif _is_users(value):
+        items = [(f"{path}.{name}", item) for name, item in vars(value).items()]
+    else:
+        return
+    for where, item in items[:_LONGEST]:
+        yield from _values(item, where, depth + 1)
+
+
+def _is_users(value: Any) -> bool:
+    kind = type(value)
+    return (
+        not isinstance(value, type)
+        and hasattr(value, "__dict__")
+        and kind.__module__.partition(".")[0] not in _LIBRARIES
+    )
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.numel() * value.element_size() > _LARGEST or value.is_meta or value.layout != torch.strided:
+            return f"tensor {value.dtype} {tuple(value.shape)}"
+        if is_sharded(value):
+            value = value.to_local()
+        data = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    else:
+        data = value.tobytes()[:_LARGEST] if value.dtype != object else b""
+    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()[:12]}"
+
+
+def _generator(value: Any) -> str | None:
+    """The state of a random generator, digested; None for anything else."""
+    if isinstance(value, torch.Generator):
+        state = repr(value.get_state().tolist())
+    elif isinstance(value, numpy.random.Generator):
+        state = repr(value.bit_generator.state)
+    elif isinstance(value, numpy.random.RandomState):
+        state = repr([numpy.asarray(part).tolist() for part in value.get_state(legacy=True)])
+    elif isinstance(value, random.Random):
+        state = repr(value.getstate())
+    else:
+        return None
+    return f"{type(value).__name__} in state {hashlib.sha256(state.encode()).hexdigest()[:12]}"
+
+
+def _generators(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """The random generators that a data set keeps, by path. Its other attributes may be caches and are left out."""
+    if id(value) in seen or len(seen) > _LONGEST:
+        return
+    seen.add(id(value))
+    if (text := _generator(value)) is not None:
+        yield path, text
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in itertools.islice(items, _LONGEST):
+            yield from _generators(item, f"{path}[{key!r}]", seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor):
+        for name, item in vars(value).items():
+            yield from _generators(item, f"{path}.{name}" if path else name, seen)

@@ -1,0 +1,182 @@
+"""Does a script resume exactly? It runs whole, runs again until it is killed, resumes, and what differs is named.
+
+Owns the three starts, the order in which they are compared and the verdict. Must not know torch or the loop: it sees the
+checkpoints and notes that `fabricate.selfcheck.plugins` leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fabricate.checkpoint.format.comparing import Difference, compare
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.selfcheck.requests import TRAIN_DATA, Rehearsal
+
+__all__ = ["Verdict", "verify_resume"]
+
+_SHOWN_LINES = 30
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify_resume` found. `differences` begin with the component that differs first; none: the resume is exact.
+
+    when: "before the kill" (two undisturbed runs differ, so that the training itself is not deterministic), "after the
+    resume" (something was not put back), or "at the end" (all that was looked at was put back, something else was not).
+    """
+
+    steps: int
+    resumed_from: int
+    when: str = ""
+    differences: list[Difference] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for a program."""
+        rows = [difference.to_json() for difference in self.differences]
+        return {"exact": not rows, **vars(self), "differences": rows}
+
+
+def verify_resume(
+    command: Sequence[str], environment: Mapping[str, str], at: int, folder: Path, tell: Callable[[str], None]
+) -> Verdict:
+    """Start `command` three times: undisturbed, killed in the update after `at`, and once more to resume; compare.
+
+    environment: for all three. folder: an empty one, for logs, run directories and notes. tell: gets a line per start.
+
+    Raises ConfigurationError for a script that cannot be checked, FabricateError where it fails by itself.
+    """
+    starts = _Starts(command, environment, at, folder, tell)
+    script = next((part for part in command if part.endswith(".py")), command[-1])
+    whole = starts.run("whole", runs="whole")
+    fits = sorted(path.name for path in whole.glob("fit-*"))
+    if not fits:
+        raise ConfigurationError(f"{script} ended without a fit; give a script that calls Trainer.fit")
+    steps = max(_step(whole / fit / "end") for fit in fits)
+    if steps <= at:
+        raise ConfigurationError(f"--at {at}: the run has {steps} steps and is over by then; choose a smaller step")
+    if not any(folder.rglob("whole/**/checkpoints")):
+        raise ConfigurationError(
+            f"{script} saves nothing: give its Trainer a run_dir; for this check it is put elsewhere"
+        )
+    killed = starts.run("killed", runs="killed", kill=True)
+    marks = list(killed.glob("fit-*/killed-*"))
+    if not marks:
+        raise FabricateError(f"the second start never came to step {at}, which the first did: {folder / 'killed.log'}")
+    fit = marks[0].parent.name
+    if before := _differences(whole / fit / "at", killed / fit / "at"):
+        drifting = _unlike(_held(whole / fit, "at"), _held(killed / fit, "at"), "in one start", "in the other")
+        generators = [d for d in drifting if d.component == TRAIN_DATA]  # the cause, where there are any
+        others = [d for d in drifting if d.component != TRAIN_DATA]
+        return Verdict(steps, 0, "before the kill", [*generators, *before, *others])
+    resumed = starts.run("resumed", runs="killed")
+    if not (resumed / fit / "resumed").is_dir():
+        raise ConfigurationError(
+            f"{script} began anew when it was started again; a resume needs the same run_dir in every start, and resume='auto'"
+        )
+    resumed_from = _step(resumed / fit / "resumed")
+    found: list[Difference] = []
+    if resumed_from == at:
+        found += _differences(whole / fit / "at", resumed / fit / "resumed")
+        found += _lost(whole / fit, killed / fit, resumed / fit)
+    put_back = not found
+    for name in fits:
+        found += _differences(whole / name / "end", resumed / name / "end")
+    found += _metrics(folder / "whole", folder / "killed")
+    return Verdict(steps, resumed_from, "" if not found else "at the end" if put_back else "after the resume", found)
+
+
+@dataclass(frozen=True)
+class _Starts:
+    """Starts a script, its files in a folder."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    at: int
+    folder: Path
+    tell: Callable[[str], None]
+
+    def run(self, name: str, *, runs: str, kill: bool = False) -> Path:
+        """Start it and wait; returns where its fits left their notes. An exit code that nobody wanted is an error."""
+        notes = self.folder / f"notes-{name}"
+        wishes = Rehearsal(runs=str(self.folder / runs), notes=str(notes), save_at=self.at, kill=kill)
+        environment = {**self.environment, **wishes.to_environment()}
+        log, began = self.folder / f"{name}.log", time.monotonic()
+        with log.open("wb") as output:
+            code = subprocess.run(list(self.command), env=environment, stdout=output, stderr=output).returncode
+        was_killed = bool(list(notes.glob("fit-*/killed-*")))
+        if code and not was_killed:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
+            raise FabricateError(
+                f'the script ended with exit code {code} in its start "{name}"; the end of what it printed:\n'
+                + "\n".join(lines)
+            )
+        came = "".join(f"from step {_step(path)} " for path in notes.glob("fit-*/resumed"))
+        went = max((_step(path) for path in notes.glob("fit-*/end")), default=0)
+        what = f"to step {self.at} and into the next" if was_killed else f"to step {went}"
+        self.tell(f"{name:<8} {came}{what}, {time.monotonic() - began:.1f} s")
+        return notes
+
+
+def _step(checkpoint: Path) -> int:
+    with Reader(checkpoint) as reader:
+        return reader.manifest.step
+
+
+def _differences(one: Path, other: Path) -> list[Difference]:
+    if not other.is_dir():
+        return [Difference("data position", other.name, "the second start never came here")]
+    with Reader(one) as a, Reader(other) as b:
+        return compare(a, b)
+
+
+_Held = dict[tuple[str, str], str]
+"""What user objects held, as text, by object and path."""
+
+
+def _held(fit: Path, moment: str) -> _Held:
+    found: _Held = {}
+    for file in sorted(fit.glob(f"{moment}-*.json")):
+        rank = int(file.stem.rpartition("-")[2])
+        for owner, values in json.loads(file.read_text())["held"].items():
+            found |= {(owner, f"{path} on rank {rank}" if rank else path): text for path, text in values.items()}
+    return found
+
+
+def _unlike(one: _Held, other: _Held, here: str, there: str) -> list[Difference]:
+    pairs = {place: (one.get(place, "nothing"), other.get(place, "nothing")) for place in dict.fromkeys([*one, *other])}
+    return [Difference(owner, path, f"{a} {here}, {b} {there}") for (owner, path), (a, b) in pairs.items() if a != b]
+
+
+def _lost(whole: Path, killed: Path, resumed: Path) -> list[Difference]:
+    """What user objects held before the kill, not after the resume, and never got again. What two undisturbed starts do not
+    agree about (clocks, paths) does not count."""
+    before, again = _held(whole, "at"), _held(killed, "at")
+    same = {place for place in before if before[place] == again.get(place)}
+    ends = {(d.component, d.name) for d in _unlike(_held(whole, "end"), _held(resumed, "end"), "", "")}
+    found = _unlike(before, _held(resumed, "resumed"), "before the kill", "after the resume")
+    return [d for d in found if (d.component, d.name) in same & ends]
+
+
+def _metrics(whole: Path, killed: Path) -> list[Difference]:
+    """The first line of each metrics.jsonl that differs, clocks aside."""
+    found = []
+    for file in sorted(whole.rglob("metrics.jsonl")):
+        name = file.relative_to(whole)
+        one, other = (_lines(root / name) for root in (whole, killed))
+        if one != other:
+            number = next(n for n, pair in enumerate(zip([*one, {}], [*other, {}], strict=False)) if pair[0] != pair[1])
+            pair = [lines[number] if number < len(lines) else "nothing" for lines in (one, other)]
+            found.append(Difference("metrics", f"{name}, line {number + 1}", f"{pair[0]} against {pair[1]}"))
+    return found
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [{key: value for key, value in json.loads(line).items() if key != "clock"} for line in lines]

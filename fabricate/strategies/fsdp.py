@@ -1,0 +1,405 @@
+"""Shards: PyTorch's FSDP2, `fully_shard`. Must not know: other strategies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from fabricate.errors import ConfigurationError
+from fabricate.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+    from fabricate.strategies.tensor_parallel import Division
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclasses.dataclass(eq=False)
+class FSDP(Strategy):
+    """Parameters, gradients and optimizer state in shards over the ranks (PyTorch's FSDP2, `fully_shard`).
+
+    wrap: what is gathered as one unit. "auto": the transformer blocks that a transformers model names, else the children
+    of every `ModuleList`; "none": the whole module at once; "size:100M": submodules from so many parameters on; else class
+    names joined by "+".
+    reshard_after_forward: free gathered units between forward and backward. offload: "cpu" keeps shards, gradients and
+    optimizer state in host memory, where the update runs.
+    shard: ranks that share one copy of the model, a divisor of their number, or "node": those of a node; gradients are
+    averaged over the copies. Unset: all ranks share one.
+    tp: ranks that share the arithmetic of each layer, as the `tp_plan` of a transformers model says, and read the same rows; what
+    each of them has left of a layer lies in shards over the others (1: layers are not divided).
+    param_dtype: "bf16" or "fp16" as `precision` computes: parameters are gathered in it, half the traffic; shards stay as
+    they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32.
+    activation_checkpointing: keep each unit's input only and compute the unit again in backward.
+    accumulate: "shards" averages the gradients of every micro-batch over the ranks, so that shards are all that is kept;
+    "whole" does so once per update, with a whole gradient on every rank meanwhile.
+    """
+
+    wrap: str = "auto"
+    reshard_after_forward: bool = True
+    offload: str | None = None
+    shard: int | str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    activation_checkpointing: bool = False
+    accumulate: str = "shards"
+    tp: int = 1
+    name: ClassVar[str] = "fsdp"
+    min_world_size: ClassVar[int] = 2
+    lockstep: ClassVar[bool] = True
+    shards_parameters: ClassVar[bool] = True
+    distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
+
+    def __post_init__(self) -> None:
+        if self.offload not in (None, "cpu"):
+            raise ConfigurationError(f"fsdp: offload={self.offload!r}: give 'cpu' or leave it out")
+        for option in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, option)
+            if value is not None and value not in _DTYPES:
+                raise ConfigurationError(f"fsdp: {option}={value!r}: give {', '.join(_DTYPES)} or leave it out")
+        if self.accumulate not in ("shards", "whole"):
+            raise ConfigurationError(f"fsdp: accumulate={self.accumulate!r}: give 'shards' or 'whole'")
+        if isinstance(self.shard, str) and self.shard != "node":
+            raise ConfigurationError(f"fsdp: shard={self.shard!r}: give a number of ranks, 'node', or leave it out")
+        if isinstance(self.shard, int) and self.shard < 2:
+            raise ConfigurationError(
+                f"fsdp: shard={self.shard!r}: two ranks or more share a copy of the model; strategy='ddp' copies it whole"
+            )
+        if self.tp < 1:
+            raise ConfigurationError(
+                f"fsdp: tp={self.tp!r}: give the number of ranks that divide a layer, 2 or more, or leave it out"
+            )
+        if self.activation_checkpointing and self.wrap == "none":
+            raise ConfigurationError(
+                "fsdp: activation_checkpointing=true with wrap='none' would run the whole module twice; choose units with wrap="
+            )
+        self._units: list[str] | None = None
+        self._ran: list[int] = []
+        self._watched: list[torch.nn.Parameter] = []
+        self._world_size, self._accumulation = 0, 1
+        self._over: Any = None
+        """The mesh of the shards of one copy; `_ways`: of the ranks that divide layers."""
+        self._ways: Any = None
+        self._division: Division | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    # -- before anything is built ---------------------------------------------------------------------------------------
+
+    def check(self, world_size: int, device: torch.device) -> Iterable[str]:
+        yield from super().check(world_size, device)
+        shards, groups = self._shards(world_size), world_size // self.tp
+        if not shards or groups % shards:
+            yield (
+                f"fsdp: shard={self.shard!r}: {shards} is no divisor of {world_size} processes"
+                + (f" in {groups} groups of tp={self.tp}" if self.tp > 1 else "")
+                + "; choose one, or leave it out"
+            )
+        elif shards < 2 and self.tp == 1:
+            yield f"fsdp: shard={self.shard!r}: a node has one process, so nothing would be divided; use strategy='ddp'"
+
+    def ranks_per_row(self, world_size: int) -> int:
+        return self.tp
+
+    def _shards(self, world_size: int) -> int:
+        """Into how many shards a parameter is cut, after the cut of `tp`, in one copy of the model."""
+        if self.shard == "node":
+            return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) // self.tp
+        return int(self.shard or world_size // self.tp)
+
+    def settle(self, settled: Strategy.Settled) -> None:
+        self._world_size, self._accumulation = settled.world_size, settled.gradient_accumulation_steps
+        computes = settled.precision.mixed_precision.replace("no", "fp32")
+        if self.tp > 1 and settled.scales_loss:  # torch's scaler would look at each rank's columns by themselves
+            raise ConfigurationError(
+                f"fsdp: tp={self.tp} and precision={settled.precision.name!r}: the ranks that divide a layer do not agree on an "
+                "overflow, so that some would update and some not; use precision='bf16' or 'fp32', or leave tp out"
+            )
+        if self.param_dtype not in (None, "fp32", computes):
+            raise ConfigurationError(
+                f"fsdp: param_dtype={self.param_dtype!r} and precision={settled.precision.name!r}, which computes in "
+                f"{settled.precision.compute_dtype}: use precision={self.param_dtype!r}, or leave param_dtype out"
+            )
+
+    def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
+        """The first rank's shards, which are the largest, and what is gathered at once: the largest unit beside the rest of
+        the module, which stays gathered; everything without `reshard_after_forward`. With accumulate="whole", what it says."""
+        from fabricate.strategies.fsdp_units import select, sizes
+
+        shards = self._shards(world_size)
+        parameters = list(module.parameters())
+        every = sum(p.numel() * p.element_size() for p in parameters)
+        division = self._divide(module)
+        cuts = division.cuts(module) if division is not None else {}
+
+        def divided(p: torch.nn.Parameter, size: int) -> int:
+            return p.numel() // (self.tp if id(p) in cuts else 1) * size
+
+        # Dimension 0 is cut into equal parts, rounded up. Shapes only: to slice a DTensor gathers it, on all ranks.
+        rows = {p: len(p) // (self.tp if cuts.get(id(p)) == 0 else 1) for p in parameters if p.numel()}
+        part = sum(-(-number // shards) * divided(p, p.element_size()) // number for p, number in rows.items())
+        held = {kind: -(-count * part // every) if every else 0 for kind, count in whole.items()}
+        width = {"bf16": 2, "fp16": 2}.get(str(self.param_dtype))
+        units = self._units if self._units is not None else [name for name, _ in select(module, self.wrap)]
+        by_unit = sizes(module, units, lambda p: divided(p, width or p.element_size()))
+        rest = by_unit.pop("")
+        gathered = rest + (max(by_unit.values(), default=0) if self.reshard_after_forward else sum(by_unit.values()))
+        found = {f"{'host ' if self.offload else ''}{kind}": count for kind, count in held.items()}
+        found["gathered"] = gathered
+        if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
+            here = sum(divided(p, p.element_size()) for p in parameters)
+            found["whole gradients"] = whole["gradients"] * here // every if every else 0
+        return found
+
+    def _divide(self, module: torch.nn.Module) -> Division | None:
+        """Which layers `tp` divides, and how."""
+        if self.tp == 1:
+            return None
+        from fabricate.strategies.tensor_parallel import division
+
+        return division(module, self.tp)
+
+    # -- building -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        import torch
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        from fabricate.strategies.fsdp_units import select
+
+        self._device, self._division = accelerator.device, self._divide(module)
+        options = self._options(accelerator.num_processes)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:  # fully_shard keeps each rank's own values: they have to be rank 0's
+                values = tensor.detach().to(self._device)  # one at a time: fully_shard moves one unit at a time as well
+                torch.distributed.broadcast(values, src=0)
+                tensor.detach().copy_(values)
+        if self._division is not None:
+            self._division.apply(module, self._ways)
+        units = select(module, self.wrap)
+        if self.activation_checkpointing and not units:
+            raise ConfigurationError(
+                f"fsdp: activation_checkpointing=true: wrap={self.wrap!r} finds no units in {type(module).__name__}; name "
+                "classes or a size"
+            )
+        for _, unit in units:
+            fully_shard(unit, **options)
+        # Backward begins with what is in no unit: freed after forward, it would be gathered again at once.
+        fully_shard(root, **options | {"reshard_after_forward": False})
+        home = torch.device("cpu") if self.offload else self._device
+
+        def memory(tensor: torch.Tensor) -> torch.Tensor:
+            where = home if isinstance(tensor, DTensor) else self._device  # buffers are not sharded and not offloaded
+            return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
+
+        root._apply(memory)  # type: ignore[no-untyped-call]
+        vars(root)["fsdp"] = (self._choices(), [name for name, _ in units])
+        self._attach(root, module, units)
+        # Placement is done; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
+        return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
+
+    def _options(self, world_size: int) -> dict[str, Any]:
+        """The arguments of `fully_shard`."""
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        shards = self._shards(world_size)
+        copies = world_size // shards // self.tp
+        sizes, names = (copies, shards), ("copies", "shards")
+        if self.tp == 1:
+            mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+        else:
+            every = init_device_mesh(self._device.type, (*sizes, self.tp), mesh_dim_names=(*names, "tp"))
+            mesh, self._ways = every[names], every["tp"]
+        self._over = mesh["shards"]
+        dtypes = {
+            n: getattr(torch, _DTYPES[v]) if (v := getattr(self, n)) else None for n in ("param_dtype", "reduce_dtype")
+        }
+        if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
+            dtypes["reduce_dtype"] = torch.float32
+        found: dict[str, Any] = {
+            "mesh": mesh["shards"] if copies == 1 else mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            # Inputs stay as they are: autocast casts what has to be, and a target or a time step must not be rounded.
+            "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False),
+        }
+        if self.offload:
+            found["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
+        return found
+
+    def _choices(self) -> dict[str, Any]:
+        """The options that a sharded module keeps for good."""
+        return {
+            n: v for n, v in dataclasses.asdict(self).items() if n not in ("activation_checkpointing", "accumulate")
+        }
+
+    def _attach(self, root: torch.nn.Module, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
+        """What is on the units for as long as a run lasts."""
+        from fabricate.strategies.fsdp_timing import Communication
+        from fabricate.strategies.fsdp_units import recompute
+
+        self._units = [name for name, _ in units]
+        self._watched, self._ran = list(module.parameters()), []
+        hooks = [
+            unit.register_forward_pre_hook(functools.partial(self._runs, number))
+            for number, (_, unit) in enumerate(units)
+        ]
+        undo = [hook.remove for hook in hooks]
+        if self.activation_checkpointing:
+            undo.append(recompute(module, units))
+        self._undo = undo
+        self._communication = Communication(module)
+        if self._device.type == "cpu":  # elsewhere a call returns before its work is done
+            self._communication.watch(root)
+
+    def prepare_optimizers(
+        self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> torch.nn.Module:
+        import torch
+
+        for name, optimizer in optimizers.items():
+            if isinstance(optimizer, torch.optim.Adafactor):
+                raise ConfigurationError(
+                    f"strategy='fsdp' with torch.optim.Adafactor (optimizer {name!r}): its update takes no parameters in shards; choose "
+                    "an optimizer that treats every element by itself, AdamW for instance, or strategy='ddp'"
+                )
+        return model
+
+    def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
+        module = cast("torch.nn.Module", root.module)
+        before, names = vars(root)["fsdp"]
+        changed = [n for n, value in self._choices().items() if before[n] != value]
+        if changed:
+            raise ConfigurationError(
+                f"fsdp: {changed[0]}={getattr(self, changed[0])!r}: an earlier fit sharded this {type(module).__name__} with "
+                f"{changed[0]}={before[changed[0]]!r}; use the same, or build a new module"
+            )
+        self._device = accelerator.device
+        self._options(accelerator.num_processes)
+        self._attach(root, module, [(name, module.get_submodule(name)) for name in names])
+        return model
+
+    def release(self, module: torch.nn.Module, clean: bool) -> bool:
+        for undo in self._undo:
+            undo()
+        self._undo, self._watched = [], []
+        return False
+
+    # -- one update -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _unsynchronised(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        return self._unsynchronised(model) if self.accumulate == "whole" else contextlib.nullcontext()
+
+    def _runs(self, number: int, unit: torch.nn.Module, given: object) -> None:
+        self._ran.append(number)
+
+    def route(self) -> int:
+        # Shards of unlike layers or gradients would be gathered and added up as if they were one: wrong, without an error.
+        ran, self._ran = self._ran, []
+        self._communication.updates += 1
+        return hash((*ran, -1, *(p.grad is not None for p in self._watched))) & (2**62 - 1)
+
+    def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        import torch
+
+        default = "fp32" if self.param_dtype else None
+        return getattr(torch, _DTYPES[chosen]) if (chosen := self.reduce_dtype or default) else gradient
+
+    def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        import torch
+
+        gradients = [cast("Any", p.grad) for p in parameters if p.grad is not None]
+        square = self._square([g for g in gradients if self.tp == 1 or not self._is_divided(g)])
+        if self.tp > 1:  # what all of its ranks hold counts once
+            divided = self._square([g for g in gradients if self._is_divided(g)])
+            torch.distributed.all_reduce(divided, group=self._ways.get_group())
+            square = square + divided
+        torch.distributed.all_reduce(square, group=self._over.get_group())
+        return square.sqrt()
+
+    def _square(self, gradients: Sequence[Any]) -> torch.Tensor:
+        """The squared norm of this rank's shards."""
+        import torch
+
+        with torch.no_grad():
+            local = [g.to_local() for g in gradients]
+        return torch.nn.utils.get_total_norm(local).to(self._device).square()
+
+    def _is_divided(self, tensor: Any) -> bool:
+        """Whether `tp` cut it, and not only shards."""
+        names = tensor.device_mesh.mesh_dim_names
+        return "tp" in names and tensor.placements[names.index("tp")].is_shard()
+
+    def local_part(self, tensor: torch.Tensor) -> Strategy.Part:
+        part = super().local_part(tensor)
+        if self.tp > 1 and not part.replicated and "tp" not in cast("Any", tensor).device_mesh.mesh_dim_names:
+            # Each rank that divides layers holds the same shard of what is in none of them.
+            part.copy, part.copies = part.copy * self.tp + self._ways.get_local_rank(), part.copies * self.tp
+        return part
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        here: Any = tensor.to(self._device)
+        if self.tp == 1 or not self._is_divided(here):
+            return super().gather(here)
+        # One cut after the other, the last one first: both at once, torch warns of what it does.
+        import torch
+        from torch.distributed.tensor import DTensor, Shard
+
+        cut, whole = here.placements[-1], here
+        shape = [n // self.tp if dimension == cut.dim else n for dimension, n in enumerate(here.shape)]
+        for mesh, placement, size in ((self._over, Shard(0), shape), (self._ways, cut, list(here.shape))):
+            stride = [math.prod(size[n + 1 :]) for n in range(len(size))]
+            local = whole.to_local() if whole is here else whole
+            whole = DTensor.from_local(
+                local, mesh, [placement], run_check=False, shape=torch.Size(size), stride=tuple(stride)
+            ).full_tensor()
+        return cast("torch.Tensor", whole.detach())
+
+    def communication_seconds(self, model: torch.nn.Module) -> float | None:
+        return self._communication.per_update() if self._device.type == "cpu" else None
+
+    def after_evaluation(self, model: torch.nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for unit in model.modules():  # without a backward, units that keep what they gathered would stay whole
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    def describe(self) -> dict[str, str]:
+        units = f"units by wrap={self.wrap!r}" if self._units is None else f"{len(self._units)} units"
+        shards = self._shards(self._world_size)
+        over, copies = (
+            f"over {shards} ranks" if shards > 1 else "whole on each of them",
+            self._world_size // shards // self.tp,
+        )
+        layers = str(self._division or f"divided over {self.tp} successive ranks, as the model's tp_plan says")
+        return {
+            **({"layers": layers} if self.tp > 1 else {}),
+            "shards": f"{units} and the rest of the module, {over}" + (f", in {copies} copies" if copies > 1 else ""),
+            "gathered as": _DTYPES[self.param_dtype] if self.param_dtype else "they are",
+            "gradients": f"averaged in {_DTYPES[self.reduce_dtype or 'fp32']}, "
+            + ("once per update" if self.accumulate == "whole" else "per micro-batch"),
+            "after forward": "units are freed" if self.reshard_after_forward else "units stay gathered",
+            "activations": "recomputed in backward, unit by unit"
+            if self.activation_checkpointing
+            else "kept for backward",
+            "offload": "shards and the update in host memory" if self.offload else "none",
+        }

@@ -1,0 +1,147 @@
+"""Which submodules FSDP gathers as one unit, and recomputing them in backward. Must not know: shards, ranks."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from fabricate.errors import ConfigurationError
+from fabricate.strategies.base import Strategy
+
+Units = list[tuple[str, torch.nn.Module]]
+_SIZE = re.compile(r"size:(\d+(?:\.\d+)?)([KMB]?)")
+_FACTORS = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
+
+
+def read_size(wrap: str) -> int | None:
+    """The number of parameters in "size:100M"; None for another way to choose units."""
+    if not wrap.startswith("size:"):
+        return None
+    found = _SIZE.fullmatch(wrap)
+    if found is None or not float(found[1]):
+        raise ConfigurationError(f"fsdp: wrap={wrap!r}: give a number of parameters, for instance size:100M")
+    return int(float(found[1]) * _FACTORS[found[2]])
+
+
+def select(module: torch.nn.Module, wrap: str) -> Units:
+    """The units of `module` by `wrap`, inner ones first. Raises `ConfigurationError` where there are none of a name, and
+    where two would hold one parameter."""
+    if wrap == "none":
+        return []
+    size = read_size(wrap)
+    units = _of_size(module, size) if size is not None else _blocks(module) if wrap == "auto" else _named(module, wrap)
+    _check_shared(module, wrap, [name for name, _ in units])
+    return units
+
+
+def sizes(module: torch.nn.Module, units: list[str], size: Callable[[torch.nn.Parameter], int]) -> dict[str, int]:
+    """The sum of `size` over the parameters of each unit, without those of units inside it; "" is the rest."""
+    found = dict.fromkeys(["", *units], 0)
+    for name, parameter in module.named_parameters():
+        found[_home(name, units)] += size(parameter)
+    return found
+
+
+def _home(parameter: str, units: list[str]) -> str:
+    return max((unit for unit in units if parameter.startswith(f"{unit}.")), key=len, default="")
+
+
+def _kind(module: torch.nn.Module) -> str:
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name  # sharding renames the class
+
+
+def _below(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Everything inside `module` that has parameters and a forward. `module` itself is run by its steps."""
+    for name, child in module.named_modules():
+        runs = type(child).forward is not torch.nn.Module.forward  # else a container, as ModuleList is
+        if name and runs and next(child.parameters(), None) is not None:
+            yield name, child
+
+
+def _blocks(module: torch.nn.Module) -> Units:
+    below = {id(child) for _, child in _below(module)}
+    chosen = [pair for pair in Strategy.blocks(module) if id(pair[1]) in below and not _shares(pair[0], module)]
+    outer = [n for n, _ in chosen]
+    return [pair for pair in chosen if not any(pair[0].startswith(f"{n}.") for n in outer)]
+
+
+def _named(module: torch.nn.Module, wrap: str) -> Units:
+    wanted = set(wrap.split("+"))
+    found = [(n, m) for n, m in _below(module) if _kind(m) in wanted]
+    missing = wanted - {_kind(m) for _, m in found}
+    if missing:
+        present = sorted({_kind(m) for _, m in _below(module)})
+        raise ConfigurationError(
+            f"fsdp: wrap={wrap!r}: the module has no {', '.join(sorted(missing))}; it has {', '.join(present)}"
+        )
+    return found[::-1]
+
+
+def _of_size(module: torch.nn.Module, size: int) -> Units:
+    """From the inside out, a submodule is a unit as soon as what no unit inside it holds comes to `size` parameters."""
+    units: Units = []
+    taken: set[int] = set()
+    inside_out = sorted(_below(module), key=lambda pair: -pair[0].count("."))
+    for name, child in inside_out:
+        own = [p for p in child.parameters() if id(p) not in taken]
+        if sum(p.numel() for p in own) >= size and not _shares(name, module):
+            taken.update(id(p) for p in own)
+            units.append((name, child))
+    return units
+
+
+def _shares(name: str, module: torch.nn.Module) -> bool:
+    """Whether the submodule `name` has a parameter that lies elsewhere too (tied weights): then it cannot be a unit."""
+    every = list(module.named_parameters(remove_duplicate=False))
+    inside = {id(p) for n, p in every if n.startswith(f"{name}.")}
+    return any(id(p) in inside for n, p in every if not n.startswith(f"{name}."))
+
+
+def _check_shared(module: torch.nn.Module, wrap: str, units: list[str]) -> None:
+    """A parameter that two units hold would become two, each gathered and updated by itself."""
+    homes: dict[int, tuple[str, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        unit = _home(name, units)
+        other, theirs = homes.setdefault(id(parameter), (name, unit))
+        if theirs != unit:
+            raise ConfigurationError(
+                f"fsdp: wrap={wrap!r} puts {other} and {name}, which are one parameter, into two units; choose "
+                "wrap= so that one unit holds both, or wrap='none'"
+            )
+
+
+def recompute(module: torch.nn.Module, units: Units) -> Callable[[], None]:
+    """Let backward recompute what `units` compute, with the dropout of the first time, instead of keeping it. Models of
+    transformers do so themselves, block by block, because their caches have to be off then. Returns what undoes it."""
+    own: list[Any] = []
+    theirs: set[int] = set()
+    for child in module.modules():
+        if id(child) not in theirs and getattr(child, "supports_gradient_checkpointing", False):
+            own.append(child)
+            theirs.update(id(inner) for inner in child.modules())
+    ours = [unit for _, unit in units if id(unit) not in theirs]
+    for model in own:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for unit in ours:
+        unit.forward = functools.partial(_again, unit.forward)
+
+    def undo() -> None:
+        for model in own:
+            model.gradient_checkpointing_disable()
+        for unit in ours:
+            vars(unit).pop("forward", None)
+
+    return undo
+
+
+def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)

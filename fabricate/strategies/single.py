@@ -1,0 +1,17 @@
+"""One process. Must not know: other strategies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from fabricate.strategies.base import Strategy
+
+
+@dataclasses.dataclass(eq=False)
+class Single(Strategy):
+    """One process, one device, nothing around the step."""
+
+    name: ClassVar[str] = "single"
+    max_world_size: ClassVar[int | None] = 1
+    distributed_types: ClassVar[tuple[str, ...]] = ("NO",)

@@ -1,0 +1,219 @@
+"""Layers whose arithmetic several ranks share: the `tp_plan` of a transformers model, carried out with torch's `parallelize_module`.
+
+Owns: which layers a plan cuts and how, what of a plan cannot be followed, the layers' cut itself. Not through Accelerate, whose
+installed version asks transformers for a name that is gone. Must not know: who shards what is left of a layer, strategies, ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from fabricate.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a layer is cut: its weight in `dimension`, by ranks that each have a part of its input or output, or all of both."""
+
+    kind: type[torch.nn.Module]
+    dimension: int
+    whole_input: bool
+    whole_output: bool
+
+    def made(self) -> ParallelStyle:
+        """torch's word for it."""
+        columns = (self.dimension == 0) == (self.kind is torch.nn.Linear)  # a Linear's weight lies transposed
+        if columns:
+            return ColwiseParallel(output_layouts=Replicate() if self.whole_output else None)
+        return RowwiseParallel(input_layouts=Replicate() if self.whole_input else None)
+
+
+_GATHERED = Style(torch.nn.Linear, 0, whole_input=True, whole_output=True)
+_SPLIT = Style(torch.nn.Linear, 1, whole_input=True, whole_output=True)
+STYLES = {
+    "colwise": Style(torch.nn.Linear, 0, whole_input=True, whole_output=False),
+    "colwise_gather_output": _GATHERED,
+    "colwise_rep": _GATHERED,
+    "rowwise": Style(torch.nn.Linear, 1, whole_input=False, whole_output=True),
+    "rowwise_split_input": _SPLIT,
+    "rowwise_rep": _SPLIT,
+    "embedding_rowwise": Style(torch.nn.Embedding, 0, whole_input=True, whole_output=True),
+    "embedding_colwise": Style(torch.nn.Embedding, 1, whole_input=True, whole_output=True),
+}
+"""By transformers' names."""
+_LEFT_ALONE = "replicate"
+
+
+@dataclass(frozen=True)
+class Division:
+    """What `ways` ranks do together: the style of each layer that is cut, by name, and why others of the plan stay whole."""
+
+    ways: int
+    layers: Mapping[str, Style]
+    whole: Mapping[str, str]
+
+    def cuts(self, module: torch.nn.Module) -> dict[int, int]:
+        """By id of each parameter of `module` that is cut, the dimension. `module`: cut already, or not."""
+        found = {}
+        for name, style in self.layers.items():
+            layer: Any = module.get_submodule(name)
+            found[id(layer.weight)] = style.dimension
+            if style.dimension == 0 and getattr(layer, "bias", None) is not None:
+                found[id(layer.bias)] = 0
+        return found
+
+    def apply(self, module: torch.nn.Module, mesh: DeviceMesh) -> None:
+        """Cut the layers of `module` over the ranks of `mesh`. Values that are there are the same on all of them. Parameters
+        become new ones; those that were one stay one. No rank sends anything."""
+        tied = [names for names in _tied(module).values() if self.layers.keys() & {n.rpartition(".")[0] for n in names}]
+        for name, style in self.layers.items():
+            parallelize_module(module.get_submodule(name), mesh, style.made(), src_data_rank=None)
+        for first, *others in tied:
+            parameter = module.get_parameter(first)
+            for name in others:
+                owner, _, key = name.rpartition(".")
+                module.get_submodule(owner).register_parameter(key, parameter)
+
+    def __str__(self) -> str:
+        kinds = {
+            text: dict.fromkeys(
+                n.rpartition(".")[2] for n, style in self.layers.items() if style.dimension == dimension
+            )
+            for dimension, text in ((0, "by rows"), (1, "by columns"))
+        }
+        cut = "; ".join(f"{', '.join(names)} {text} of the weight" for text, names in kinds.items() if names)
+        whole = "".join(f"; {name} whole, {why}" for name, why in self.whole.items())
+        return f"{self.ways} successive ranks read the same rows and divide {cut}{whole}"
+
+
+def division(module: torch.nn.Module, ways: int) -> Division:
+    """How the plan of the transformers model inside `module` divides it over `ways` ranks. Raises `ConfigurationError` for what
+    cannot be divided so. Reads shapes only: `module` may be on the meta device, or cut already."""
+    layers: dict[str, Style] = {}
+    whole: dict[str, str] = {}
+    models = list(_planned(module))
+    if not models:
+        raise ConfigurationError(
+            f"fsdp: tp={ways}: {type(module).__name__} holds no model with a tp_plan, which says how its layers are cut; use a "
+            "model of transformers that has one, or strategy='fsdp' without tp"
+        )
+    for prefix, model in models:
+        _check_heads(prefix, model, ways)
+        for name, layer in model.named_modules():
+            rule = _rule(model.tp_plan, name)
+            for key, parameter in layer.named_parameters(recurse=False):
+                own = _rule(model.tp_plan, f"{name}.{key}")
+                if own not in (None, _LEFT_ALONE):
+                    raise _other(ways, f"{prefix}{name}.{key}", f"the parameter's style is {own!r}")
+                if rule == "replicated_with_grad_allreduce" and parameter.requires_grad:
+                    raise _other(
+                        ways, f"{prefix}{name}", f"its style is {rule!r}, which is done only for frozen ones: freeze it"
+                    )
+            if rule in (None, _LEFT_ALONE, "replicated_with_grad_allreduce"):
+                continue
+            layers[f"{prefix}{name}"] = style = _checked(f"{prefix}{name}", layer, str(rule), ways)
+            if getattr(layer, "padding_idx", None) is not None:  # DTensor would look for it in every rank's part
+                whole[f"{prefix}{name}"] = "because it has a padding_idx"
+            elif reason := _uneven(layer, style, ways):
+                if not (style.whole_input and style.whole_output):
+                    raise ConfigurationError(
+                        f"fsdp: tp={ways}: {prefix}{name} (style {rule!r}) cannot be divided {reason}; choose tp= a divisor, or another "
+                        "size in the model's configuration"
+                    )
+                whole[f"{prefix}{name}"] = reason
+    _leave_tied(module, layers, whole, ways)
+    return Division(ways, {name: style for name, style in layers.items() if name not in whole}, whole)
+
+
+def _planned(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost models inside `module` that have a plan, each with what its names begin with. A model's plan holds those of
+    its parts."""
+    found: list[str] = []
+    for name, child in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(plan := getattr(child, "tp_plan", None), dict) and plan and not prefix.startswith(tuple(found)):
+            found.append(prefix)
+            yield prefix, child
+
+
+def _rule(plan: Mapping[str, str], name: str) -> str | None:
+    """What `plan` says of the layer or parameter `name`, or of those with a * for the numbers of layers."""
+    return plan.get(name, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))
+
+
+def _check_heads(prefix: str, model: Any, ways: int) -> None:
+    configuration = getattr(model, "config", None)
+    settings = getattr(configuration, "text_config", configuration)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        number = getattr(settings, name, None)
+        if isinstance(number, int) and number % ways:
+            raise ConfigurationError(
+                f"fsdp: tp={ways}: {prefix}config.{name} is {number}, and every rank needs as many heads as the others; choose tp= a "
+                f"divisor of {number}"
+            )
+
+
+def _checked(name: str, layer: torch.nn.Module, rule: str, ways: int) -> Style:
+    style = STYLES.get(rule)
+    if style is None:
+        raise _other(ways, name, f"its style is {rule!r}")
+    # Sharding renames the class of a layer that is a unit: FSDPLinear.
+    kinds = [kind for kind in type(layer).__mro__ if not kind.__name__.startswith("FSDP")]
+    if kinds[0] is not style.kind:
+        raise _other(
+            ways, name, f"it is a {type(layer).__name__} of {type(layer).__module__}, not torch's {style.kind.__name__}"
+        )
+    if isinstance(layer, torch.nn.Embedding) and (
+        layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
+    ):
+        raise _other(ways, name, "an Embedding with max_norm, sparse or scale_grad_by_freq looks at all of its rows")
+    return style
+
+
+def _uneven(layer: Any, style: Style, ways: int) -> str:
+    number = layer.weight.shape[style.dimension]
+    return (
+        f"because {ways} does not divide the {number} {'columns' if style.dimension else 'rows'} of its weight"
+        if number % ways
+        else ""
+    )
+
+
+def _other(ways: int, name: str, why: str) -> ConfigurationError:
+    known = ", ".join(STYLES)
+    return ConfigurationError(
+        f"fsdp: tp={ways}: {name} cannot be divided: {why}; what is divided are torch's Linear and Embedding in the styles {known}. Use "
+        "strategy='fsdp' without tp, or give the model another tp_plan"
+    )
+
+
+def _tied(module: torch.nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {address: found for address, found in names.items() if len(found) > 1}
+
+
+def _leave_tied(module: torch.nn.Module, layers: Mapping[str, Style], whole: dict[str, str], ways: int) -> None:
+    """What two layers share stays whole in both unless both are cut alike."""
+    for names in _tied(module).values():
+        owners = [name.rpartition(".")[0] for name in names]
+        styles = {owner: layers[owner] for owner in owners if owner in layers}
+        alike = len(styles) == len(set(owners)) and len({style.dimension for style in styles.values()}) == 1
+        if not styles or (alike and not whole.keys() & styles.keys()):
+            continue
+        for owner, style in styles.items():
+            if not (style.whole_input and style.whole_output):
+                raise _other(ways, owner, f"its weight is that of {', '.join(o for o in owners if o != owner)} too")
+            whole.setdefault(
+                owner, f"because its weight is that of {' and '.join(o for o in owners if o != owner)} too"
+            )

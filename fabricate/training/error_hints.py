@@ -1,0 +1,150 @@
+"""What torch says when memory is full, tensors are apart or a parameter is missed, in the words of who has to change something.
+
+The exception keeps its type; `explain` gives a note for it. Must not know: the loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricate.errors import few, size_text
+from fabricate.model.memory import available, need, total
+
+if TYPE_CHECKING:
+    from fabricate.training.run_state import Run
+
+_NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")
+_APART = ("on the same device", "is not on the expected device", "same device type", "device of")
+_MISSED = "Expected to have finished reduction in the prior iteration"
+
+
+def explain(run: Run, exc: BaseException) -> str:
+    """A note for an exception of torch's that a user can do something about; empty for others. One rank, no collectives."""
+    text = str(exc)
+    if isinstance(exc, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(exc, RuntimeError) and any(word in text for word in _NO_ROOM)
+    ):
+        return _no_room(run)
+    if not isinstance(exc, RuntimeError):
+        return ""
+    if _MISSED in text:
+        return _missed(run, text)
+    if "device" in text and any(word in text for word in _APART):
+        return _apart(run, exc)
+    if "backward through the graph a second time" in text:
+        return (
+            "the loop calls backward on the loss that training_step returns; leave out a backward of your own, and detach() what is "
+            "kept from one batch to the next"
+        )
+    if isinstance(exc, NotImplementedError) and "Sparse" in text:
+        return (
+            "sparse gradients, those of an Embedding(sparse=True), have no norm here; leave out max_grad_norm= and hooks that take "
+            "grad_norm, or use sparse=False"
+        )
+    if "mixed torch.Tensor and DTensor" in text:
+        return (
+            f"a parameter was used outside of the layer that holds it{_where(run, exc)}: strategy={run.engine.strategy.name!r} gathers "
+            "a layer's parameters while its forward runs; call the layer, or choose strategy='ddp'"
+        )
+    return ""
+
+
+def _no_room(run: Run) -> str:
+    engine, settings = run.engine, run.settings
+    strategy, on_device = engine.strategy, engine.device.type != "cpu"
+    room, where = available(engine.device, engine.launch.local_world_size)
+    optimizers = run.optimizers or (ValueError("not made yet") if run.source is not None else None)
+    needed = need(run.module, optimizers, lambda tensor: strategy.local_part(tensor).shape)
+    per_rank = needed.per_rank(strategy, engine.world_size)
+    takes = ", ".join(f"{kind} {size_text(count)}" for kind, count in per_rank.items())
+    held = f"about {size_text(total(per_rank, on_device))} on each rank ({takes}), activations not counted"
+    found = f"out of memory on rank {engine.rank}: strategy={strategy.name!r} keeps {held}; a rank has {size_text(room)} ({where})."
+    ways = []
+    if not strategy.shards_parameters:
+        ways.append(
+            "divide them over more ranks with strategy='fsdp'"
+            if engine.world_size > 1
+            else "start several ranks with strategy='fsdp'"
+        )
+    elif strategy.name == "fsdp":
+        besides = "'fsdp:offload=cpu'" if on_device else "MALLOC_MMAP_THRESHOLD_=1048576 in the environment"
+        ways.append(f"start more ranks, strategy='fsdp:activation_checkpointing=true' or {besides}")
+    if run.source is not None:
+        ways.append(
+            f"halve batch_size and double gradient_accumulation_steps ({settings.gradient_accumulation_steps or 1}): the update "
+            "stays the same"
+        )
+    if engine.precision.compute_dtype == "float32":
+        ways.append("precision='bf16' halves activations")
+    return f"{found} What helps: {'; '.join(ways)}"
+
+
+def _missed(run: Run, text: str) -> str:
+    names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
+    indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    missed = [names[int(index)] for index in indices[1].split() if int(index) < len(names)] if indices else []
+    return (
+        f"no gradient reached {few(missed) or 'some parameters'} in the update before, and strategy='ddp' was told not to look "
+        "for such parameters: leave out find_unused_parameters=false (and static_graph=true), use the parameters in every "
+        "training_step, or freeze them with requires_grad_(False)"
+    )
+
+
+def _apart(run: Run, exc: BaseException) -> str:
+    device = run.engine.device
+    elsewhere = [f"{name} ({found})" for name, found in _tensors_of(run.module) if found.type != device.type]
+    frame = _frame(run, exc)
+    if frame is not None:
+        elsewhere += [
+            f"{name} ({tensor.device})" for name, tensor in _locals(frame) if tensor.device.type != device.type
+        ]
+    return (
+        f"rank {run.engine.rank} computes on {device}{_where(run, exc)}; elsewhere are {few(elsewhere) or 'tensors made there'}. Make "
+        "tensors in a step with device=self.device (or like another: torch.zeros_like, x.new_zeros), keep lasting ones with "
+        "register_buffer, so that they move along with the module"
+    )
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.device]]:
+    """Everything that `module` holds, registered or not."""
+    for name, child in module.named_modules():
+        for key, value in {**child._parameters, **child._buffers, **vars(child)}.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}".lstrip("."), value.device
+
+
+def _frame(run: Run, exc: BaseException) -> FrameType | None:
+    """The innermost frame of the traceback that runs a method of the module or of a layer inside it."""
+    inside = {id(child) for child in run.module.modules()}
+    found, step = None, exc.__traceback__
+    while step is not None:
+        if id(step.tb_frame.f_locals.get("self")) in inside:
+            found = step.tb_frame
+        step = step.tb_next
+    return found
+
+
+def _where(run: Run, exc: BaseException) -> str:
+    frame = _frame(run, exc)
+    if frame is None:
+        return ""
+    layer = frame.f_locals["self"]
+    name = next((n for n, child in run.module.named_modules() if child is layer), "")
+    return f", in {frame.f_code.co_name} of {name or type(layer).__name__}"
+
+
+def _locals(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in frame.f_locals.items():
+        values: Any = {name: value}
+        if isinstance(value, Mapping):
+            values = {f"{name}[{key!r}]": each for key, each in value.items()}
+        elif isinstance(value, tuple | list):
+            values = {f"{name}[{number}]": each for number, each in enumerate(value)}
+        for where, each in values.items():
+            if isinstance(each, torch.Tensor):
+                yield where, each

@@ -1,0 +1,207 @@
+"""Evaluation: metrics over exactly the data, predictions in its order; afterwards training is as if nothing had run.
+
+Must not know: when it is due (fabricate.training.loop).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricate.checkpoint.format.codec import decode, encode
+from fabricate.data import rows_of, token_labels
+from fabricate.errors import ConfigurationError
+from fabricate.metrics.loss_weight import CrossEntropies
+from fabricate.metrics.reduction import Metrics, snapshot_torchmetrics
+from fabricate.module import STEPS
+from fabricate.seeding import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from fabricate.data import Source
+    from fabricate.module import TrainModule
+    from fabricate.training.run_state import Run
+
+
+def validate(run: Run, epoch: int) -> dict[str, float]:
+    """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
+    metrics = evaluate(run, run.validation, "validate")
+    run.write_metrics("validate", metrics, epoch)
+    for scheduler in run.schedulers.values():
+        scheduler.measured(metrics)
+    return metrics
+
+
+@contextlib.contextmanager
+def _evaluating(run: Run) -> Iterator[None]:
+    """Eval mode and no grad; afterwards every submodule's mode and the random generators are as before."""
+    modes = [(m, m.training) for m in run.module.modules()]
+    generators = rng_state()
+    restore_buffers = run.engine.share_buffers(run.module)
+    pending, run.module._logged[:] = list(run.module._logged), []
+    run.module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        set_rng_state(generators)
+        restore_buffers()
+        run.module._logged[:] = pending
+
+
+def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, float]:
+    """Metrics over exactly the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All
+    ranks. The module's modes and the random generators are as before afterwards."""
+    trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
+    prefix = "val_" if stage == "validate" else f"{stage}_"
+    forward = engine.model if engine.strategy.lockstep else engine.root
+    result: dict[str, float] = {}
+    with _evaluating(run):
+        if calls.on_eval_start is not None:
+            calls.on_eval_start(trainer, module, stage)
+        for name, source in sources.items():
+            metrics = Metrics(engine, engine.device, engine.ranks_per_row)
+            watch: CrossEntropies | None = CrossEntropies()
+            for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
+                batch = engine.to_device(item.batch)
+                run.batch_idx = batch_idx
+                restore = snapshot_torchmetrics(module) if item.rows == 0 else None
+                with watch or contextlib.nullcontext():
+                    output = (
+                        forward(stage, batch, batch_idx)
+                        if calls.eval_step is None
+                        else calls.eval_step(trainer, module, batch, stage)
+                    )
+                if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
+                    restore()
+                    module._logged.clear()
+                    continue
+                weight = _log_output(module, output, stage, prefix)
+                if weight is None and watch is not None:
+                    weight = watch.weigh(module._logged)
+                    if weight is None:
+                        _note_rows(run, stage, item.batch)
+                        watch = None
+                if weight is None:
+                    weight = rows_of(item.batch) if item.rows is None else item.rows
+                metrics.take(module._logged, weight)
+            inner = f"{prefix}{name}_" if name else prefix
+            result |= {inner + n.removeprefix(prefix): v for n, v in metrics.finish().items()}
+        engine.strategy.after_evaluation(engine.model)
+        run.latest |= result
+        if calls.on_eval_end is not None:
+            calls.on_eval_end(trainer, module, stage, result)
+    return result
+
+
+def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> Any:
+    """Log what a step returned next to what it logged itself. Returns the weight that it gave, or None."""
+    if output is None:
+        return None
+    step = f"{type(module).__name__}.{STEPS[stage]}"
+    if not isinstance(output, Mapping):
+        raise ConfigurationError(f"{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
+    logged = {name.removeprefix(prefix) for name, *_ in module._logged}
+    for key, value in output.items():
+        if key in logged:
+            raise ConfigurationError(f"{step} returns {key!r} and logs it too; do one of them")
+        if key != "weight":
+            module.log(key, value)
+    return output.get("weight")
+
+
+def _note_rows(run: Run, stage: str, batch: Any) -> None:
+    if (shape := token_labels(batch)) is not None:
+        run.note(
+            f"labels have the shape {shape} and {STEPS[stage]} returns no plain cross-entropy, so its metrics weigh the rows of their "
+            "batches. Where rows have unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
+        )
+
+
+def predict(run: Run, source: Source) -> list[Any] | None:
+    """One prediction per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
+    trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
+    forward = engine.model if engine.strategy.lockstep else engine.root
+    indices: list[int] = []
+    outputs: list[Any] = []
+    with _evaluating(run):
+        if calls.on_eval_start is not None:
+            calls.on_eval_start(trainer, module, "predict")
+        for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
+            batch = engine.to_device(item.batch)
+            run.batch_idx = batch_idx
+            output = (
+                forward("predict", batch, batch_idx)
+                if calls.eval_step is None
+                else calls.eval_step(trainer, module, batch, "predict")
+            )
+            if item.rows == 0:
+                continue
+            outputs += _rows(output, rows_of(item.batch) if item.rows is None else item.rows)
+            indices += [int(i) for i in item.indices]
+        engine.strategy.after_evaluation(engine.model)
+        if calls.on_eval_end is not None:
+            calls.on_eval_end(trainer, module, "predict", {})
+    if engine.rank % engine.ranks_per_row:  # the first of those that read the same rows has them too
+        indices, outputs = [], []
+    return _gather_rows(run, indices, outputs)
+
+
+def _rows(output: Any, rows: int) -> list[Any]:
+    """Split a batch of predictions into one per row."""
+    if isinstance(output, torch.Tensor | list):
+        if (isinstance(output, torch.Tensor) and output.ndim == 0) or len(output) != rows:
+            shape = tuple(output.shape) if isinstance(output, torch.Tensor) else len(output)
+            raise ConfigurationError(
+                f"predict_step returned {shape} for a batch of {rows} rows; the leading dimension has to be the rows"
+            )
+        return [o.cpu() if isinstance(o, torch.Tensor) else o for o in output]
+    if isinstance(output, Mapping):
+        columns = {k: _rows(v, rows) for k, v in output.items()}
+        return [{k: column[i] for k, column in columns.items()} for i in range(rows)]
+    if isinstance(output, tuple):
+        parts = [_rows(v, rows) for v in output]
+        return [tuple(part[i] for part in parts) for i in range(rows)]
+    raise ConfigurationError(
+        f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them"
+    )
+
+
+def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] | None:
+    if run.engine.world_size == 1:
+        return [o for _, o in sorted(zip(indices, outputs, strict=True), key=lambda pair: pair[0])]
+    # Tensors travel as raw rows, everything else as tagged JSON: no pickle between ranks.
+    tensors: list[torch.Tensor] = []
+
+    def put(path: str, value: object) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        tensors.append(value)
+        return str(len(tensors) - 1)
+
+    trees = run.engine.gather_json(
+        [indices, encode(outputs, put, "predictions"), [[str(t.dtype), list(t.shape)] for t in tensors]]
+    )
+    flat = torch.cat(
+        [torch.empty(0, dtype=torch.uint8), *(t.detach().cpu().reshape(-1).view(torch.uint8) for t in tensors)]
+    )
+    parts = run.engine.send(flat.numpy().data)
+    if not parts:
+        return None
+    gathered: list[tuple[int, Any]] = []
+    for (where, tree, shapes), part in zip(trees, parts, strict=True):
+        views, offset = [], 0
+        for dtype_name, shape in shapes:
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            size = math.prod(shape) * dtype.itemsize
+            own = bytearray(part[offset : offset + size])  # aligned
+            views.append((torch.frombuffer(own, dtype=dtype) if size else torch.empty(0, dtype=dtype)).reshape(shape))
+            offset += size
+        rows: Any = decode(tree, lambda ref, views=views: views[int(ref)])  # type: ignore[misc]
+        gathered += zip(where, rows, strict=True)
+    return [value for _, value in sorted(gathered, key=lambda pair: pair[0])]

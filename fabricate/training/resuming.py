@@ -1,0 +1,339 @@
+"""Resuming a run: the newest good checkpoint is chosen, compared with what is running, and put back. Nothing is used before it
+is verified.
+
+Owns: the choice, what is set or moved aside, what has to be the same, the order in which state comes back. Must not know:
+the loop's order; what a save does (fabricate.training.saving); the format's bytes (fabricate.checkpoint.format.directory).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricate.checkpoint.format import directory as format
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.checkpoint.format.files import explained
+from fabricate.checkpoint.format.lock import locked
+from fabricate.checkpoint.format.retention import best_checkpoints
+from fabricate.checkpoint.format.schema import own_state, saved_world_size, shared_state
+from fabricate.checkpoint.state.contents import data_identity
+from fabricate.checkpoint.state.logical import (
+    compare_frozen,
+    compare_model,
+    compare_optimizer,
+    decode_mapping,
+    load_model,
+    load_optimizer,
+    optimizer_groups,
+    read_whole,
+)
+from fabricate.errors import CheckpointError
+from fabricate.metrics.reduction import load_torchmetrics_state
+from fabricate.seeding import derive_seed, seed_everything, set_rng_state
+from fabricate.training.saving import checkpoints, prune
+
+if TYPE_CHECKING:
+    from fabricate.training.run_state import Run
+
+
+def occupy(run: Run, warn: Callable[[str], None]) -> None:
+    """Make the run directory, and hold it against other runs until this one ends. All ranks."""
+    if run.run_dir is not None:
+        note = by_main(run, partial(_occupy, run, run.run_dir))
+        if note and run.engine.rank == 0:
+            warn(f"note: {note}")
+
+
+def _occupy(run: Run, directory: Path) -> str:
+    with explained("use", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        note = run.closing.enter_context(locked(directory))
+        events = directory / "events.jsonl"
+        if events.exists() and not (text := events.read_bytes()).endswith(b"\n"):  # a kill left half a line
+            os.truncate(events, text.rfind(b"\n") + 1)
+        return note
+
+
+def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume from, verified in full, the same on every rank; None to start anew. All ranks.
+
+    "auto": the newest good one of the run directory; damaged ones are named and set aside. A path: that one, or an error.
+    Each rank reads its share of the blocks, so that a large checkpoint is verified as fast as it is loaded.
+    """
+    automatic = str(resume) in ("auto", "never")
+    candidates = [Path(path) for path in by_main(run, lambda: _candidates(run, resume, warn))]
+    for path in candidates:
+        faults = run.engine.gather_json(_fault(path, run.engine.rank, run.engine.world_size))
+        fault = next((fault for fault in faults if fault), None)
+        if fault is None:
+            if not automatic and run.run_dir is not None:
+                by_main(run, partial(_make_room, run.run_dir, path, warn))
+            return path
+        text, newer = fault
+        if newer:  # intact, only not for this version: nothing to set aside
+            raise format.NewerFormatError(text)
+        if not automatic:
+            raise CheckpointError(text)
+        by_main(run, partial(_set_aside, run, path, text, warn))
+    if resume == "auto" and run.run_dir is not None:
+        by_main(run, partial(_begin, run, started=bool(candidates)))
+    return None
+
+
+def by_main(run: Run, work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, on every rank; its error too. All ranks."""
+    answer: list[Any] = [None, None]
+    if run.engine.rank == 0:
+        try:
+            answer[0] = work()
+        except (CheckpointError, OSError) as exc:
+            answer[1] = str(exc)
+    result, error = run.engine.broadcast_json(answer)
+    if error:
+        raise CheckpointError(error)
+    return result
+
+
+def _candidates(run: Run, resume: str | Path, warn: Callable[[str], None]) -> list[str]:
+    """What may be resumed from, the best first."""
+    if str(resume) not in ("auto", "never"):
+        path = Path(resume)
+        if not path.exists():
+            raise CheckpointError(
+                f"resume={str(resume)!r} does not exist; give 'auto', 'never' or the path of a checkpoint"
+            )
+        if not (path / "manifest.json").exists():
+            raise CheckpointError(
+                f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
+            )
+        return [str(path)]
+    if run.run_dir is None:
+        return []
+    if resume == "never":
+        _move_aside(run.run_dir, _EVERYTHING, "resume='never'", warn)
+        return []
+    format.clean(checkpoints(run))
+    return [str(path) for path in reversed(format.committed(checkpoints(run)))]
+
+
+def _fault(path: Path, rank: int, world_size: int) -> list[Any] | None:
+    """What is wrong with this rank's share of a checkpoint, and whether it is merely too new; None when it is good."""
+    try:
+        with Reader(path) as reader:
+            reader.verify(rank, world_size)
+    except CheckpointError as exc:
+        return [str(exc), isinstance(exc, format.NewerFormatError)]
+    return None
+
+
+def _set_aside(run: Run, path: Path, fault: str, warn: Callable[[str], None]) -> None:
+    aside = format.set_aside(path, fault)
+    run.event("rejected", path=path.name, reason=fault, moved_to=aside.name)
+    warn(f"{fault}\n  set aside as {aside.name}; trying the one before")
+
+
+def _begin(run: Run, started: bool) -> None:
+    root = checkpoints(run)
+    if started or any(root.glob(".bad-*")):  # also the next time: starting over has to be somebody's decision
+        raise CheckpointError(
+            f"no checkpoint in {root} is good (they were set aside there); start over with resume='never', or restore one"
+        )
+    _cut_metrics(run, 0)  # of a run that ended before its first checkpoint
+
+
+_EVERYTHING = ("checkpoints", "metrics.jsonl", "events.jsonl", "model", "plan.json")
+
+
+def _make_room(run_dir: Path, path: Path, warn: Callable[[str], None]) -> None:
+    """A run that starts from `path` is going to write checkpoints that must not meet those of another run."""
+    root = run_dir / "checkpoints"
+    if path.resolve().parent != root.resolve():
+        _move_aside(run_dir, _EVERYTHING, f"resume={str(path)!r} is of another run", warn)
+        return
+    found = [p.name for p in format.committed(root)]
+    newer = [f"checkpoints/{name}" for name in found[found.index(path.name) + 1 :]] if path.name in found else []
+    _move_aside(run_dir, newer, f"resume={str(path)!r} goes back", warn)
+
+
+def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[str], None]) -> None:
+    """What is in the way of a new run is kept under another name, so that nothing is lost or mixed."""
+    present = [name for name in names if (run_dir / name).exists()]
+    if not present or present == ["plan.json"]:  # of a run that never began
+        return
+    number = next(n for n in range(1, 10_000) if not (run_dir / f"before-{n}").exists())
+    target = run_dir / f"before-{number}"
+    for name in present:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).rename(target / name)
+    warn(f"{why}: {', '.join(present)} moved to {target}")
+
+
+def restore(run: Run, path: Path) -> None:
+    """Put everything back as it was when `path` was saved. All ranks. Compared first, so that an error changes nothing."""
+    engine = run.engine
+    with Reader(path) as reader:
+        tree = shared_state(reader)
+        if "optimizers" not in tree:
+            raise CheckpointError(
+                f"{path} was imported and holds weights only, so nothing can resume from it; begin with them: "
+                f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r})"
+            )
+        world_size = saved_world_size(reader)
+        per_row = reader.manifest.topology.get("ranks_per_row", 1)
+        first_readers = range(0, world_size, per_row if isinstance(per_row, int) and per_row > 0 else 1)
+        _compare(run, path, tree, run.settings.accept_changes)
+        compare_model(reader, run.module, engine.strategy)
+        compare_frozen(reader, run.module, engine.strategy)
+        groups = optimizer_groups(run.module, run.optimizers, engine.strategy)
+        for label, optimizer in run.optimizers.items():
+            compare_optimizer(path, label, optimizer, tree["optimizers"][label], groups[label])
+        load_model(reader, run.module, engine.strategy)
+        for label, optimizer in run.optimizers.items():
+            load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)
+        for label, scheduler in run.schedulers.items():
+            scheduler.load_state_dict(
+                decode_mapping(reader, tree["schedulers"][label]["state"], f"scheduler {label!r}")
+            )
+        if tree["scaler"]:
+            engine.load_scaler_state(tree["scaler"])
+        run.progress.load(tree["progress"])
+        _restore_data(run, reader, tree["data"])
+        run.latest = decode_mapping(reader, tree["latest"], "latest")
+        if run.settings.seed is None:  # nobody asked for one: the order goes on as it began
+            run.seed = tree["seed"]
+            for source in (run.source, *run.validation.values()):
+                assert source is not None
+                source.reseed(run.seed)
+        for name, call in run.calls.listeners("on_load"):
+            if name in tree["plugins"]:
+                call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, tree["plugins"][name], name))
+        _restore_own(run, reader, world_size, first_readers)
+    if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
+        run.checkpoint, run.saved_step = path, run.progress.step
+        prune(run)  # a kill may have come between the last save and what was to go after it
+        _cut_metrics(run, tree["metrics_bytes"])
+    run.restored = True
+    saved, now = reader.manifest.topology, engine.topology()
+    run.event("resumed", path=path.name, saved=saved, now=now)
+    changed = [f"{name} {value} -> {now.get(name, 1)}" for name, value in saved.items() if value != now.get(name)]
+    run.module.print("; ".join([f"resumed from {path} (step {run.progress.step})", *changed]))
+
+
+def _restore_own(run: Run, reader: Reader, world_size: int, first_readers: range) -> None:
+    """What each of the `world_size` ranks had for itself. On another number of ranks, or of those that read the same rows, rank 0
+    goes on with what `first_readers`, one rank for each row, had collected since the last log boundary, and generators begin
+    anew, from the seed and the step."""
+    engine = run.engine
+    same = world_size == engine.world_size and first_readers.step == engine.ranks_per_row
+    ranks: Sequence[int] = [engine.rank] if same else first_readers if engine.rank == 0 else [0]
+    own = [own_state(reader, rank) for rank in ranks]
+    metrics, torchmetrics, rng = (
+        [decode_mapping(reader, each[name], name) for each in own] for name in ("metrics", "torchmetrics", "rng")
+    )
+    try:
+        pending = [entry for each in metrics for entry in each["pending"]]
+        run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.rank == 0)
+        if same:
+            for name in own[0]["buffers"]:
+                run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
+            load_torchmetrics_state(run.module, torchmetrics[0])
+            set_rng_state(rng[0])
+        else:
+            seed_everything(derive_seed(run.seed, "rank", engine.data_rank, engine.world_size, run.progress.step))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
+        raise CheckpointError(
+            f"checkpoint {reader.path}: what a rank had for itself is not as fabricate writes it ({type(exc).__name__}: {exc})"
+        ) from exc
+
+
+def _restore_data(run: Run, reader: Reader, tree: Any) -> None:
+    """Where data is that says so itself. Data that does not is read again up to the position."""
+    assert run.source is not None
+    if run.source.resumes != "by its own state" or tree.get("state") is None:
+        return
+    state = decode_mapping(reader, tree["state"], "the state of train")
+    kinds = {"data": object, "taken": int, "random": tuple, "generators": list}
+    if state.keys() != kinds.keys() or not all(isinstance(state[name], kind) for name, kind in kinds.items()):
+        raise CheckpointError(f"checkpoint {reader.path}: the state of train is not as fabricate writes it")
+    run.source.state = state
+
+
+def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -> None:
+    now, then = data_identity(run), tree["data"]
+    for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train"), ("shuffle", "train")):
+        if now[key] != then[key] and argument not in accept_changes:
+            raise CheckpointError(
+                f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
+                f"Use the same {argument}, or say that it is meant: Trainer(accept_changes=({argument!r},))"
+            )
+    made = (then.get("fingerprint"), now["fingerprint"])
+    if None not in made and made[0] != made[1] and "train" not in accept_changes:
+        note = (
+            f"{path} was saved with a train whose fingerprint is {made[0]}, this one's is {made[1]}: other rows, or the same made "
+            "anew. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) says that it is meant"
+        )
+        run.event("data_changed", reason=note)
+        if run.engine.rank == 0:
+            print(f"warning: {note}", file=sys.stderr, flush=True)
+    if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved with seed={tree['seed']}, this run has seed={run.settings.seed}; use the same, "
+            "or Trainer(accept_changes=('seed',))"
+        )
+    if set(run.optimizers) != set(tree["optimizers"]):
+        raise CheckpointError(
+            f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optimizers)}; they have to be the same"
+        )
+    schedulers = {label: s.kind for label, s in run.schedulers.items()}
+    saved_schedulers = {label: s["kind"] for label, s in tree["schedulers"].items()}
+    if schedulers != saved_schedulers:
+        raise CheckpointError(
+            f"{path} has the schedulers {saved_schedulers}, this run has {schedulers}; they have to be the same"
+        )
+    listening = {name for name, _ in run.calls.listeners("on_save")}
+    missing = sorted(n for n in tree["plugins"] if n not in listening)
+    surplus = sorted(n for n in listening if n not in tree["plugins"])
+    for names, text in ((missing, "holds the state of"), (surplus, "has no state for")):
+        if names and "plugins" not in accept_changes:
+            raise CheckpointError(
+                f"{path} {text} the plugin {', '.join(names)}; use the same plugins, or Trainer(accept_changes=('plugins',))"
+            )
+
+
+def _cut_metrics(run: Run, size: int) -> None:
+    """metrics.jsonl as it was at the checkpoint: what came after will be written again."""
+    file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
+    if run.engine.rank == 0 and file is not None and file.exists() and file.stat().st_size > size:
+        with file.open("r+b") as handle:
+            handle.truncate(size)
+
+
+def load_weights_only(run: Run, path: Path) -> None:
+    """Load a checkpoint's weights into the prepared module, for evaluation. All ranks."""
+    with Reader(format.find(path)) as reader:
+        reader.verify()
+        compare_model(reader, run.module, run.engine.strategy)
+        compare_frozen(reader, run.module, run.engine.strategy)
+        load_model(reader, run.module, run.engine.strategy)
+
+
+def find(run_dir: Path, which: str, keep: dict[str, Any]) -> Path:
+    """The "last" or the "best" checkpoint of a run directory; best by `keep`'s metric."""
+    found = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
+    chosen = found[::-1] if which == "last" else best_checkpoints(found, keep["metric"], keep["mode"])
+    if not chosen and which == "best" and found:
+        with Reader(found[-1]) as reader:
+            known = ", ".join(sorted(reader.manifest.metrics)) or "none"
+        raise CheckpointError(
+            f"checkpoint='best': no checkpoint in {run_dir} recorded {keep['metric']!r}; recorded are {known}: name one with "
+            "Trainer(keep={'last': 2, 'best': 1, 'metric': ..., 'mode': 'min'})"
+        )
+    if not chosen:
+        raise CheckpointError(
+            f"checkpoint={which!r}: {run_dir} has no checkpoint; fit with this run_dir first, or give a path"
+        )
+    return chosen[0]

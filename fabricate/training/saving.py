@@ -1,0 +1,186 @@
+"""When a run saves and what follows: the checkpoint is announced, older ones go, a disk that refuses is lived with for a while.
+
+Must not know: the loop's order; what the state consists of (fabricate.checkpoint.state.contents); how it becomes durable
+(fabricate.checkpoint.state.commit); how it is read back (fabricate.training.resuming).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabricate.checkpoint.format import directory as format
+from fabricate.checkpoint.format.files import StorageError
+from fabricate.checkpoint.format.retention import kept
+from fabricate.checkpoint.state import commit as committing
+from fabricate.checkpoint.state.contents import Content, assemble, own_buffers
+from fabricate.checkpoint.state.finite import not_finite, refusal
+
+if TYPE_CHECKING:
+    from fabricate.training.run_state import Run
+
+MOST_FAILED = 3
+"""Saves that the file system refused, one after another, before the fit gives up."""
+_DRAIN_SECONDS = 60.0  # for a save under way when the fit fails: other ranks may be gone
+
+
+def checkpoints(run: Run) -> Path:
+    """The directory of a run's checkpoints."""
+    assert run.run_dir is not None
+    return run.run_dir / "checkpoints"
+
+
+def save(run: Run, *, last: bool = False) -> None:
+    """Save into the run directory, unless this very update is saved already. At an update boundary, all ranks.
+
+    With save="async" this begins a save, after waiting for the one before. A failure while listeners fill their state
+    aborts the save and is raised on every rank. What the file system refuses is told, and tried again when the next save is
+    due; the third time in a row, or with `last`, it is raised. The previous checkpoint stays the newest then.
+    """
+    settle(run)
+    if run.run_dir is None or run.saved_step == run.progress.step:
+        return
+    path, began = checkpoints(run) / f"step-{run.progress.step:08d}", time.monotonic()
+    run.last_save = last
+    # The end of the loop has looked already, and what writes in the background looks at its copies.
+    if not last and (run.background is None or run.calls.write_checkpoint is not None):
+        check_weights(run)
+    try:
+        if run.calls.write_checkpoint is None:
+            write(run, path)
+        else:
+            run.calls.write_checkpoint(run.trainer, path)
+    except StorageError as exc:
+        _refused(run, path, exc, last)
+        return
+    run.saved_step = run.progress.step
+    if run.background is None or not run.background.busy:
+        _saved(run, path, run.progress.step, time.monotonic() - began)
+
+
+def save_requested(run: Run) -> None:
+    """Save into the run directory if any rank's request or a due moment says so, and wherever hooks asked for. All ranks."""
+    requests = run.requests
+    mine = [requests.save, requests.paths]
+    # Before the ranks wait for each other: what is asked for meanwhile comes later.
+    requests.save, requests.paths = False, []
+    asked = run.engine.gather_json(mine)
+    if any(wanted for wanted, _ in asked):
+        save(run)
+    for path in dict.fromkeys(path for _, paths in asked for path in paths):
+        write_now(run, Path(path))
+
+
+def write(run: Run, path: Path) -> None:
+    """Write the checkpoint `path` of the run directory, or begin to. All ranks."""
+    content, logs = _assemble(run, path), _logs(run)
+    if run.background is None or run.last_save:
+        committing.write(run.engine, content, path, logs)
+        return
+    trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
+    run.background.start(content, path, logs, trained)
+
+
+def write_now(run: Run, path: Path) -> None:
+    """Write the checkpoint `path` and return when it is durable. All ranks."""
+    check_weights(run)
+    committing.write(run.engine, _assemble(run, path), path, _logs(run))
+
+
+def check_weights(run: Run) -> None:
+    """Before a checkpoint or the end: a gradient may have been infinite under a finite loss. All ranks; waits for the device."""
+    strategy, trained = run.engine.strategy, ((n, p) for n, p in run.module.named_parameters() if p.requires_grad)
+    wrong = not_finite(((name, strategy.local_part(p).memory) for name, p in trained), run.engine.device)
+    if any(run.engine.agree([len(wrong)])):
+        named = sorted({name for names in run.engine.gather_json(wrong[:5]) for name in names})
+        raise refusal(run.progress.step, named)
+
+
+def settle(run: Run, *, wait: bool = True) -> None:
+    """See to the save that is under way: if it is done on all ranks, or with `wait`, announce it or tell why it failed.
+    At an update boundary, all ranks."""
+    background = run.background
+    if background is None or not background.busy:
+        return
+    if not wait and run.engine.agree([int(background.running)])[0]:
+        return
+    failure = background.finish()
+    assert background.path is not None
+    if failure is None:
+        _saved(run, background.path, background.step, background.seconds)
+        return
+    run.saved_step = -1
+    if not isinstance(failure, StorageError):
+        run.event("save_failed", path=background.path.name, reason=str(failure))
+        raise failure
+    _refused(run, background.path, failure, last=False)
+
+
+def drain(run: Run) -> None:
+    """Let a save under way come to its end while the fit fails. One rank; never raises what the save raised."""
+    if run.background is not None and run.background.busy:
+        failure = run.background.finish(_DRAIN_SECONDS)
+        name = run.background.path.name if run.background.path is not None else ""
+        if failure is None:
+            run.event("saved", step=run.background.step, path=name)
+        else:
+            run.event("save_failed", step=run.background.step, path=name, reason=str(failure))
+
+
+def _assemble(run: Run, path: Path) -> Content:
+    run.progress.tokens += float(run.unread_tokens)  # a save waits for the device anyway
+    run.unread_tokens = 0
+    run.tick()
+    buffers = own_buffers(run)
+    content, failure = None, None
+    try:
+        content = assemble(run, buffers)
+    except Exception as exc:
+        failure = exc
+    committing.agree(run.engine, path, failure)
+    assert content is not None
+    content.exchange()
+    return content
+
+
+def _logs(run: Run) -> list[Path]:
+    file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
+    return [file] if file is not None and file.exists() else []
+
+
+def _saved(run: Run, path: Path, step: int, seconds: float) -> None:
+    """The checkpoint is durable."""
+    if run.failed_saves:
+        run.event("retried", step=step, path=path.name, failed=run.failed_saves)
+    run.checkpoint, run.failed_saves = path, 0
+    run.event("saved", step=step, path=path.name, seconds=round(seconds, 3))
+    if run.calls.on_saved is not None:
+        run.calls.on_saved(run.trainer, run.module, path, step)
+    prune(run)
+
+
+def _refused(run: Run, path: Path, failure: StorageError, last: bool) -> None:
+    run.failed_saves += 1
+    run.event("save_failed", path=path.name, reason=str(failure))
+    if last or run.failed_saves >= MOST_FAILED:
+        raise failure
+    if run.engine.rank == 0:
+        print(
+            f"warning: {failure}. Training goes on; the next save that is due tries again", file=sys.stderr, flush=True
+        )
+
+
+def prune(run: Run) -> None:
+    """Delete what `keep` does not hold, on rank 0. The newest is durable by now, so nothing older is needed for safety.
+    What cannot be deleted is told, and tried again after the next save."""
+    if run.engine.rank != 0 or run.settings.keep["last"] is None:
+        return
+    try:
+        found = format.committed(checkpoints(run))
+        held = kept(found, run.settings.keep)
+        format.prune(path for path in found if path not in held)
+    except StorageError as exc:
+        run.event("prune_failed", reason=str(exc))
+        print(f"warning: {exc}. Training goes on; the next save tries again", file=sys.stderr, flush=True)

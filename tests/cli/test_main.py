@@ -1,0 +1,346 @@
+"""The command line: options on both sides of the script, exit codes, tables, and errors without a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import fabricate
+from fabricate.checkpoint.format import directory as checkpoint
+from fabricate.cli.main import main
+from fabricate.testing.ranks import free_port
+
+SCRIPT = """
+import os, pathlib, sys, time
+names = ("RANK", "WORLD_SIZE", "FABRICATE_STRATEGY", "FABRICATE_PRECISION", "FABRICATE_PLUGINS", "FABRICATE_PLAN_ONLY",
+         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+told = {name: os.environ[name] for name in names if name in os.environ}
+os.write(1, f"{told} {sys.argv[1:]}{chr(10)}".encode())
+# The first to fail ends the others: each waits until all have said what they were told.
+here = pathlib.Path(sys.argv[0]).parent
+(here / f"said-{os.environ.get('RANK', 0)}").touch()
+while len(list(here.glob("said-*"))) < int(os.environ.get("WORLD_SIZE", "1")):
+    time.sleep(0.01)
+if "wait" in sys.argv:
+    time.sleep(600)
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def _line(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fabricate", *arguments]
+
+
+def _run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environ
+    return subprocess.run(_line(*arguments), env=env, capture_output=True, text=True, check=False)
+
+
+def _invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def _commands(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, found in group.commands.items():
+        yield (*names, name), found
+        if isinstance(found, click.Group):
+            yield from _commands(found, *names, name)
+
+
+@pytest.mark.parametrize(("names", "found"), [((), main), *_commands(main)])
+def test_every_command_has_help_with_an_example(names: tuple[str, ...], found: click.Command) -> None:
+    shown = _invoke(*names, "--help")
+    assert shown.exit_code == 0
+    assert re.search(rf"Examples?:\n +fabricate {' '.join(names)}", shown.output)
+
+
+def test_the_version_is_printed() -> None:
+    assert _invoke("--version").output == f"fabricate {fabricate.__version__}\n"
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    code = "import sys, fabricate.cli.main; assert not {'torch', 'accelerate', 'rich', 'yaml'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_process_runs_in_plain_python(script: str) -> None:
+    done = _run("run", script, "--lr", "0.1", "-x", "file", "--strategy", "single", "--key=value")
+    assert done.stdout == f"{ {'FABRICATE_STRATEGY': 'single'} } ['--lr', '0.1', '-x', 'file', '--key=value']\n"
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_exit_code_is_the_scripts(script: str) -> None:
+    assert _run("run", script, CODE="7").returncode == 7
+
+
+def test_two_processes_run_through_torchrun_with_options_on_both_sides(script: str) -> None:
+    options = (
+        "--precision",
+        "bf16",
+        script,
+        "--nproc",
+        "2",
+        "--log",
+        "1",
+        "--strategy=ddp",
+        "--plugin",
+        "a",
+        "--plugin",
+        "b:x=1,y=2",
+    )
+    done = _run("run", *options, "--", "--nproc", "9", "--", "last", CODE="3")
+    told = {"FABRICATE_STRATEGY": "ddp", "FABRICATE_PRECISION": "bf16", "FABRICATE_PLUGINS": "a;b:x=1,y=2"}
+    arguments = ["--log", "1", "--nproc", "9", "--", "last"]
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} | told for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {arguments}" for rank in ranks]
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+
+
+def test_two_nodes_find_each_other(script: str) -> None:
+    shared = ("run", script, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    nodes = [
+        subprocess.Popen(_line(*shared, "--node-rank", str(rank)), stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [node.communicate()[0] for node in nodes] == [
+        f"{ {'RANK': str(rank), 'WORLD_SIZE': '2'} } []\n" for rank in range(2)
+    ]
+    assert [node.returncode for node in nodes] == [0, 0]
+
+
+@pytest.mark.parametrize(("nproc", "code"), [("1", -signal.SIGTERM), ("2", 128 + signal.SIGTERM)])
+def test_a_signal_reaches_the_script_and_shows_in_the_exit_code(script: str, nproc: str, code: int) -> None:
+    line = _line("run", script, "wait", "--nproc", nproc)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(int(nproc)):
+            process.stdout.readline()
+        process.terminate()
+        errors = process.communicate()[1]
+    assert process.returncode == code
+    assert "Traceback" not in errors
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+ready, lasted = pathlib.Path(sys.argv[1], "ready"), pathlib.Path(sys.argv[1], "lasted")
+def hold_on(*_):
+    time.sleep(20)
+    lasted.touch()
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, hold_on)
+    ready.touch()
+    time.sleep(600)
+while not ready.exists():
+    time.sleep(0.1)
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_does_not_end_after_another_failed_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
+    """torch alone gives it 30 seconds, whatever it was told: here it would last."""
+    (tmp_path / "train.py").write_text(STUBBORN)
+    done = _run("run", "--nproc", "2", "--shutdown-timeout", "0", str(tmp_path / "train.py"), str(tmp_path))
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "ready").exists()
+    assert not (tmp_path / "lasted").exists()
+
+
+def test_plan_tells_the_script_to_stop_after_the_plan(script: str) -> None:
+    assert _run("plan", script, "--strategy", "ddp").stdout == (
+        f"{ {'FABRICATE_STRATEGY': 'ddp', 'FABRICATE_PLAN_ONLY': '1'} } []\n"
+    )
+
+
+def test_a_config_file_fills_what_the_command_line_leaves_open(script: str, tmp_path: Path) -> None:
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 1\n"
+        "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4, zero3_init_flag: true}\n"
+    )
+    done = _run("run", script, "--config", str(config), "--precision", "bf16")
+    told = {
+        "FABRICATE_STRATEGY": "zero2",
+        "FABRICATE_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    }
+    assert done.stdout == f"{told} []\n"
+    assert done.stderr == f"note: {config}: not used by fabricate: deepspeed_config.zero3_init_flag\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--nproc", "4", "num_processes: 2"),
+        ("--strategy", "ddp", "the strategy: fsdp"),
+        ("--precision", "fp32", "mixed_precision: bf16"),
+    ],
+)
+def test_a_config_file_that_differs_from_the_command_line_is_an_error(
+    script: str, tmp_path: Path, option: str, value: str, message: str
+) -> None:
+    config = tmp_path / "accelerate.yaml"
+    config.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n")
+    done = _run("run", script, "--config", str(config), option, value)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == f"error: {option} {value} and config file {str(config)!r} ({message}) differ; set one of them\n"
+    )
+
+
+def test_ranks_that_the_nodes_cannot_share_are_an_error(script: str, tmp_path: Path) -> None:
+    config = tmp_path / "accelerate.yaml"
+    config.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nnum_machines: 2\nmain_process_ip: a\n")
+    done = _run("run", script, "--config", str(config))
+    assert done.returncode == 2
+    assert "num_processes is 3, which 2 nodes cannot share equally" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing argument 'SCRIPT'"),
+        (("absent.py",), "SCRIPT 'absent.py' is not a file"),
+        (("--lr", "SCRIPT"), "SCRIPT '--lr' is not a file"),
+        (("SCRIPT", "--nproc", "0"), "--nproc 0"),
+        (("SCRIPT", "--nproc", "two"), "'two' is not a valid integer"),
+        (("--nproc", "2", "SCRIPT", "--nproc", "3"), "--nproc is given as 2 and 3"),
+        (("SCRIPT", "--nnodes", "2"), "without --master-addr"),
+        (("SCRIPT", "--config", "absent.yaml"), "'absent.yaml' cannot be read"),
+    ],
+)
+def test_a_wrong_command_is_explained_in_a_line(script: str, arguments: tuple[str, ...], message: str) -> None:
+    done = _run("run", *(script if argument == "SCRIPT" else argument for argument in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_variables_that_contradict_each_other_are_told_once_before_any_rank_starts(script: str) -> None:
+    done = _run("run", script, "--nproc", "2", "--precision", "fp32", ACCELERATE_MIXED_PRECISION="bf16")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: precision: FABRICATE_PRECISION says 'fp32' and ACCELERATE_MIXED_PRECISION")
+    assert done.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = _run("--debug", "run", "absent.py")
+    assert "Traceback" in done.stderr
+    assert "ConfigurationError: SCRIPT 'absent.py' is not a file" in done.stderr
+
+
+def test_plugins_are_listed_with_what_they_offer() -> None:
+    shown = _invoke("plugins")
+    assert shown.exit_code == 0
+    assert re.search(r"name +distribution +version +offers +state +reason", shown.output)
+    assert re.search(rf"fabricate +fabricate-trainer +{re.escape(fabricate.__version__)} .* built-in", shown.output)
+    assert "strategy:ddp" in shown.output
+
+
+def test_plugins_are_listed_as_json() -> None:
+    (own, *_) = json.loads(_invoke("plugins", "--json").output)
+    assert (own["name"], own["distribution"], own["state"]) == ("fabricate", "fabricate-trainer", "built-in")
+    assert "strategy:ddp" in own["offers"]
+
+
+def test_a_broken_plugin_is_listed_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "broken_plugin.py").write_text("raise ValueError('no such luck')")
+    info = tmp_path / "fabricate_broken-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fabricate-broken\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[fabricate]\nbroken = broken_plugin\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    done = _run("plugins", PYTHONPATH=path)
+    assert done.returncode == 0
+    assert re.search(r"broken +fabricate-broken +1\.2 +broken .*ValueError: no such luck", done.stdout)
+
+
+def _saved(root: Path, step: int) -> Path:
+    staging = checkpoint.stage(root, step, "9f3a")
+    record = checkpoint.write_json(staging / "progress.json", {"step": step})
+    manifest = checkpoint.Manifest(
+        step=step,
+        run_id="run",
+        nonce="9f3a",
+        created="2031-05-01T12:00:00Z",
+        tensors={},
+        files=(record,),
+        topology={"world_size": 2, "strategy": "fsdp"},
+    )
+    return checkpoint.commit(staging, manifest)
+
+
+def _alter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for step in (500, 1000):
+        _saved(tmp_path / "checkpoints", step)
+    return tmp_path
+
+
+@pytest.mark.parametrize("inner", [".", "checkpoints"])
+def test_checkpoints_are_listed(run_dir: Path, inner: str) -> None:
+    shown = _invoke("ckpt", "ls", str(run_dir / inner))
+    assert shown.exit_code == 0
+    for step in (500, 1000):
+        assert re.search(rf"{step} +\d+ B +2031-05-01T12:00:00Z +fsdp +2 +complete", shown.output)
+
+
+def test_a_damaged_checkpoint_and_one_set_aside_are_listed_as_such(run_dir: Path) -> None:
+    (run_dir / "checkpoints/step-00000500/progress.json").unlink()
+    checkpoint.set_aside(run_dir / "checkpoints/step-00001000", "torn")
+    shown = _invoke("ckpt", "ls", str(run_dir))
+    assert shown.exit_code == 0
+    assert re.search(r"step-00000500 +damaged: .*progress.json is missing", shown.output)
+    assert re.search(r"\.bad-step-00001000 +set aside", shown.output)
+
+
+def test_a_directory_without_checkpoints_says_so(tmp_path: Path) -> None:
+    assert _invoke("ckpt", "ls", str(tmp_path)).output == f"no checkpoints in {tmp_path}\n"
+    shown = _invoke("ckpt", "verify", str(tmp_path))
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert "give a run directory or one checkpoint" in shown.stderr
+
+
+def test_good_checkpoints_pass_verification(run_dir: Path) -> None:
+    shown = _invoke("ckpt", "verify", str(run_dir))
+    assert (shown.exit_code, shown.output) == (0, "step-00000500: good\nstep-00001000: good\n")
+
+
+@pytest.mark.parametrize("name", ["progress.json", "manifest.json"])
+def test_an_altered_file_is_named_and_the_others_are_still_verified(run_dir: Path, name: str) -> None:
+    _alter(run_dir / "checkpoints/step-00000500" / name)
+    shown = _invoke("ckpt", "verify", str(run_dir))
+    assert (shown.exit_code, shown.stdout) == (1, "step-00001000: good\n")
+    assert re.match(rf"step-00000500: damaged: .*{re.escape(name)}", shown.stderr)
+
+
+def test_one_checkpoint_is_verified_by_its_path(run_dir: Path) -> None:
+    path = run_dir / "checkpoints/step-00000500"
+    assert _invoke("ckpt", "verify", str(path)).output == "step-00000500: good\n"
+    _alter(path / "progress.json")
+    assert _invoke("ckpt", "verify", str(path)).exit_code == 1
+    assert _invoke("ckpt", "verify", str(run_dir / "checkpoints/step-00001000")).exit_code == 0

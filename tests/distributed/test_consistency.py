@@ -1,0 +1,118 @@
+"""Ranks that would not run the same thing: one error, the same on every rank, that says what differs and where."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabricate import Callback, RankError, Trainer, TrainModule
+from fabricate.distributed.group import compare_builds, meet
+from fabricate.testing import run_ranks
+from fabricate.testing.ranks import free_port
+
+
+class Regression(TrainModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, width)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hears(Callback):
+    def on_step(self) -> None: ...
+
+
+class HearsToo(Callback):
+    def on_step(self) -> None: ...
+
+
+def _told(case: str) -> str:
+    """What `Trainer.fit` raises where the last rank differs in `case`."""
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    listed: list[Callback] = [Hears(), HearsToo()]
+    arguments: dict[str, Any] = {"max_steps": 3, "plugins": listed}
+    if last and case == "plugin":
+        arguments["plugins"] = listed[:1]
+    elif last and case == "order":
+        arguments["plugins"] = listed[::-1]
+    elif last and case == "steps":
+        arguments["max_steps"] = 2
+    module = Regression(1)
+    if last and case == "frozen":
+        module.layer.bias.requires_grad_(False)
+    with pytest.raises(RankError) as caught:
+        Trainer(progress=False, **arguments).fit(module, torch.ones(12, 4), batch_size=2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (
+            "plugin",
+            "ranks [2] have other listeners of hooks than rank 0: on_step is ['Hears', 'HearsToo'] on rank 0 and ['Hears'] on rank 2",
+        ),
+        ("order", "on_step is ['Hears', 'HearsToo'] on rank 0 and ['HearsToo', 'Hears'] on rank 2"),
+        ("steps", "ranks [2] have other settings than rank 0: total steps is 3 on rank 0 and 2 on rank 2"),
+        ("frozen", "layer.bias is [[1], True] on rank 0 and [[1], False] on rank 2"),
+    ],
+)
+def test_what_differs_is_told_on_every_rank(case: str, told: str) -> None:
+    messages = run_ranks(_told, 3, case)
+    assert told in messages[0]
+    assert messages[1:] == messages[:1] * 2
+
+
+def _compared(*ranks: dict[str, str]) -> list[str]:
+    """What each rank is told before there is a process group; a thread stands for each process, the store is real."""
+    store, told = dist.HashStore(), [""] * len(ranks)
+
+    def compare(rank: int, built: dict[str, str]) -> None:
+        try:
+            compare_builds(store, rank, len(ranks), built)
+        except RankError as exc:
+            told[rank] = str(exc)
+
+    threads = [threading.Thread(target=compare, args=each) for each in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def test_another_build_of_torch_or_another_device_is_named_before_ranks_wait_for_each_other() -> None:
+    ours = {"torch": "2.13.0", "the device": "cuda"}
+    assert _compared(ours, ours, ours) == ["", "", ""]
+    older = _compared(ours, ours, ours | {"torch": "2.12.1"})
+    assert older == older[:1] * 3
+    assert older[0].startswith("torch is 2.13.0 on rank 0 on ")
+    assert " and 2.12.1 on rank 2 on " in older[0]
+    without = _compared(ours, ours | {"the device": "cpu"})
+    assert without == without[:1] * 2
+    assert "the device is cuda on rank 0" in without[0]
+    assert "and cpu on rank 1" in without[0]
+
+
+@pytest.mark.parametrize(("rank", "found"), [(0, "1/2 clients joined"), (1, "timed out")])
+def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = str(free_port())
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError) as caught:
+        meet(rank, 2, {}, datetime.timedelta(seconds=1))
+    assert f"did not meet all of 2 ranks at 127.0.0.1:{port} within 0:00:01: start one process per rank" in str(
+        caught.value
+    )
+    assert found in str(caught.value)

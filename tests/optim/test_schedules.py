@@ -1,0 +1,260 @@
+"""Learning-rate schedules: by name as transformers has them, when they advance, and lengths that are not the fit's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.optim import lr_scheduler
+
+from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate.optim.schedules import NAMED, own_lengths
+from fabricate.testing import run_ranks
+
+ROWS = [(torch.full((2,), row / 10), torch.tensor([row / 10])) for row in range(10)]
+Configured = Callable[[Any, torch.optim.Optimizer], Any]
+"""What `configure_optimizers` returns for a trainer and an optimizer."""
+
+
+class Module(TrainModule):
+    def __init__(self, configured: Configured) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.configured = configured
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"error": 1.0}
+
+    def configure_optimizers(self) -> Any:
+        return self.configured(self.trainer, torch.optim.SGD(self.parameters(), lr=0.5))
+
+
+class Rates(Callback):
+    """The learning rate that each update was made with."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates.append(float(optimizer.param_groups[0]["lr"]))
+
+
+def fit(configured: Configured, val: Any = None, **options: Any) -> list[float]:
+    rates = Rates()
+    trainer = Trainer(progress=False, plugins=[rates], **({"max_epochs": 3} | options))
+    trainer.fit(Module(configured), ROWS, val, batch_size=2)
+    return rates.rates
+
+
+# 10 rows, batches of 2, two to an update: 3 updates an epoch, of which the last is a single batch.
+WINDOWS = {"gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("named", "theirs"),
+    [
+        ("constant", lambda o: transformers.get_constant_schedule(o)),
+        ("constant:warmup=3", lambda o: transformers.get_constant_schedule_with_warmup(o, 3)),
+        ("linear", lambda o: transformers.get_linear_schedule_with_warmup(o, 0, 9)),
+        ("linear:warmup=0.3", lambda o: transformers.get_linear_schedule_with_warmup(o, 3, 9)),
+        ("cosine:warmup=2", lambda o: transformers.get_cosine_schedule_with_warmup(o, 2, 9)),
+        (
+            "cosine:warmup=2,minimum=0.1",
+            lambda o: transformers.get_cosine_with_min_lr_schedule_with_warmup(o, 2, 9, min_lr_rate=0.1),
+        ),
+        (
+            "wsd:warmup=2,decay=0.4",
+            lambda o: transformers.get_wsd_schedule(o, 2, 4, num_training_steps=9, decay_type="linear"),
+        ),
+    ],
+)
+def test_a_named_schedule_is_that_of_transformers_over_the_updates_that_come(
+    named: str, theirs: Callable[[torch.optim.Optimizer], Any]
+) -> None:
+    found = fit(lambda trainer, optimizer: (optimizer, named), **WINDOWS)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler, wanted = theirs(optimizer), []
+    for _ in range(9):
+        wanted.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def test_the_plan_shows_the_schedule_and_the_rate_it_rises_to(tmp_path: Path) -> None:
+    fit(lambda trainer, optimizer: (optimizer, "cosine:warmup=0.5"), run_dir=tmp_path, **WINDOWS)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["settings"]["schedule"]["value"] == "cosine:warmup=0.5 over 9 updates"
+    assert plan["settings"]["learning_rate"]["value"] == [0.5]
+    assert plan["notes"] == []
+
+
+def per_epoch(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer, lr_scheduler.StepLR(optimizer, 1, 0.1), "epoch"
+
+
+def waiting(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer, lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.1, patience=0), "val_error"
+
+
+def per_update(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer, lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / trainer.total_steps)
+
+
+def test_a_scheduler_advances_per_epoch_on_request() -> None:
+    assert fit(per_epoch, **WINDOWS) == pytest.approx([0.5] * 3 + [0.05] * 3 + [0.005] * 3)
+
+
+def test_a_scheduler_waits_for_the_metric_that_is_named() -> None:
+    # It stays as it is, which is a plateau from the second validation on.
+    assert fit(waiting, ROWS, **WINDOWS) == pytest.approx([0.5] * 3 + [0.5] * 3 + [0.05] * 3)
+
+
+def job() -> list[list[float]]:
+    return [fit(configured, ROWS, **WINDOWS) for configured in (per_epoch, waiting, per_update)]
+
+
+@pytest.mark.parametrize(("world_size", "updates"), [(2, 2), (3, 1)])
+def test_schedules_advance_once_whatever_the_number_of_ranks(world_size: int, updates: int) -> None:
+    """10 rows in windows of 4 on each rank, so the last is shorter; rates as they were asked for, not scaled."""
+    for by_epoch, by_metric, by_update in run_ranks(job, world_size):
+        assert by_epoch == pytest.approx([0.5] * updates + [0.05] * updates + [0.005] * updates)
+        assert by_metric == pytest.approx([0.5] * 2 * updates + [0.05] * updates)
+        assert by_update == pytest.approx([0.5 * (1 - step / (3 * updates)) for step in range(3 * updates)])
+
+
+def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
+    fit(per_epoch, run_dir=tmp_path, max_epochs=2, **WINDOWS)
+    assert fit(per_epoch, run_dir=tmp_path, max_epochs=3, **WINDOWS) == pytest.approx([0.005] * 3)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ((), "return an optimizer, (optimizer, scheduler), (optimizer, scheduler, 'epoch')"),
+        (("cosin",), "is 'cosin'; did you mean 'cosine'?; give constant, linear, cosine, wsd, or an object"),
+        (("cosine:warm=3",), "has no option 'warm'; did you mean 'warmup'?"),
+        (("cosine:warmup=1.5",), "warmup=1.5: give a share below 1, or a whole number of updates up to all 15"),
+        (("cosine:warmup=16",), "warmup=16: give a share below 1"),
+        (("cosine:minimum=2",), "minimum=2: give a share of the learning rate"),
+        (("wsd:warmup=10,decay=10",), "warmup=10 and decay=10 are more than all 15 updates"),
+        (("cosine", "epoch"), "is 'cosine', which advances per update; leave 'epoch' out"),
+        ((3,), "is int; it needs step(), state_dict(), load_state_dict(), or to be one of the names constant"),
+        (("step lr", "epochs"), "is to advance by 'epochs'; give 'step' (updates, the default) or 'epoch'"),
+        (("plateau", "epoch"), "is to advance by 'epoch'; ReduceLROnPlateau takes the name of a metric"),
+        (("plateau",), "ReduceLROnPlateau, advanced by val_loss, and nothing is validated; pass val= to fit"),
+    ],
+)
+def test_what_cannot_be_a_schedule_is_refused(returned: tuple[Any, ...], message: str) -> None:
+    def configured(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+        made = {"step lr": lr_scheduler.StepLR(optimizer, 1), "plateau": lr_scheduler.ReduceLROnPlateau(optimizer)}
+        if not returned:
+            return (optimizer, None, None, None)
+        return optimizer, made.get(returned[0], returned[0]), *returned[1:]
+
+    with pytest.raises(ConfigurationError) as caught:
+        fit(configured)
+    assert message in str(caught.value)
+
+
+def test_a_named_schedule_needs_to_know_how_long_it_is() -> None:
+    stream = ((torch.ones(2, 2), torch.ones(2, 1)) for _ in range(4))
+    module = Module(lambda trainer, optimizer: (optimizer, "cosine"))
+    with pytest.raises(ConfigurationError, match=r"not known \(train has no length\); say it: 'cosine:total=1000'"):
+        Trainer(max_epochs=1, progress=False).fit(module, stream)
+    both = Module(lambda trainer, optimizer: {"a": (optimizer, "wsd"), "b": torch.optim.SGD(module.parameters(), 0.1)})
+    with pytest.raises(ConfigurationError, match=r"several optimizers share the updates\); say it: 'wsd:total=1000'"):
+        Trainer(max_epochs=1, progress=False).fit(both, ROWS, batch_size=2)
+
+
+def test_a_named_schedule_takes_the_length_it_is_given() -> None:
+    assert fit(lambda trainer, optimizer: (optimizer, "linear:total=3"), max_steps=5)[2:] == pytest.approx(
+        [0.5 / 3, 0, 0]
+    )
+
+
+# ------------------------------------------------------------------------------------------- somebody else's arithmetic
+
+
+def _lambda(optimizer: torch.optim.Optimizer, total: int) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+
+
+def _sequence(optimizer: torch.optim.Optimizer, total: int) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, total - 2)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+MADE: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
+    "OneCycleLR is made for {} updates (total_steps)": lambda o, n: lr_scheduler.OneCycleLR(o, 0.1, total_steps=n),
+    "CosineAnnealingLR is made for {} updates (T_max)": lr_scheduler.CosineAnnealingLR,
+    "PolynomialLR is made for {} updates (total_iters)": lr_scheduler.PolynomialLR,
+    "LambdaLR is made for {} updates (num_training_steps)": lambda o, n: transformers.get_linear_schedule_with_warmup(
+        o, 1, n
+    ),
+    "LambdaLR is made for {} updates (total)": _lambda,
+    "SequentialLR is made for {} updates (T_max)": _sequence,
+    "ChainedScheduler is made for {} updates (T_max)": lambda o, n: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.CosineAnnealingLR(o, n)]
+    ),
+}
+
+
+@pytest.mark.parametrize("said", MADE)
+def test_a_length_of_epochs_times_batches_is_pointed_out(said: str, tmp_path: Path) -> None:
+    # As in tutorials: 3 epochs of 5 batches are 15, but two batches make an update, so there are 9.
+    for total, notes in ((3 * 5, [said.format(15) + " and this fit has 9; count with"]), (9, [])):
+        run_dir = tmp_path / str(total)
+        fit(
+            lambda trainer, optimizer, total=total: (optimizer, MADE[said](optimizer, total)),
+            run_dir=run_dir,
+            **WINDOWS,
+        )
+        found = json.loads((run_dir / "plan.json").read_text())["notes"]
+        assert [note[: len(start)] for note, start in zip(found, notes, strict=True)] == notes
+
+
+def test_a_schedule_in_epochs_that_advances_per_update_is_told_how_to() -> None:
+    told: list[str] = []
+
+    class Told(Callback):
+        def on_fit_start(self, trainer: Trainer) -> None:
+            told.extend(trainer._live().notes)
+
+    module = Module(lambda trainer, optimizer: (optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 3)))
+    Trainer(max_epochs=3, progress=False, plugins=[Told()]).fit(module, ROWS, batch_size=2)
+    (note,) = told
+    assert note.endswith("advance it once per epoch: (optimizer, scheduler, 'epoch')")
+    module = Module(lambda trainer, optimizer: (optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 3), "epoch"))
+    Trainer(max_epochs=3, progress=False, plugins=[Told()]).fit(module, ROWS, batch_size=2)
+    assert told == [note]
+
+
+def test_a_schedule_that_would_raise_on_the_way_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ConfigurationError, match=r"made for 4 updates \(total_steps\) and this fit has 9, after which"):
+        fit(lambda trainer, o: (o, lr_scheduler.OneCycleLR(o, 0.1, total_steps=4)), **WINDOWS)
+
+
+def test_schedules_without_an_end_say_no_length() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    for made in (
+        lr_scheduler.StepLR(optimizer, 3),
+        lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+        lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+        transformers.get_constant_schedule_with_warmup(optimizer, 3),
+    ):
+        assert list(own_lengths(made)) == []
+
+
+def test_the_names_are_those_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
+    for name in NAMED:
+        assert f"| `{name}` |" in page

@@ -1,0 +1,524 @@
+"""What each option of DDP and FSDP does to a real run, observed from inside; and that the numbers stay those of one process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from fabricate import DDP, FSDP, Callback, ConfigurationError, Trainer, TrainModule
+from fabricate.strategies.ddp_hooks import share
+from fabricate.testing import run_ranks
+from tests.support.stories import Storyteller, stories
+
+STEPS, GLOBAL_BATCH, TOLERANCE = 5, 8, 1e-5
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.runs = 0
+        self.dtypes: set[str] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        self.dtypes.add(str(self.up.weight.dtype))
+        return x + self.down(self.dropout(torch.relu(self.up(x))))
+
+
+class Tower(TrainModule):
+    """Two blocks between two layers. Notes whether the first block's weight is whole once its forward is over."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.width, self.dropout = width, dropout
+        self.whole_after_forward: set[bool] = set()
+
+    def configure_model(self) -> None:
+        self.first = torch.nn.Linear(4, self.width)
+        self.blocks = torch.nn.ModuleList(Block(self.width, self.dropout) for _ in range(2))
+        self.last = torch.nn.Linear(self.width, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        self.whole_after_forward.add(not hasattr(self.blocks[0].up.weight, "placements"))
+        return mse_loss(self.last(x), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class Watch(Callback):
+    """Losses, and what lies in the gradients and optimizer state before an update."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.bytes: dict[str, int] = {}
+        self.logging: dict[str, Any] = {}
+        self.shared_storage = False
+        self.reached: list[bool] = []
+
+    def on_accumulate(self, module: TrainModule) -> None:
+        self.reached.append(module.first.weight.grad is not None)
+
+    def on_before_step(self, trainer: Trainer, module: TrainModule) -> None:
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        local = {name: getattr(g, "_local_tensor", g) for name, g in grads.items()}
+        self.bytes["gradients"] = sum(g.numel() * g.element_size() for g in local.values())
+        self.shared_storage = len({g.untyped_storage().data_ptr() for g in local.values()}) < len(local)
+        self.gradients.append(
+            {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()}
+        )
+
+    def on_step(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
+        self.losses.append(float(loss))
+        parts = {name: getattr(p, "_local_tensor", p) for name, p in module.named_parameters()}
+        self.bytes["parameters"] = sum(p.numel() * p.element_size() for p in parts.values())
+        states = [v for o in trainer.optimizers.values() for s in o.state.values() for v in s.values()]
+        states = [getattr(v, "_local_tensor", v) for v in states if isinstance(v, torch.Tensor)]
+        self.bytes["optimizer state"] = sum(v.numel() * v.element_size() for v in states)
+        model: Any = trainer._live().engine.model
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            self.logging = dict(model._get_ddp_logging_data())
+
+
+def rows() -> TensorDataset:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def whole(module: torch.nn.Module) -> dict[str, np.ndarray[Any, Any]]:
+    tensors = {name: p.detach() for name, p in module.named_parameters()}
+    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().numpy() for n, t in tensors.items()}
+
+
+def train(strategy: Any, world_size: int, *, module: Tower | None = None, **arguments: Any) -> dict[str, Any]:
+    """One fit of two micro-batches per update; everything that the tests look at."""
+    module, watch = module or Tower(), Watch()
+    options = {"max_steps": STEPS, "seed": 3, "progress": False, "gradient_accumulation_steps": 2, **arguments}
+    trainer = Trainer(strategy=strategy, plugins=[watch], **options)
+    plan = trainer.plan(module, rows(), batch_size=1)
+    result = trainer.fit(module, rows(), batch_size=GLOBAL_BATCH // 2 // world_size, shuffle=False)
+    parts = {n: getattr(p, "_local_tensor", p) for n, p in module.named_parameters()}
+    return {
+        "losses": watch.losses,
+        "weights": whole(module),
+        "gradients": watch.gradients,
+        "bytes": watch.bytes,
+        "logging": watch.logging,
+        "shared storage": watch.shared_storage,
+        "reached": watch.reached,
+        "sizes": {n: p.numel() for n, p in parts.items()},
+        "placements": {n: str(getattr(p, "placements", "")) for n, p in module.named_parameters()},
+        "units": sorted(n for n, m in module.named_modules() if type(m).__name__.startswith("FSDP")),
+        "runs": module.blocks[0].runs,
+        "dtypes": module.blocks[0].dtypes,
+        "whole after forward": module.whole_after_forward,
+        "forward": [n for n, m in module.named_modules() if "forward" in vars(m)],
+        "plan": plan.to_json()["settings"],
+        "checkpoint": result.checkpoint,
+    }
+
+
+def refused(strategy: Any, **arguments: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy=strategy, progress=False, max_steps=1, **arguments).plan(Tower(), rows(), batch_size=1)
+    return str(caught.value)
+
+
+def resumed(root: Path, strategy: str) -> dict[str, Any]:
+    """Straight through, and in two halves."""
+    options = {"save_every": "2 steps", "keep": "all"}
+    straight = train(strategy, 2, run_dir=root / "straight", **options)
+    train(strategy, 2, run_dir=root / "halves", max_steps=2, **options)
+    halves = train(strategy, 2, run_dir=root / "halves", **options)
+    return {"straight": straight["weights"], "halves": halves["weights"]}
+
+
+def again(first: str, second: str) -> Any:
+    """A second fit of one module, under other options."""
+    module = Tower()
+    train(first, 2, module=module)
+    before = module.blocks[0].runs
+    try:
+        return train(second, 2, module=module)["runs"] - before
+    except ConfigurationError as error:
+        return str(error)
+
+
+TWO = {
+    "ddp": "ddp",
+    "static graph": "ddp:static_graph=true",
+    "not looked for": "ddp:find_unused_parameters=false",
+    "small buckets": "ddp:bucket_cap_mb=1",
+    "bucket view": "ddp:gradient_as_bucket_view=true",
+    "bf16 hook": "ddp:communication_hook=bf16",
+    "fp16 hook": "ddp:communication_hook=fp16",
+    "powersgd": "ddp:communication_hook=powersgd,powersgd_start=2",
+    "fsdp": "fsdp",
+    "none": "fsdp:wrap=none",
+    "named": "fsdp:wrap=Linear+Block",
+    "size": "fsdp:wrap=size:300",
+    "keep": "fsdp:reshard_after_forward=false",
+    "whole": "fsdp:accumulate=whole",
+    "offload": "fsdp:offload=cpu",
+    "recompute": "fsdp:activation_checkpointing=true",
+    "bf16 reduce": "fsdp:reduce_dtype=bf16,accumulate=whole",
+}
+EXACT = [name for name in TWO if name not in ("bf16 hook", "fp16 hook", "powersgd", "bf16 reduce")]
+
+
+def on_two_ranks(root: Path) -> dict[str, Any]:
+    wide = {"module": lambda: Tower(width=300)}
+    jobs: dict[str, Callable[[], Any]] = {name: (lambda s=s: train(s, 2)) for name, s in TWO.items()}
+    jobs |= {
+        "wide": lambda: train("ddp", 2, module=wide["module"](), max_steps=1),
+        "wide, small buckets": lambda: train("ddp:bucket_cap_mb=1", 2, module=wide["module"](), max_steps=1),
+        "wide, powersgd": lambda: train(TWO["powersgd"], 2, module=wide["module"](), max_steps=4),
+        "wide, whole": lambda: train("ddp", 2, module=wide["module"](), max_steps=4),
+        "dropout": lambda: train("fsdp", 2, module=Tower(dropout=0.5)),
+        "dropout, recompute": lambda: train("fsdp:activation_checkpointing=true", 2, module=Tower(dropout=0.5)),
+        "bf16": lambda: train("fsdp", 2, precision="bf16"),
+        "bf16 parameters": lambda: train("fsdp:param_dtype=bf16", 2, precision="bf16"),
+        "resumed": lambda: resumed(root, TWO["powersgd"]),
+        "again": lambda: again("fsdp", "fsdp:activation_checkpointing=true"),
+        "again, otherwise": lambda: again("fsdp", "fsdp:wrap=none"),
+        "gpt2": lambda: storyteller(),
+        "refused": lambda: {
+            text: refused(text, **arguments)
+            for text, arguments in (
+                ("fsdp:param_dtype=bf16", {"precision": "fp32"}),
+                ("fsdp:wrap=Missing", {}),
+                ("fsdp:wrap=size:big", {}),
+                ("fsdp:shard=3", {}),
+                ("fsdp:shard=1", {}),
+                ("fsdp:shard=rack", {}),
+                ("fsdp:accumulate=none", {}),
+                ("fsdp:wrap=none,activation_checkpointing=true", {}),
+                ("fsdp:reduce_dtype=int8", {}),
+                ("ddp:static_graph=true,find_unused_parameters=true", {}),
+                ("ddp:communication_hook=zip", {}),
+                ("ddp:communication_hook=powersgd", {"nonfinite": "skip"}),
+            )
+        },
+    }
+    return answers_of(jobs)
+
+
+def storyteller() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in ("fsdp", "fsdp:activation_checkpointing=true"):
+        module, calls = Storyteller(), [0]
+        trainer = Trainer(strategy=strategy, max_steps=2, seed=3, progress=False, plugins=[Count(calls)])
+        trainer.fit(module, stories(), batch_size=2, shuffle=False)
+        found[strategy] = (whole(module), calls[0], module.model.is_gradient_checkpointing)
+    return found
+
+
+class Count(Callback):
+    """How often the first block's attention runs."""
+
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def on_fit_start(self, module: Any) -> None:
+        def ran(layer: torch.nn.Module, given: object) -> None:
+            self.calls[0] += 1
+
+        module.model.transformer.h[0].mlp.register_forward_pre_hook(ran)
+
+
+def on_four_ranks(root: Path) -> dict[str, Any]:
+    return answers_of({"hybrid": lambda: train("fsdp:shard=2", 4, run_dir=root / "hybrid")})
+
+
+def answers_of(jobs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, run in jobs.items():
+        try:
+            found[name] = run()
+        except Exception:
+            found[name] = "".join(traceback.format_exc())
+    return found
+
+
+class Answers:
+    def __init__(self, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        self.alone, self._ranks = alone, ranks
+
+    def __getitem__(self, name: str) -> list[Any]:
+        for rank in self._ranks:
+            if isinstance(rank[name], str) and "Traceback" in rank[name]:
+                pytest.fail(rank[name], pytrace=False)
+        return [rank[name] for rank in self._ranks]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return train("single", 1)
+
+
+@pytest.fixture(scope="module")
+def two(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return Answers(alone, run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("two"), timeout=400))
+
+
+@pytest.fixture(scope="module")
+def four(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return Answers(alone, run_ranks(on_four_ranks, 4, tmp_path_factory.mktemp("four"), timeout=400))
+
+
+def assert_near(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=tolerance)
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, value in wanted["weights"].items():
+        difference = np.linalg.norm(found["weights"][name] - value) / np.linalg.norm(value)
+        assert difference < tolerance, name
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+
+
+# ------------------------------------------------------------------------------------------------- every option
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_option_that_changes_no_number_changes_none(two: Answers, name: str) -> None:
+    for found in two[name]:
+        assert_near(found, two.alone, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["ddp", "bucket view", "fsdp", "none", "size", "offload", "keep"])
+def test_the_plan_says_ahead_what_a_rank_then_holds(two: Answers, name: str) -> None:
+    # The first rank's shards are the largest: those are what the plan tells.
+    found = two[name][0]
+    told = {k.removeprefix("host "): v for k, v in found["plan"]["memory_per_rank"]["value"].items()}
+    scalars = 4 * len(found["sizes"])  # each parameter's step, which is not divided
+    assert found["bytes"]["parameters"] == told["parameters"]
+    assert found["bytes"]["gradients"] == told["gradients"]
+    assert abs(found["bytes"]["optimizer state"] - told["optimizer state"]) <= scalars
+    assert told["total"] == sum(v for k, v in told.items() if k != "total")
+
+
+# ------------------------------------------------------------------------------------------------- FSDP
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("none", []),
+        ("fsdp", ["blocks.0", "blocks.1"]),
+        (
+            "named",
+            ["blocks.0", "blocks.0.down", "blocks.0.up", "blocks.1", "blocks.1.down", "blocks.1.up", "first", "last"],
+        ),
+        # A block has 424 parameters, no layer of it 300.
+        ("size", ["blocks.0", "blocks.1"]),
+    ],
+)
+def test_units_are_those_asked_for_and_each_rank_holds_half(two: Answers, name: str, units: list[str]) -> None:
+    ranks = two[name]
+    for found in ranks:
+        assert found["units"] == units
+        shown = found["plan"]["shards"]["value"]
+        assert shown.endswith("over 2 ranks")
+    for parameter, value in two.alone["weights"].items():
+        sizes = [found["sizes"][parameter] for found in ranks]
+        assert sum(sizes) == value.size
+        assert sizes[0] == -(-len(value) // 2) * (value.size // len(value))
+
+
+def test_units_are_freed_after_their_forward_unless_they_shall_stay(two: Answers) -> None:
+    assert {found["whole after forward"].pop() for found in two["fsdp"]} == {False}
+    assert {found["whole after forward"].pop() for found in two["keep"]} == {True}
+    gathered = [found["plan"]["memory_per_rank"]["value"]["gathered"] for found in (two["fsdp"][0], two["keep"][0])]
+    assert gathered[1] == 4 * sum(value.size for value in two.alone["weights"].values()) > gathered[0]
+
+
+def test_gradients_accumulate_in_shards_or_whole(two: Answers) -> None:
+    for name, reached in (("fsdp", [True, True]), ("whole", [False, True])):
+        for found in two[name]:
+            assert found["reached"] == reached * STEPS
+    memory = two["whole"][0]["plan"]["memory_per_rank"]["value"]
+    assert memory["whole gradients"] == 4 * sum(value.size for value in two.alone["weights"].values())
+    assert "whole gradients" not in two["fsdp"][0]["plan"]["memory_per_rank"]["value"]
+
+
+def test_recomputation_runs_each_unit_twice_and_leaves_nothing_behind(two: Answers) -> None:
+    for plain, again in zip(two["fsdp"], two["recompute"], strict=True):
+        assert (plain["runs"], again["runs"]) == (2 * STEPS, 4 * STEPS)
+        assert again["forward"] == []
+        assert again["plan"]["activations"]["value"] == "recomputed in backward, unit by unit"
+
+
+def test_recomputation_drops_out_the_same_units_as_the_forward_did(two: Answers) -> None:
+    for plain, again in zip(two["dropout"], two["dropout, recompute"], strict=True):
+        assert again["losses"] == plain["losses"]
+        assert same(again["weights"], plain["weights"])
+        assert plain["losses"] != two["fsdp"][0]["losses"]
+
+
+def test_a_transformers_model_recomputes_its_own_blocks(two: Answers) -> None:
+    for found in two["gpt2"]:
+        (plain, once, _), (again, twice, still) = found.values()
+        assert same(plain, again)
+        assert twice == 2 * once
+        assert not still
+
+
+def test_gradients_are_summed_in_the_dtype_asked_for(two: Answers) -> None:
+    def bf16(found: dict[str, Any]) -> bool:
+        return all(torch.equal(g, g.bfloat16().float()) for step in found["gradients"] for g in step.values())
+
+    for found, plain in zip(two["bf16 reduce"], two["fsdp"], strict=True):
+        assert bf16(found)
+        assert not bf16(plain)
+        assert_near(found, two.alone, 0.05)
+
+
+def test_parameters_are_gathered_in_the_dtype_that_the_precision_computes_in(two: Answers) -> None:
+    for found, plain in zip(two["bf16 parameters"], two["bf16"], strict=True):
+        assert plain["dtypes"] == {"torch.float32"}
+        assert found["dtypes"] == {"torch.bfloat16"}
+        assert all(value.dtype == np.float32 for value in found["weights"].values())
+        assert all(g.dtype == torch.float32 for g in found["gradients"][0].values())
+        assert_near(found, plain, 0.02)
+        gathered = [each["plan"]["memory_per_rank"]["value"]["gathered"] for each in (found, plain)]
+        assert 2 * gathered[0] == gathered[1]
+
+
+def test_shards_in_groups_are_averaged_over_the_copies(four: Answers) -> None:
+    for rank, found in enumerate(four["hybrid"]):
+        assert_near(found, four.alone, TOLERANCE)
+        assert set(found["placements"].values()) == {"(Replicate(), Shard(dim=0))"}
+        assert found["sizes"]["first.weight"] == four.alone["weights"]["first.weight"].size // 2
+        assert found["plan"]["shards"]["value"].endswith("over 2 ranks, in 2 copies"), rank
+
+
+def test_a_checkpoint_of_shards_in_copies_holds_each_element_once(four: Answers) -> None:
+    found = four["hybrid"][0]
+    module = Tower.load_from_checkpoint(found["checkpoint"])
+    assert same(whole(module), found["weights"])
+    exported = load_file(Path(found["checkpoint"]).parents[1] / "model" / "model.safetensors")
+    assert same({name: value.numpy() for name, value in exported.items()}, found["weights"])
+
+
+def test_a_module_that_was_sharded_goes_on_with_the_options_of_its_shards(two: Answers) -> None:
+    assert two["again"] == [4 * STEPS] * 2
+    for message in two["again, otherwise"]:
+        assert message.startswith("fsdp: wrap='none': an earlier fit sharded this Tower with wrap='auto'")
+
+
+# ------------------------------------------------------------------------------------------------- DDP
+
+
+def test_what_ddp_was_told_is_what_it_does(two: Answers) -> None:
+    seen = {name: two[name][0]["logging"] for name in ("ddp", "static graph", "not looked for", "bucket view")}
+    assert {name: bool(each["find_unused_parameters"]) for name, each in seen.items()} == {
+        "ddp": True,
+        "static graph": False,
+        "not looked for": False,
+        "bucket view": True,
+    }
+    assert [name for name, each in seen.items() if each.get("static_graph")] == ["static graph"]
+    assert not two["ddp"][0]["shared storage"]
+    assert two["bucket view"][0]["shared storage"], "gradients lie in their bucket"
+
+
+def test_a_small_bucket_holds_less(two: Answers) -> None:
+    few, many = (
+        [int(size) for size in two[name][0]["logging"]["bucket_sizes"].split(",")]
+        for name in ("wide", "wide, small buckets")
+    )
+    assert sum(few) == sum(many)
+    assert len(many) > len(few)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16 hook", torch.bfloat16), ("fp16 hook", torch.float16)])
+def test_gradients_travel_in_half_precision(two: Answers, name: str, dtype: torch.dtype) -> None:
+    for found, plain in zip(two[name], two["ddp"], strict=True):
+        every = [g for step in found["gradients"] for g in step.values()]
+        assert all(torch.equal(g, g.to(dtype).float()) for g in every)
+        assert not all(torch.equal(g, g.to(dtype).float()) for g in plain["gradients"][0].values())
+        assert_near(found, two.alone, 0.02)
+
+
+def test_powersgd_sends_thin_matrices_after_its_first_updates(two: Answers) -> None:
+    for found, plain in zip(two["wide, powersgd"], two["wide, whole"], strict=True):
+        ranks = [int(torch.linalg.matrix_rank(step["blocks.0.up.weight"])) for step in found["gradients"]]
+        assert ranks[2:] == [1, 1]
+        assert min(ranks[:2]) > 1
+        for name in ("blocks.0.up.weight", "blocks.0.up.bias"):
+            for step in (0, 1):
+                torch.testing.assert_close(found["gradients"][step][name], plain["gradients"][step][name])
+        close = torch.nn.functional.cosine_similarity(
+            *(each["gradients"][2]["blocks.0.up.weight"].flatten() for each in (found, plain)), dim=0
+        )
+        assert close > 0.5
+        torch.testing.assert_close(found["gradients"][2]["last.bias"], plain["gradients"][2]["last.bias"])
+
+
+def test_a_run_with_powersgd_resumes_exactly(two: Answers) -> None:
+    for found in two["resumed"]:
+        assert same(found["straight"], found["halves"])
+
+
+def test_what_powersgd_left_out_is_not_lost_on_another_number_of_ranks() -> None:
+    rows = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    for world_size in (1, 2, 3):
+        held = [share(rows, rank, world_size) for rank in range(world_size)]
+        torch.testing.assert_close(torch.stack(held).mean(0), rows.mean(0))
+    assert torch.equal(share(rows, 1, 2), rows[1])
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> None:
+    (told, _) = two["refused"]
+    wanted = {
+        "fsdp:param_dtype=bf16": "use precision='bf16', or leave param_dtype out",
+        "fsdp:wrap=Missing": "the module has no Missing; it has Block, Linear",
+        "fsdp:wrap=size:big": "give a number of parameters, for instance size:100M",
+        "fsdp:shard=3": "shard=3: 3 is no divisor of 2 processes",
+        "fsdp:shard=rack": "give a number of ranks, 'node', or leave it out",
+        "fsdp:accumulate=none": "give 'shards' or 'whole'",
+        "fsdp:shard=1": "two ranks or more share a copy of the model",
+        "fsdp:wrap=none,activation_checkpointing=true": "choose units with wrap=",
+        "fsdp:reduce_dtype=int8": "give fp32, bf16, fp16 or leave it out",
+        "ddp:static_graph=true,find_unused_parameters=true": "choose one",
+        "ddp:communication_hook=zip": "give bf16, fp16, powersgd or leave it out",
+        "ddp:communication_hook=powersgd": "would stay in what it remembers",
+    }
+    assert {text: message for text, message in told.items() if wanted[text] not in message} == {}
+
+
+def test_options_are_the_same_as_arguments_of_the_classes() -> None:
+    assert FSDP(wrap="size:1.5K", shard=4, param_dtype="bf16").shard == 4
+    assert DDP(communication_hook="powersgd").name == "ddp"
+
+
+def test_an_optimizer_that_takes_no_shards_is_refused_under_fsdp(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it with the first optimizer
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        ConfigurationError, match=r"torch.optim.Adafactor \(optimizer 'main'\): its update takes no par"
+    ):
+        FSDP().prepare_optimizers(layer, {"main": torch.optim.Adafactor(layer.parameters())})
+    assert FSDP().prepare_optimizers(layer, {"main": torch.optim.AdamW(layer.parameters())}) is layer
