@@ -111,7 +111,8 @@ def resuming() -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from fabricate.data import Loading, open_source
+    from fabricate.data.opening import open_source
+    from fabricate.data.source import Loading
 
     rows = TensorDataset(torch.zeros(ROWS, 1))
 

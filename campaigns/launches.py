@@ -22,7 +22,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from torch.utils.data import TensorDataset
 
 from fabricate import FabricateError, Trainer, TrainModule
-from fabricate.launch import environment
+from fabricate.launch.commands import environment
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

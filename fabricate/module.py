@@ -187,7 +187,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     def print(self, *values: object) -> None:
         """Print on rank 0 only, also before and after a fit."""
-        from fabricate.launch import detect
+        from fabricate.launch.ranks import detect
 
         if self._trainer.is_main if self._trainer is not None else detect(os.environ).rank == 0:
             print(*values, flush=True)

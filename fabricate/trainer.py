@@ -18,10 +18,11 @@ import torch
 from fabricate.configuration.arguments import check_arguments
 from fabricate.configuration.plan import Plan
 from fabricate.configuration.resolve import Data, Resolved, make_plan, open_data, resolve, settle
-from fabricate.data import Loading, describe
+from fabricate.data.batches import describe
+from fabricate.data.source import Loading
 from fabricate.distributed.engine import Engine
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line
-from fabricate.launch import detect
+from fabricate.launch.ranks import detect
 from fabricate.metrics.counters import Progress
 from fabricate.model.memory import need_ahead
 from fabricate.module import STEPS, TrainModule, check_methods, overrides

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from fabricate.errors import FabricateError, size_text
-from fabricate.launch import detect, read_config, requests
+from fabricate.launch.config_files import read_config
+from fabricate.launch.ranks import detect
+from fabricate.launch.settings import requests
 from fabricate.model.host_memory import host_memory
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "safetensors", "numpy", "pluggy")

@@ -12,8 +12,10 @@ from typing import Any
 
 import click
 
-from fabricate import launch
 from fabricate.errors import ConfigurationError
+from fabricate.launch import commands
+from fabricate.launch.config_files import ConfigFile, read_config
+from fabricate.launch.settings import requests
 
 __all__ = ["launching", "prepared"]
 
@@ -81,7 +83,7 @@ def prepared(
     """The command line and the environment that the options above ask for."""
     if not Path(script).is_file():
         raise ConfigurationError(f"SCRIPT {script!r} is not a file; give a Python script, before its own options")
-    file = launch.read_config(config) if config is not None else launch.ConfigFile("")
+    file = read_config(config) if config is not None else ConfigFile("")
     nnodes = _agreed("--nnodes", nnodes, file.path, "num_machines", file.num_nodes) or 1
     if file.num_processes and file.num_processes % nnodes:
         raise ConfigurationError(
@@ -90,7 +92,7 @@ def prepared(
     per_node = file.num_processes // nnodes if file.num_processes else None
     nproc = _agreed("--nproc", nproc, file.path, "num_processes", per_node)
     nproc = 1 if nproc is None else nproc
-    command = launch.command(
+    command = commands.command(
         script,
         arguments,
         nproc=nproc,
@@ -99,7 +101,7 @@ def prepared(
         master_addr=_agreed("--master-addr", master_addr, file.path, "main_process_ip", file.master_addr),
         master_port=_agreed("--master-port", master_port, file.path, "main_process_port", file.master_port),
     )
-    environment = launch.environment(
+    environment = commands.environment(
         os.environ,
         nproc=nproc,
         strategy=_agreed("--strategy", strategy, file.path, "the strategy", file.strategy),
@@ -109,7 +111,7 @@ def prepared(
         plan_only=plan_only,
         variables=file.variables,
     )
-    launch.requests(environment)  # what contradicts itself is told here, once, and not by every rank
+    requests(environment)  # what contradicts itself is told here, once, and not by every rank
     if file.unused:
         click.echo(f"note: {file.path}: not used by fabricate: {', '.join(file.unused)}", err=True)
     return command, environment

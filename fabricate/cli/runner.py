@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from fabricate.launch import PREEMPTED_FILE, SHUTDOWN_TIMEOUT
+from fabricate.launch.commands import PREEMPTED_FILE, SHUTDOWN_TIMEOUT
 from fabricate.values import EXIT_PREEMPTED
 
 # SIGUSR1 as well: schedulers send it ahead of the end, and torchrun would die of it and leave its ranks behind.

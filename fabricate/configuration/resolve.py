@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.plan import Plan, Setting
-from fabricate.data import Loading, Source, open_source
+from fabricate.data.opening import open_source
+from fabricate.data.source import Loading, Source
 from fabricate.errors import ConfigurationError, FabricateError, first_line, size_text
-from fabricate.launch import Launch, Request, detect, requests
+from fabricate.launch.ranks import Launch, detect
+from fabricate.launch.settings import Request, requests
 from fabricate.model.memory import Need, available, halved, need_ahead, total
 from fabricate.module import TrainModule
 from fabricate.optim.schedules import Schedule

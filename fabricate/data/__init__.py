@@ -10,9 +10,3 @@ once, and reading is left to a torch DataLoader that is handed this rank's index
 rows, iterables of batches) is read whole by every rank, under a random state of its own that depends on (seed, epoch)
 only, so that all ranks see the same order and a resumed run replays it.
 """
-
-from fabricate.data.batches import EvalBatch, Window, describe, rows_of, token_labels
-from fabricate.data.opening import open_source
-from fabricate.data.source import Loading, Source
-
-__all__ = ["EvalBatch", "Loading", "Source", "Window", "describe", "open_source", "rows_of", "token_labels"]

@@ -25,7 +25,7 @@ from fabricate.data.transfer import Transfer
 from fabricate.distributed.fork import settle_fork
 from fabricate.distributed.group import Group, interface_towards, meet
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
-from fabricate.launch import Launch
+from fabricate.launch.ranks import Launch
 from fabricate.model.building import blanks, fill, materialise, pretrained_models
 from fabricate.model.compiling import compiled
 from fabricate.module import TrainModule, step_function

@@ -19,7 +19,7 @@ from typing import Any
 
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, did_you_mean
 from fabricate.hooks import EVENTS, PROJECT, REGISTRATIONS, Listener
-from fabricate.launch import listed_plugins
+from fabricate.launch.commands import listed_plugins
 from fabricate.launch.unsupported import instead
 from fabricate.precisions.base import Precision
 from fabricate.registry.hook_calls import Manager, Origin

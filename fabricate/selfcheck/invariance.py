@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fabricate import launch
 from fabricate.checkpoint.format.comparing import compare
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.launch import commands
 from fabricate.registry.registry import Registry
 from fabricate.registry.validation import ranks_per_row
 from fabricate.selfcheck.repeating import TRIALS
@@ -146,9 +146,9 @@ def _start(
 ) -> None:
     """Run the script in all splits of one world size, in one process per rank."""
     nproc = splits[0].world_size
-    command = launch.command(str(folder / "start.py"), [str(script), *arguments], nproc=nproc)
+    command = commands.command(str(folder / "start.py"), [str(script), *arguments], nproc=nproc)
     trials = [_trial(folder, split, steps).to_environment() for split in splits]
-    variables = launch.environment(
+    variables = commands.environment(
         environment, nproc=nproc, strategy=strategy, precision=precision, variables={TRIALS: json.dumps(trials)}
     )
     log = folder / f"ranks-{nproc}.log"

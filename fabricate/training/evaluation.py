@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricate.checkpoint.format.codec import decode, encode
-from fabricate.data import rows_of, token_labels
+from fabricate.data.batches import rows_of, token_labels
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
 from fabricate.metrics.reduction import Metrics, snapshot_torchmetrics
@@ -21,7 +21,7 @@ from fabricate.module import STEPS
 from fabricate.seeding import rng_state, set_rng_state
 
 if TYPE_CHECKING:
-    from fabricate.data import Source
+    from fabricate.data.source import Source
     from fabricate.module import TrainModule
     from fabricate.training.run_state import Run
 

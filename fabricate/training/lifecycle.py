@@ -28,7 +28,7 @@ from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine, check_trackers
 from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
-from fabricate.launch import tell_preempted
+from fabricate.launch.commands import tell_preempted
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics, synchronise_torchmetrics
 from fabricate.model import export as exporting

@@ -24,7 +24,7 @@ from fabricate.training.saving import check_weights, save_requested, settle
 from fabricate.training.step_output import check_logged, check_loss, check_window, choose, other_weight, unpack, weigh
 
 if TYPE_CHECKING:
-    from fabricate.data import Window
+    from fabricate.data.batches import Window
     from fabricate.distributed.engine import Engine
     from fabricate.training.run_state import Run
 

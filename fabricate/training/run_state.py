@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fabricate.checkpoint.state.commit import Background
     from fabricate.configuration.arguments import Settings
-    from fabricate.data import Source
+    from fabricate.data.source import Source
     from fabricate.distributed.engine import Engine
     from fabricate.metrics.counters import Progress
     from fabricate.metrics.reduction import Metrics

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricate.data import rows_of, token_labels
+from fabricate.data.batches import rows_of, token_labels
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.metrics.loss_weight import counted, last_operation
 

@@ -167,7 +167,7 @@ ACCELERATE = """
 import random, sys
 sys.path.insert(0, sys.argv[1])
 import accelerate, numpy, torch
-from test_interop import Net
+from test_convert import Net
 module = Net()
 optimizer, scheduler = module.configure_optimizers()
 accelerator = accelerate.Accelerator(cpu=True)
@@ -187,7 +187,7 @@ def accelerated(run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("accelerate")
     assert invoke("export", run[0], root / "exported", "--format", "accelerate").exit_code == 0
     (root / "script.py").write_text(ACCELERATE)
-    command = [sys.executable, root / "script.py", Path(__file__).parents[1]]
+    command = [sys.executable, root / "script.py", Path(__file__).parent]
     places = [root / "exported", root / "loaded.pt", root / "saved"]
     subprocess.run([*map(str, [*command, *places])], check=True, capture_output=True)
     return root
@@ -433,7 +433,7 @@ def test_saving_and_resuming_load_nothing_that_reads_other_formats(tmp_path: Pat
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_interop import Net, data
+from test_convert import Net, data
 from fabricate import Trainer
 for steps in (2, 4):
     Trainer(max_steps=steps, seed=1, run_dir=sys.argv[2], progress=False).fit(Net(), data(), batch_size=4)
@@ -442,5 +442,5 @@ loaded = [name for name in sys.modules if name.startswith("fabricate.checkpoint.
 assert loaded == [], loaded
 assert "resumed" in Path(sys.argv[2], "events.jsonl").read_text()
 """
-    arguments = [str(Path(__file__).parents[1]), str(tmp_path / "run")]
+    arguments = [str(Path(__file__).parent), str(tmp_path / "run")]
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)

@@ -442,7 +442,7 @@ Net.load_from_checkpoint(folder)
 assert seen == [], seen
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(folder)],
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(folder)],
         capture_output=True,
         text=True,
         check=False,

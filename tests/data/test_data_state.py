@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fabricate import Callback, ConfigurationError, Trainer, TrainModule
-from fabricate.data import Loading, Source, open_source
+from fabricate.data.opening import open_source
+from fabricate.data.source import Loading, Source
 
 BATCHES = 9
 

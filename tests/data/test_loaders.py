@@ -21,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from fabricate.data import Loading
+from fabricate.data.source import Loading
 from fabricate.errors import ConfigurationError
 from tests.support.sources import Numbers, Stream, flat, in_twos, opened, ranks, updates
 

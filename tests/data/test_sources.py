@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabricate.data import Loading
+from fabricate.data.source import Loading
 from fabricate.errors import ConfigurationError
 from tests.support.sources import (
     FACTORS,

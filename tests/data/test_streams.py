@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from fabricate.data import Loading, Source, rows_of
+from fabricate.data.batches import rows_of
+from fabricate.data.source import Loading, Source
 from fabricate.errors import ConfigurationError
 from tests.support.sources import Numbers, Rereadable, Stream, flat, opened, ranks, updates
 

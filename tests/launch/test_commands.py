@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 
 from fabricate.errors import ConfigurationError, FabricateError, RankError
-from fabricate.launch import (
-    Launch,
-    Request,
-    command,
-    detect,
-    environment,
-    listed_plugins,
-    requests,
-)
+from fabricate.launch.commands import command, environment, listed_plugins
+from fabricate.launch.ranks import Launch, detect
+from fabricate.launch.settings import Request, requests
 
 RANKED = {
     "RANK": "3",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from fabricate.errors import ConfigurationError
-from fabricate.launch import Request, fsdp_keys, read_config, requests
+from fabricate.launch import fsdp_keys
+from fabricate.launch.config_files import read_config
+from fabricate.launch.settings import Request, requests
 
 
 def test_what_accelerate_exports_by_default_is_not_a_request() -> None:

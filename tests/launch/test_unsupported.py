@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import TensorDataset
 
 from fabricate import ConfigurationError, Trainer, TrainModule
-from fabricate.launch import read_config, requests
+from fabricate.launch.config_files import read_config
+from fabricate.launch.settings import requests
 from fabricate.testing import run_ranks
 
 

@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 
 from campaigns.invariance import TOLERANCE, Split, compare, splits
 from fabricate import Trainer, TrainModule
-from fabricate.data import Loading, open_source
+from fabricate.data.opening import open_source
+from fabricate.data.source import Loading
 from fabricate.testing import run_ranks
 
 RATE, WIDTH = 0.1, 3
