@@ -86,6 +86,8 @@ class TrainModule(torch.nn.Module, Listener):
 
     _trainer: RunningTrainer | None
     _logged: list[Any]
+    _uses_trainer: bool
+    """Whether `trainer` was read since a fit began: a step of this module may request a save, an evaluation or the end."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -94,6 +96,7 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(self, "_arguments", (args, kwargs))
         object.__setattr__(self, "_trainer", None)
         object.__setattr__(self, "_logged", [])
+        object.__setattr__(self, "_uses_trainer", False)
         return self
 
     def configure_model(self) -> None:
@@ -170,6 +173,7 @@ class TrainModule(torch.nn.Module, Listener):
         """The Trainer that runs this module now. Raises `FabricateError` outside `fit`, `validate`, `test`, `predict`."""
         if self._trainer is None:
             raise FabricateError(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
+        object.__setattr__(self, "_uses_trainer", True)
         return self._trainer
 
     @property

@@ -18,7 +18,6 @@ import torch
 from fabricate.configuration.arguments import check_arguments
 from fabricate.configuration.plan import Plan
 from fabricate.configuration.resolve import Data, Resolved, make_plan, open_data, resolve, settle
-from fabricate.data.batches import describe
 from fabricate.data.source import Loading
 from fabricate.distributed.engine import Engine
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line
@@ -29,8 +28,10 @@ from fabricate.module import STEPS, TrainModule, check_methods, overrides
 from fabricate.registry.hook_calls import Calls
 from fabricate.selfcheck.plugins import rehearsed, resplit
 from fabricate.training import evaluation, loop, resuming, saving
-from fabricate.training.lifecycle import environment_restored, finish_fit, opened, prepare_fit, register
-from fabricate.training.preemption import Watch, told_to_end
+from fabricate.training.finish import finish_fit
+from fabricate.training.opening import environment_restored, noting_failures, opened, register
+from fabricate.training.preemption import told_to_end
+from fabricate.training.preparation import prepare_fit
 from fabricate.training.run_state import Run
 from fabricate.values import EXIT_PREEMPTED, Every, FitResult
 
@@ -194,14 +195,14 @@ class Trainer:
     @property
     def metrics(self) -> dict[str, float]:
         """The last known value of every metric, the same on every rank."""
-        return dict(self._live().latest)
+        return dict(self._live().journal.latest)
 
     @property
     def rates(self) -> dict[str, float]:
         """Of this rank, between the last two log boundaries, evaluations and saves left out: seconds_per_step,
         steps_per_second, samples_per_second, data_share (of the time, spent waiting for data) and, where the strategy
         knows it, communication_share. Empty before the first boundary."""
-        return dict(self._live().rates)
+        return dict(self._live().journal.rates)
 
     @property
     def total_steps(self) -> int:
@@ -214,7 +215,7 @@ class Trainer:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The running fit's optimizers by name ("main" when `configure_optimizers` names none)."""
-        return self._live().optimizers
+        return self._live().optim.optimizers
 
     @property
     def run_dir(self) -> Path | None:
@@ -240,7 +241,7 @@ class Trainer:
         target = Path(path)
         if target.exists():
             raise CheckpointError(f"save({str(path)!r}): this exists already; give a new path")
-        if run.at_boundary:
+        if run.now.at_boundary:
             saving.write_now(run, target)
             return target
         run.requests.ask(path=str(target))
@@ -314,23 +315,14 @@ class Trainer:
             if found.launch.rank == 0:
                 print(plan, flush=True)
             raise SystemExit(0)
-        with opened(self, found, module, ["train", *(["validate"] if data.validation else [])], data) as run:
-            if run.engine.rank == 0 and (settings.max_time is not None or run.run_dir is not None):
-                run.watch = Watch(run.requests, began, settings.max_time, run.run_dir)
+        stages = ["train", *(["validate"] if data.validation else [])]
+        with opened(self, found, module, stages, data, began) as run:
             prepare_fit(run, found, data, resume)
-            try:
-                reason = loop.fit(run)  # the second frame; the module's training_step is the fourth of ours
-            except BaseException as exc:
-                at = run.progress
-                exc.add_note(
-                    f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
-                )
-                if run.batch is not None:
-                    exc.add_note(f"the batch was {describe(run.batch)}")
-                raise
+            with noting_failures(run):
+                reason = loop.fit(run)
             finish_fit(run, reason)
-            checkpoint = None if settings.fast_dev_run else run.checkpoint
-            return FitResult(run.progress.step, run.progress.epoch, dict(run.latest), reason, checkpoint)
+            checkpoint = None if settings.fast_dev_run else run.checkpoints.newest
+            return FitResult(run.progress.step, run.progress.epoch, dict(run.journal.latest), reason, checkpoint)
 
     def _evaluate(
         self,

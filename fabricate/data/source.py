@@ -135,6 +135,11 @@ class Source(ABC):
             if batch_size:
                 self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
 
+    @property
+    def seed(self) -> int:
+        """What the order and the random state of reading are derived from."""
+        return self._setup.seed
+
     def reseed(self, seed: int) -> None:
         """Go on with another seed: that of the run which is resumed. Before any reading."""
         self._setup = replace(self._setup, seed=seed)

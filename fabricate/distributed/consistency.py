@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from fabricate.distributed.group import Group
 from fabricate.errors import RankError
 
-if TYPE_CHECKING:
-    from fabricate.training.run_state import Run
 
-
-def check_alike(run: Run) -> None:
+def check_alike(group: Group, hooks: list[list[Any]], module: torch.nn.Module, settings: Mapping[str, Any]) -> None:
     """Compare what ranks hear, train and run with. Raises `RankError`, the same on every rank. All ranks."""
-    if run.engine.world_size == 1:
+    if group.world_size == 1:
         return
-    parameters = {n: [list(p.shape), p.requires_grad] for n, p in run.module.named_parameters()}
+    parameters = {n: [list(p.shape), p.requires_grad] for n, p in module.named_parameters()}
     mine: dict[str, Any] = {
-        "listeners of hooks": dict(run.calls.manager.table()),
+        "listeners of hooks": dict(hooks),
         "parameters (shape, whether trained)": parameters,
         "order of parameters": {"order": list(parameters)},
         "packages": {name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
-        "settings": {"seed": run.seed, "run_dir": str(run.settings.run_dir), "total steps": run.total_steps},
+        "settings": dict(settings),
     }
-    everyone = run.engine.gather_json(mine)
+    everyone = group.gather_json(mine)
     for topic in mine:
         different = [rank for rank, theirs in enumerate(everyone) if theirs[topic] != everyone[0][topic]]
         if different:

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from fabricate.data.transfer import Transfer
 from fabricate.distributed.fork import settle_fork
 from fabricate.distributed.group import Group, interface_towards, meet
+from fabricate.distributed.loss_scaling import Scaled, Unscaled
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.launch.ranks import Launch
 from fabricate.model.building import blanks, fill, materialise, pretrained_models
@@ -163,6 +164,7 @@ class Engine(Group):
             self.context = self.precision.forward_context(self.device)
             self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
             self.accelerator.scaler = self.scaler
+            self.scaling = Unscaled(self.strategy) if self.scaler is None else Scaled(self.strategy, self.scaler)
             self._verify_precision()
         return self
 
@@ -357,24 +359,19 @@ class Engine(Group):
             self.forward = self.root.steps["train"]
         return model
 
+    def evaluate(self, stage: str, batch: Any, batch_idx: int) -> Any:
+        """One step of an evaluation. Outside of the strategy's wrapper, unless its forward has collectives that all ranks run."""
+        return (self.model if self.strategy.lockstep else self.root)(stage, batch, batch_idx)
+
     # -- one update ----------------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on the device, copies not waited for."""
         return batch if self.device.type == "cpu" else self._transfer(batch)
 
-    def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """2-norm of the global gradient, 0-dim, on the device."""
-        return self.strategy.grad_norm(parameters)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the update; False when the loss scaler found an overflow and skipped it (one wait for the device then)."""
-        if self.scaler is None:
-            return self.strategy.step(optimizer)
-        scale = self.scaler.get_scale()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= scale
+    def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
+        """The context of one micro-batch: only in the last of a window (`is_last`) are gradients averaged over ranks."""
+        return contextlib.nullcontext() if is_last else self.strategy.no_sync(self.model)
 
     @property
     def scales_loss(self) -> bool:

@@ -77,3 +77,23 @@ class Due:
             return False
         self.start(progress)
         return True
+
+
+class Tokens:
+    """Adds weights to `Progress.tokens` without a wait: those on a device are added up there until `read`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._unread: Any = 0
+
+    def add(self, weight: Any) -> None:
+        """Count `weight`, a number or a 0-dim tensor."""
+        if getattr(weight, "is_cpu", True):
+            self._progress.tokens += float(weight)
+        else:
+            self._unread = self._unread + weight
+
+    def read(self) -> None:
+        """Bring `Progress.tokens` up to now. Waits for the device."""
+        self._progress.tokens += float(self._unread)
+        self._unread = 0

@@ -7,14 +7,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from fabricate.metrics.counters import Progress
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Adds the seconds of a fit to `Progress.seconds`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.start()
+
+    def start(self) -> None:
+        """Time from here counts."""
+        self._at = time.monotonic()
+
+    def tick(self) -> float:
+        """Bring `Progress.seconds` up to now, which is returned: seconds of the monotonic clock."""
+        now = time.monotonic()
+        self._progress.seconds += now - self._at
+        self._at = now
+        return now
 
 
 class Stopwatch:
     """Times the way from one log boundary to the next, its lap. This rank's; nothing is shared.
 
-    `waited`: seconds of this lap spent waiting for data; the loop adds to it, because a wrapper around its iterators would
-    cost several times what the clock does.
+    `waited`: seconds of this lap spent waiting for data, which `timed` adds up.
     """
 
     def __init__(self) -> None:
@@ -24,6 +47,14 @@ class Stopwatch:
         """A lap begins, at these counts of updates and samples."""
         self._began, self._step, self._samples = time.perf_counter(), step, samples
         self.waited = self._apart = 0.0
+
+    def timed(self, data: Iterable[T]) -> Iterator[T]:
+        """The items of `data`; the time until each arrives counts as waiting for data."""
+        began = time.perf_counter()
+        for item in data:
+            self.waited += time.perf_counter() - began
+            yield item
+            began = time.perf_counter()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

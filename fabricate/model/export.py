@@ -1,83 +1,64 @@
-"""RUN_DIR/model/: the weights as plain safetensors, or as the model inside writes them. Must not know: checkpoints, the loop."""
+"""The weights of a trained module as plain safetensors, or as the model inside writes them. Must not know: checkpoints, the loop."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.state.logical import export_tensors, whole_chunk
 from fabricate.model.building import adapted_models, pretrained_models
-from fabricate.module import overrides
-
-if TYPE_CHECKING:
-    from fabricate.strategies.base import Strategy
-    from fabricate.training.run_state import Run
+from fabricate.strategies.base import Strategy
 
 
-def export(run: Run) -> Path | None:
-    """Write RUN_DIR/model/: the weights as plain safetensors, one tensor in memory at a time. All ranks."""
-    if run.run_dir is None:
-        return None
-    final, staging = run.run_dir / "model", run.run_dir / ".model-new"
-    if run.engine.rank == 0:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    run.engine.barrier()
-    if overrides(run.module, "export"):
-        run.module.export(staging)
-    else:
-        _export(run, staging)
-    run.engine.barrier()
-    if run.engine.rank == 0:
-        old = run.run_dir / ".model-old"
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
-        staging.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    run.engine.barrier()
-    if run.calls.on_export is not None:
-        run.calls.on_export(run.trainer, run.module, final)
-    return final
-
-
-def _export(run: Run, path: Path) -> None:
-    models, adapted = pretrained_models(run.module), adapted_models(run.module)
-    model: Any = models[0] if len(models) == 1 and not adapted else run.module
-    main = run.engine.rank == 0
-    strategy = run.engine.strategy
-    # Of a prompt peft saves what its encoder answers, which with shards would take a forward of the whole model.
-    prompted = any(each.active_peft_config.is_prompt_learning for each in adapted)
-    if len(adapted) == 1 and not (prompted and strategy.shards_parameters):
-        _export_adapter(adapted[0], strategy, path if main else None)
-    elif model is not run.module and not strategy.shards_parameters:
+def export_model(module: torch.nn.Module, strategy: Strategy, path: Path, *, main: bool) -> None:
+    """Write the weights of `module` into the folder `path`, one whole tensor in memory at a time: those of the one transformers
+    model or peft adapter inside in its own layout, else `model.safetensors`. All ranks; the one that is `main` writes."""
+    models, adapters = pretrained_models(module), adapted_models(module)
+    # Of a prompt peft saves what its encoder computes, which with shards would take a forward of the whole model.
+    prompted = any(adapter.active_peft_config.is_prompt_learning for adapter in adapters)
+    model: Any = models[0] if len(models) == 1 and not adapters else None
+    if len(adapters) == 1 and not (prompted and strategy.shards_parameters):
+        _export_adapter(adapters[0], strategy, path if main else None)
+    elif model is None:
+        _export_tensors(module, strategy, path if main else None)
+    elif not strategy.shards_parameters:
         if main:
             model.save_pretrained(path)
     else:
-        tensors = export_tensors(model, strategy)
-        if not main:
-            for _, tensor in tensors:
-                strategy.gather(tensor)  # in the order in which rank 0 writes: one whole tensor exists at a time
-        else:
-            chunks = [whole_chunk(name, tensor, strategy) for name, tensor in tensors]
-            format.write_plain_safetensors(path / "model.safetensors", chunks, metadata={"format": "pt"})
-            if model is not run.module:
-                model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-                model.config.save_pretrained(path)
-                if getattr(model, "generation_config", None) is not None:
-                    model.generation_config.save_pretrained(path)
+        _export_tensors(model, strategy, path if main else None)
+        if main:
+            _save_configuration(model, path)
     if main:
-        for attribute in vars(run.module).values():
-            if (
-                type(attribute).__module__.startswith("transformers")
-                and hasattr(attribute, "save_pretrained")
-                and not isinstance(attribute, torch.nn.Module)
-            ):
-                attribute.save_pretrained(path)
+        _save_processors(module, path)
+
+
+def _export_tensors(module: torch.nn.Module, strategy: Strategy, path: Path | None) -> None:
+    """Write model.safetensors; `path` on the rank that writes."""
+    tensors = export_tensors(module, strategy)
+    if path is None:
+        for _, tensor in tensors:
+            strategy.gather(tensor)  # in the order in which the other rank writes: one whole tensor exists at a time
+        return
+    chunks = [whole_chunk(name, tensor, strategy) for name, tensor in tensors]
+    format.write_plain_safetensors(path / "model.safetensors", chunks, metadata={"format": "pt"})
+
+
+def _save_configuration(model: Any, path: Path) -> None:
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # sharding renames the class
+    model.config.save_pretrained(path)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(path)
+
+
+def _save_processors(module: torch.nn.Module, path: Path) -> None:
+    """The tokenizers and processors of transformers that `module` holds as attributes."""
+    for attribute in vars(module).values():
+        from_transformers = type(attribute).__module__.startswith("transformers")
+        if from_transformers and hasattr(attribute, "save_pretrained") and not isinstance(attribute, torch.nn.Module):
+            attribute.save_pretrained(path)
 
 
 def _export_adapter(model: Any, strategy: Strategy, path: Path | None) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fabricate.errors import few, size_text
 from fabricate.model.memory import available, need, total
-
-if TYPE_CHECKING:
-    from fabricate.training.run_state import Run
+from fabricate.training.run_state import Run
 
 _NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")
 _APART = ("on the same device", "is not on the expected device", "same device type", "device of")
@@ -58,7 +56,7 @@ def _no_room(run: Run) -> str:
     engine, settings = run.engine, run.settings
     strategy, on_device = engine.strategy, engine.device.type != "cpu"
     room, where = available(engine.device, engine.launch.local_world_size)
-    optimizers = run.optimizers or (ValueError("not made yet") if run.source is not None else None)
+    optimizers = run.optim.optimizers or (ValueError("not made yet") if run.source is not None else None)
     needed = need(run.module, optimizers, lambda tensor: strategy.local_part(tensor).shape)
     per_rank = needed.per_rank(strategy, engine.world_size)
     takes = ", ".join(f"{kind} {size_text(count)}" for kind, count in per_rank.items())

@@ -8,29 +8,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fabricate.checkpoint.format.codec import decode, encode
-from fabricate.data.batches import rows_of, token_labels
+from fabricate.data.batches import EvalBatch, rows_of, token_labels
+from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
 from fabricate.metrics.reduction import Metrics, snapshot_torchmetrics
-from fabricate.module import STEPS
+from fabricate.module import STEPS, TrainModule
 from fabricate.seeding import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from fabricate.data.source import Source
-    from fabricate.module import TrainModule
-    from fabricate.training.run_state import Run
+from fabricate.training.run_state import Run
 
 
 def validate(run: Run, epoch: int) -> dict[str, float]:
     """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
     metrics = evaluate(run, run.validation, "validate")
-    run.write_metrics("validate", metrics, epoch)
-    for scheduler in run.schedulers.values():
+    run.journal.write_metrics("validate", metrics, epoch)
+    for scheduler in run.optim.schedules.values():
         scheduler.measured(metrics)
     return metrics
 
@@ -59,44 +56,60 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
     ranks. The module's modes and the random generators are as before afterwards."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
     prefix = "val_" if stage == "validate" else f"{stage}_"
-    forward = engine.model if engine.strategy.lockstep else engine.root
     result: dict[str, float] = {}
     with _evaluating(run):
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, stage)
         for name, source in sources.items():
-            metrics = Metrics(engine, engine.device, engine.ranks_per_row)
-            watch: CrossEntropies | None = CrossEntropies()
-            for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
-                batch = engine.to_device(item.batch)
-                run.batch_idx = batch_idx
-                restore = snapshot_torchmetrics(module) if item.rows == 0 else None
-                with watch or contextlib.nullcontext():
-                    output = (
-                        forward(stage, batch, batch_idx)
-                        if calls.eval_step is None
-                        else calls.eval_step(trainer, module, batch, stage)
-                    )
-                if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
-                    restore()
-                    module._logged.clear()
-                    continue
-                weight = _log_output(module, output, stage, prefix)
-                if weight is None and watch is not None:
-                    weight = watch.weigh(module._logged)
-                    if weight is None:
-                        _note_rows(run, stage, item.batch)
-                        watch = None
-                if weight is None:
-                    weight = rows_of(item.batch) if item.rows is None else item.rows
-                metrics.take(module._logged, weight)
             inner = f"{prefix}{name}_" if name else prefix
-            result |= {inner + n.removeprefix(prefix): v for n, v in metrics.finish().items()}
+            metrics = _evaluate_source(run, source, stage, prefix)
+            result |= {inner + n.removeprefix(prefix): v for n, v in metrics.items()}
         engine.strategy.after_evaluation(engine.model)
-        run.latest |= result
+        run.journal.latest |= result
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, stage, result)
     return result
+
+
+def _evaluate_source(run: Run, source: Source, stage: str, prefix: str) -> dict[str, float]:
+    """Metrics over one data set."""
+    module, engine = run.module, run.engine
+    metrics = Metrics(engine, engine.device, engine.ranks_per_row)
+    watch: CrossEntropies | None = CrossEntropies()
+    for item, batch in _batches(run, source):
+        restore = snapshot_torchmetrics(module) if item.rows == 0 else None
+        with watch or contextlib.nullcontext():
+            output = _step(run, batch, stage)
+        if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
+            restore()
+            module._logged.clear()
+            continue
+        weight = _log_output(module, output, stage, prefix)
+        if weight is None and watch is not None:
+            weight = watch.weigh(module._logged)
+            if weight is None:
+                _note_rows(run, stage, item.batch)
+                watch = None
+        metrics.take(module._logged, _rows_in(item) if weight is None else weight)
+    return metrics.finish()
+
+
+def _batches(run: Run, source: Source) -> Iterator[tuple[EvalBatch, Any]]:
+    """The batches of this rank, each also on the device."""
+    for batch_idx, item in enumerate(source.batches(stand_ins=run.engine.strategy.lockstep)):
+        run.now.batch_idx = batch_idx
+        yield item, run.engine.to_device(item.batch)
+
+
+def _step(run: Run, batch: Any, stage: str) -> Any:
+    """What the module's step returns for one batch on the device."""
+    if run.calls.eval_step is None:  # nothing wraps it
+        return run.engine.evaluate(stage, batch, run.now.batch_idx)
+    return run.calls.eval_step(run.trainer, run.module, batch, stage)
+
+
+def _rows_in(item: EvalBatch) -> int:
+    return rows_of(item.batch) if item.rows is None else item.rows
 
 
 def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> Any:
@@ -117,7 +130,7 @@ def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> An
 
 def _note_rows(run: Run, stage: str, batch: Any) -> None:
     if (shape := token_labels(batch)) is not None:
-        run.note(
+        run.journal.note(
             f"labels have the shape {shape} and {STEPS[stage]} returns no plain cross-entropy, so its metrics weigh the rows of their "
             "batches. Where rows have unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
         )
@@ -126,24 +139,16 @@ def _note_rows(run: Run, stage: str, batch: Any) -> None:
 def predict(run: Run, source: Source) -> list[Any] | None:
     """One prediction per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
-    forward = engine.model if engine.strategy.lockstep else engine.root
     indices: list[int] = []
     outputs: list[Any] = []
     with _evaluating(run):
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, "predict")
-        for batch_idx, item in enumerate(source.batches(stand_ins=engine.strategy.lockstep)):
-            batch = engine.to_device(item.batch)
-            run.batch_idx = batch_idx
-            output = (
-                forward("predict", batch, batch_idx)
-                if calls.eval_step is None
-                else calls.eval_step(trainer, module, batch, "predict")
-            )
-            if item.rows == 0:
-                continue
-            outputs += _rows(output, rows_of(item.batch) if item.rows is None else item.rows)
-            indices += [int(i) for i in item.indices]
+        for item, batch in _batches(run, source):
+            output = _step(run, batch, "predict")
+            if item.rows != 0:  # else a stand-in
+                outputs += _rows(output, _rows_in(item))
+                indices += [int(i) for i in item.indices]
         engine.strategy.after_evaluation(engine.model)
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})

@@ -6,15 +6,14 @@ Layers are watched by forward hooks during one window, and never again. Must not
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fabricate.data.transfer import tensors
 from fabricate.errors import few
-
-if TYPE_CHECKING:
-    from fabricate.training.run_state import Run
+from fabricate.training.losses import WindowLosses
+from fabricate.training.run_state import Run
 
 
 class Activations:
@@ -54,44 +53,69 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
 
 
-def observe(run: Run, activations: Activations, loss: torch.Tensor, how: str) -> dict[str, torch.nn.Parameter]:
-    """After the first update, before its gradients are cleared: say what it was computed in. No wait. Returns the parameters
-    that no gradient reached, by name."""
-    layers = activations.close()
-    parameters = [p for p in run.module.parameters() if p.requires_grad]
-    gradients = _dtypes(p.grad for p in parameters)
+class FirstUpdate:
+    """Reports once what a fit computes in, and the trainable parameters that received no gradient."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._activations: Activations | None = Activations(run.module)
+        run.closing.callback(self._activations.close)
+        self._without_gradient: dict[str, torch.nn.Parameter] = {}
+        """Trainable parameters that received no gradient in any update so far, until that is reported."""
+
+    def look(self, losses: WindowLosses, applied: bool) -> None:
+        """Look at an update, before its gradients are cleared. No wait for the device."""
+        if self._activations is not None and applied:
+            layers = self._activations.close()
+            self._activations = None
+            self._observe(layers, losses)
+        elif self._without_gradient:
+            self._without_gradient = {n: p for n, p in self._without_gradient.items() if p.grad is None}
+
+    def report(self) -> None:
+        """Report the parameters that received no gradient in any update so far, once."""
+        if self._without_gradient:
+            self._run.journal.note(
+                f"no gradient reached {few(list(self._without_gradient))} in the updates up to step {self._run.progress.step}: they do "
+                "not train. Use them in training_step, not under no_grad or behind detach(); if that is meant, freeze them with "
+                "requires_grad_(False)"
+            )
+            self._without_gradient = {}
+
+    def _observe(self, layers: dict[str, list[str]], losses: WindowLosses) -> None:
+        run = self._run
+        trainable = {n: p for n, p in run.module.named_parameters() if p.requires_grad}
+        observed = _observed(run, layers, losses, list(trainable.values()))
+        run.journal.event("observed", **observed)
+        if run.engine.rank == 0:
+            print(f"observed in the first update: {_told(observed)}", flush=True)
+        precision = run.engine.precision
+        if layers and precision.compute_dtype not in (*layers, "float32"):
+            run.journal.note(
+                f"precision={precision.name!r} computes in {precision.compute_dtype}, and no layer answered in it: is autocast off in the "
+                "module, or does it convert to another dtype?"
+            )
+        if run.engine.strategy.exposes_gradients:
+            self._without_gradient = {n: p for n, p in trainable.items() if p.grad is None}
+
+
+def _observed(
+    run: Run, layers: dict[str, list[str]], losses: WindowLosses, trainable: list[torch.nn.Parameter]
+) -> dict[str, Any]:
+    """What the update was computed in, by topic."""
+    gradients = _dtypes(p.grad for p in trainable)
     observed: dict[str, Any] = {
         "activations": layers or "not seen",
-        "loss": [*_dtypes([loss]), f"weighed {_WEIGHED[how]}"],
-        "parameters": _dtypes(parameters),
+        "loss": [*_dtypes([losses.values[-1]]), f"weighed {_WEIGHED[losses.weighed_by.source]}"],
+        "parameters": _dtypes(trainable),
         "gradients": gradients or "kept by the engine",
-        "optimizer_state": _dtypes(t for o in run.optimizers.values() for t in _state_of(o)) or "none",
+        "optimizer_state": _dtypes(t for o in run.optim.optimizers.values() for t in _state_of(o)) or "none",
     }
     if run.engine.world_size > 1 and gradients:
-        kinds = (p.grad.dtype for p in parameters if p.grad is not None)
-        observed["averaged_over_ranks_in"] = sorted(
-            {_name_of(run.engine.strategy.reduction_dtype(kind)) for kind in kinds}
-        )
-    run.event("observed", **observed)
-    if run.engine.rank == 0:
-        print(f"observed in the first update: {_told(observed)}", flush=True)
-    precision = run.engine.precision
-    if layers and precision.compute_dtype not in (*layers, "float32"):
-        run.note(
-            f"precision={precision.name!r} computes in {precision.compute_dtype}, and no layer answered in it: is autocast off in the "
-            "module, or does it convert to another dtype?"
-        )
-    if not run.engine.strategy.exposes_gradients:
-        return {}
-    return {n: p for n, p in run.module.named_parameters() if p.requires_grad and p.grad is None}
-
-
-def tell_unreached(run: Run, names: Iterable[str]) -> None:
-    """Say which parameters no gradient has reached in any update so far."""
-    run.note(
-        f"no gradient reached {few(list(names))} in the updates up to step {run.progress.step}: they do not train. Use them in "
-        "training_step, not under no_grad or behind detach(); if that is meant, freeze them with requires_grad_(False)"
-    )
+        kinds = (p.grad.dtype for p in trainable if p.grad is not None)
+        reduced = {_name_of(run.engine.strategy.reduction_dtype(kind)) for kind in kinds}
+        observed["averaged_over_ranks_in"] = sorted(reduced)
+    return observed
 
 
 def _dtypes(tensors: Iterable[torch.Tensor | None]) -> list[str]:

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from fabricate.training.run_state import Requests
-    from fabricate.values import Every
+from fabricate.training.requests import Requests
+from fabricate.values import Every
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOOK_SECONDS: Final = 1.0  # a look costs a stat on what may be a network file system

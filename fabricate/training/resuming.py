@@ -9,35 +9,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import explained
 from fabricate.checkpoint.format.lock import locked
 from fabricate.checkpoint.format.retention import best_checkpoints
-from fabricate.checkpoint.format.schema import own_state, saved_world_size, shared_state
-from fabricate.checkpoint.state.contents import data_identity
+from fabricate.checkpoint.format.schema import saved_world_size, shared_state
 from fabricate.checkpoint.state.logical import (
     compare_frozen,
     compare_model,
-    compare_optimizer,
-    decode_mapping,
     load_model,
-    load_optimizer,
-    optimizer_groups,
-    read_whole,
 )
 from fabricate.errors import CheckpointError
-from fabricate.metrics.reduction import load_torchmetrics_state
-from fabricate.seeding import derive_seed, seed_everything, set_rng_state
+from fabricate.training.run_state import Run
+from fabricate.training.saved_state import data_identity, restore
 from fabricate.training.saving import checkpoints, prune
-
-if TYPE_CHECKING:
-    from fabricate.training.run_state import Run
 
 
 def occupy(run: Run, warn: Callable[[str], None]) -> None:
@@ -132,7 +123,7 @@ def _fault(path: Path, rank: int, world_size: int) -> list[Any] | None:
 
 def _set_aside(run: Run, path: Path, fault: str, warn: Callable[[str], None]) -> None:
     aside = format.set_aside(path, fault)
-    run.event("rejected", path=path.name, reason=fault, moved_to=aside.name)
+    run.journal.event("rejected", path=path.name, reason=fault, moved_to=aside.name)
     warn(f"{fault}\n  set aside as {aside.name}; trying the one before")
 
 
@@ -172,9 +163,8 @@ def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[s
     warn(f"{why}: {', '.join(present)} moved to {target}")
 
 
-def restore(run: Run, path: Path) -> None:
-    """Put everything back as it was when `path` was saved. All ranks. Compared first, so that an error changes nothing."""
-    engine = run.engine
+def resume(run: Run, path: Path) -> None:
+    """Go on from the checkpoint `path`. All ranks. Everything is compared first, so that an error changes nothing."""
     with Reader(path) as reader:
         tree = shared_state(reader)
         if "optimizers" not in tree:
@@ -182,87 +172,25 @@ def restore(run: Run, path: Path) -> None:
                 f"{path} was imported and holds weights only, so nothing can resume from it; begin with them: "
                 f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r})"
             )
-        world_size = saved_world_size(reader)
-        per_row = reader.manifest.topology.get("ranks_per_row", 1)
-        first_readers = range(0, world_size, per_row if isinstance(per_row, int) and per_row > 0 else 1)
-        _compare(run, path, tree, run.settings.accept_changes)
-        compare_model(reader, run.module, engine.strategy)
-        compare_frozen(reader, run.module, engine.strategy)
-        groups = optimizer_groups(run.module, run.optimizers, engine.strategy)
-        for label, optimizer in run.optimizers.items():
-            compare_optimizer(path, label, optimizer, tree["optimizers"][label], groups[label])
-        load_model(reader, run.module, engine.strategy)
-        for label, optimizer in run.optimizers.items():
-            load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)
-        for label, scheduler in run.schedulers.items():
-            scheduler.load_state_dict(
-                decode_mapping(reader, tree["schedulers"][label]["state"], f"scheduler {label!r}")
-            )
-        if tree["scaler"]:
-            engine.load_scaler_state(tree["scaler"])
-        run.progress.load(tree["progress"])
-        _restore_data(run, reader, tree["data"])
-        run.latest = decode_mapping(reader, tree["latest"], "latest")
-        if run.settings.seed is None:  # nobody asked for one: the order goes on as it began
-            run.seed = tree["seed"]
-            for source in (run.source, *run.validation.values()):
-                assert source is not None
-                source.reseed(run.seed)
-        for name, call in run.calls.listeners("on_load"):
-            if name in tree["plugins"]:
-                call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, tree["plugins"][name], name))
-        _restore_own(run, reader, world_size, first_readers)
+        saved_world_size(reader)  # a manifest without one is refused before anything changes
+        _compare_data(run, path, tree)
+        _compare_parts(run, path, tree)
+        compare_model(reader, run.module, run.engine.strategy)
+        compare_frozen(reader, run.module, run.engine.strategy)
+        restore(run, reader, tree)
+        saved = reader.manifest.topology
     if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
-        run.checkpoint, run.saved_step = path, run.progress.step
+        run.checkpoints.newest, run.checkpoints.saved_step = path, run.progress.step
         prune(run)  # a kill may have come between the last save and what was to go after it
         _cut_metrics(run, tree["metrics_bytes"])
-    run.restored = True
-    saved, now = reader.manifest.topology, engine.topology()
-    run.event("resumed", path=path.name, saved=saved, now=now)
+    now = run.engine.topology()
+    run.journal.event("resumed", path=path.name, saved=saved, now=now)
     changed = [f"{name} {value} -> {now.get(name, 1)}" for name, value in saved.items() if value != now.get(name)]
     run.module.print("; ".join([f"resumed from {path} (step {run.progress.step})", *changed]))
 
 
-def _restore_own(run: Run, reader: Reader, world_size: int, first_readers: range) -> None:
-    """What each of the `world_size` ranks had for itself. On another number of ranks, or of those that read the same rows, rank 0
-    goes on with what `first_readers`, one rank for each row, had collected since the last log boundary, and generators begin
-    anew, from the seed and the step."""
-    engine = run.engine
-    same = world_size == engine.world_size and first_readers.step == engine.ranks_per_row
-    ranks: Sequence[int] = [engine.rank] if same else first_readers if engine.rank == 0 else [0]
-    own = [own_state(reader, rank) for rank in ranks]
-    metrics, torchmetrics, rng = (
-        [decode_mapping(reader, each[name], name) for each in own] for name in ("metrics", "torchmetrics", "rng")
-    )
-    try:
-        pending = [entry for each in metrics for entry in each["pending"]]
-        run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.rank == 0)
-        if same:
-            for name in own[0]["buffers"]:
-                run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
-            load_torchmetrics_state(run.module, torchmetrics[0])
-            set_rng_state(rng[0])
-        else:
-            seed_everything(derive_seed(run.seed, "rank", engine.data_rank, engine.world_size, run.progress.step))
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
-        raise CheckpointError(
-            f"checkpoint {reader.path}: what a rank had for itself is not as fabricate writes it ({type(exc).__name__}: {exc})"
-        ) from exc
-
-
-def _restore_data(run: Run, reader: Reader, tree: Any) -> None:
-    """Where data is that says so itself. Data that does not is read again up to the position."""
-    assert run.source is not None
-    if run.source.resumes != "by its own state" or tree.get("state") is None:
-        return
-    state = decode_mapping(reader, tree["state"], "the state of train")
-    kinds = {"data": object, "taken": int, "random": tuple, "generators": list}
-    if state.keys() != kinds.keys() or not all(isinstance(state[name], kind) for name, kind in kinds.items()):
-        raise CheckpointError(f"checkpoint {reader.path}: the state of train is not as fabricate writes it")
-    run.source.state = state
-
-
-def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -> None:
+def _compare_data(run: Run, path: Path, tree: Any) -> None:
+    accept_changes = run.settings.accept_changes
     now, then = data_identity(run), tree["data"]
     for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train"), ("shuffle", "train")):
         if now[key] != then[key] and argument not in accept_changes:
@@ -276,7 +204,7 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
             f"{path} was saved with a train whose fingerprint is {made[0]}, this one's is {made[1]}: other rows, or the same made "
             "anew. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) says that it is meant"
         )
-        run.event("data_changed", reason=note)
+        run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
             print(f"warning: {note}", file=sys.stderr, flush=True)
     if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
@@ -284,11 +212,14 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
             f"{path} was saved with seed={tree['seed']}, this run has seed={run.settings.seed}; use the same, "
             "or Trainer(accept_changes=('seed',))"
         )
-    if set(run.optimizers) != set(tree["optimizers"]):
+
+
+def _compare_parts(run: Run, path: Path, tree: Any) -> None:
+    if set(run.optim.optimizers) != set(tree["optimizers"]):
         raise CheckpointError(
-            f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optimizers)}; they have to be the same"
+            f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optim.optimizers)}; they have to be the same"
         )
-    schedulers = {label: s.kind for label, s in run.schedulers.items()}
+    schedulers = {label: s.kind for label, s in run.optim.schedules.items()}
     saved_schedulers = {label: s["kind"] for label, s in tree["schedulers"].items()}
     if schedulers != saved_schedulers:
         raise CheckpointError(
@@ -298,7 +229,7 @@ def _compare(run: Run, path: Path, tree: Any, accept_changes: tuple[str, ...]) -
     missing = sorted(n for n in tree["plugins"] if n not in listening)
     surplus = sorted(n for n in listening if n not in tree["plugins"])
     for names, text in ((missing, "holds the state of"), (surplus, "has no state for")):
-        if names and "plugins" not in accept_changes:
+        if names and "plugins" not in run.settings.accept_changes:
             raise CheckpointError(
                 f"{path} {text} the plugin {', '.join(names)}; use the same plugins, or Trainer(accept_changes=('plugins',))"
             )

@@ -9,17 +9,15 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.files import StorageError
 from fabricate.checkpoint.format.retention import kept
 from fabricate.checkpoint.state import commit as committing
-from fabricate.checkpoint.state.contents import Content, assemble, own_buffers
+from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
-
-if TYPE_CHECKING:
-    from fabricate.training.run_state import Run
+from fabricate.training.run_state import Run
+from fabricate.training.saved_state import assemble, own_buffers
 
 MOST_FAILED = 3
 """Saves that the file system refused, one after another, before the fit gives up."""
@@ -40,12 +38,12 @@ def save(run: Run, *, last: bool = False) -> None:
     due; the third time in a row, or with `last`, it is raised. The previous checkpoint stays the newest then.
     """
     settle(run)
-    if run.run_dir is None or run.saved_step == run.progress.step:
+    if run.run_dir is None or run.checkpoints.saved_step == run.progress.step:
         return
     path, began = checkpoints(run) / f"step-{run.progress.step:08d}", time.monotonic()
-    run.last_save = last
+    run.checkpoints.last_save = last
     # The end of the loop has looked already, and what writes in the background looks at its copies.
-    if not last and (run.background is None or run.calls.write_checkpoint is not None):
+    if not last and (run.checkpoints.background is None or run.calls.write_checkpoint is not None):
         check_weights(run)
     try:
         if run.calls.write_checkpoint is None:
@@ -55,8 +53,8 @@ def save(run: Run, *, last: bool = False) -> None:
     except StorageError as exc:
         _refused(run, path, exc, last)
         return
-    run.saved_step = run.progress.step
-    if run.background is None or not run.background.busy:
+    run.checkpoints.saved_step = run.progress.step
+    if run.checkpoints.background is None or not run.checkpoints.background.busy:
         _saved(run, path, run.progress.step, time.monotonic() - began)
 
 
@@ -76,11 +74,11 @@ def save_requested(run: Run) -> None:
 def write(run: Run, path: Path) -> None:
     """Write the checkpoint `path` of the run directory, or begin to. All ranks."""
     content, logs = _assemble(run, path), _logs(run)
-    if run.background is None or run.last_save:
+    if run.checkpoints.background is None or run.checkpoints.last_save:
         committing.write(run.engine, content, path, logs)
         return
     trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
-    run.background.start(content, path, logs, trained)
+    run.checkpoints.background.start(content, path, logs, trained)
 
 
 def write_now(run: Run, path: Path) -> None:
@@ -98,41 +96,38 @@ def check_weights(run: Run) -> None:
         raise refusal(run.progress.step, named)
 
 
-def settle(run: Run, *, wait: bool = True) -> None:
-    """See to the save that is under way: if it is done on all ranks, or with `wait`, announce it or tell why it failed.
-    At an update boundary, all ranks."""
-    background = run.background
+def settle(run: Run) -> None:
+    """Wait for a save that is under way in the background, and announce it or report why it failed. At an update boundary, all
+    ranks."""
+    background = run.checkpoints.background
     if background is None or not background.busy:
-        return
-    if not wait and run.engine.agree([int(background.running)])[0]:
         return
     failure = background.finish()
     assert background.path is not None
     if failure is None:
         _saved(run, background.path, background.step, background.seconds)
         return
-    run.saved_step = -1
+    run.checkpoints.saved_step = -1
     if not isinstance(failure, StorageError):
-        run.event("save_failed", path=background.path.name, reason=str(failure))
+        run.journal.event("save_failed", path=background.path.name, reason=str(failure))
         raise failure
     _refused(run, background.path, failure, last=False)
 
 
 def drain(run: Run) -> None:
     """Let a save under way come to its end while the fit fails. One rank; never raises what the save raised."""
-    if run.background is not None and run.background.busy:
-        failure = run.background.finish(_DRAIN_SECONDS)
-        name = run.background.path.name if run.background.path is not None else ""
+    if run.checkpoints.background is not None and run.checkpoints.background.busy:
+        failure = run.checkpoints.background.finish(_DRAIN_SECONDS)
+        name = run.checkpoints.background.path.name if run.checkpoints.background.path is not None else ""
         if failure is None:
-            run.event("saved", step=run.background.step, path=name)
+            run.journal.event("saved", step=run.checkpoints.background.step, path=name)
         else:
-            run.event("save_failed", step=run.background.step, path=name, reason=str(failure))
+            run.journal.event("save_failed", step=run.checkpoints.background.step, path=name, reason=str(failure))
 
 
 def _assemble(run: Run, path: Path) -> Content:
-    run.progress.tokens += float(run.unread_tokens)  # a save waits for the device anyway
-    run.unread_tokens = 0
-    run.tick()
+    run.tokens.read()  # a save waits for the device anyway
+    run.journal.clock.tick()
     buffers = own_buffers(run)
     content, failure = None, None
     try:
@@ -152,19 +147,19 @@ def _logs(run: Run) -> list[Path]:
 
 def _saved(run: Run, path: Path, step: int, seconds: float) -> None:
     """The checkpoint is durable."""
-    if run.failed_saves:
-        run.event("retried", step=step, path=path.name, failed=run.failed_saves)
-    run.checkpoint, run.failed_saves = path, 0
-    run.event("saved", step=step, path=path.name, seconds=round(seconds, 3))
+    if run.checkpoints.failed_saves:
+        run.journal.event("retried", step=step, path=path.name, failed=run.checkpoints.failed_saves)
+    run.checkpoints.newest, run.checkpoints.failed_saves = path, 0
+    run.journal.event("saved", step=step, path=path.name, seconds=round(seconds, 3))
     if run.calls.on_saved is not None:
         run.calls.on_saved(run.trainer, run.module, path, step)
     prune(run)
 
 
 def _refused(run: Run, path: Path, failure: StorageError, last: bool) -> None:
-    run.failed_saves += 1
-    run.event("save_failed", path=path.name, reason=str(failure))
-    if last or run.failed_saves >= MOST_FAILED:
+    run.checkpoints.failed_saves += 1
+    run.journal.event("save_failed", path=path.name, reason=str(failure))
+    if last or run.checkpoints.failed_saves >= MOST_FAILED:
         raise failure
     if run.engine.rank == 0:
         print(
@@ -182,5 +177,5 @@ def prune(run: Run) -> None:
         held = kept(found, run.settings.keep)
         format.prune(path for path in found if path not in held)
     except StorageError as exc:
-        run.event("prune_failed", reason=str(exc))
+        run.journal.event("prune_failed", reason=str(exc))
         print(f"warning: {exc}. Training goes on; the next save tries again", file=sys.stderr, flush=True)

@@ -6,19 +6,20 @@ Must not know: in which order things happen (fabricate.training.loop).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fabricate.data.batches import rows_of, token_labels
+from fabricate.data.batches import token_labels
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.metrics.loss_weight import counted, last_operation
-
-if TYPE_CHECKING:
-    from fabricate.training.run_state import Run
+from fabricate.metrics.loss_weight import last_operation
+from fabricate.training.run_state import Run
 
 
 def unpack(output: Any) -> tuple[Any, Any, str | None]:
+    """The loss, the weight or None, the name of the optimizer or None."""
+    if isinstance(output, torch.Tensor):  # before the test below, which is slow
+        return output, None, None
     if isinstance(output, Mapping):
         known = {"loss", "weight", "optimizer"}
         unknown = sorted(set(output) - known)
@@ -30,19 +31,6 @@ def unpack(output: Any) -> tuple[Any, Any, str | None]:
         weight = output.get("weight")
         return output["loss"], weight.detach() if isinstance(weight, torch.Tensor) else weight, output.get("optimizer")
     return output, None, None
-
-
-def weigh(loss: torch.Tensor, given: Any, batch: Any, rows: int | None, known: str | None) -> tuple[str, Any, Any]:
-    """Where the weight of a micro-batch's loss comes from ("given" by training_step, "counted" labels of a cross-entropy,
-    "rows"), the weight, and that of metrics logged beside it. `known`: where it came from before. No wait."""
-    if given is not None:
-        how, weight, labels = "given", given, given
-    elif known != "rows" and (found := counted(loss)) is not None:
-        how, weight, labels = "counted", found.weight, found.labels
-    else:
-        weight = rows_of(batch) if rows is None else rows
-        return "rows", weight, weight
-    return (how, 0, 0) if rows == 0 else (how, weight, labels)  # a stand-in takes part, its weight is nothing
 
 
 def check_loss(run: Run, loss: Any) -> None:
@@ -83,12 +71,12 @@ def check_window(run: Run, how: str, name: str, made_by: str) -> None:
     trainable = [(n, p) for n, p in run.module.named_parameters() if p.requires_grad]
     unused = [n for n, p in trainable if p.grad is None]
     # If none has a gradient, the strategy's engine keeps them elsewhere.
-    if 0 < len(unused) < len(trainable) and len(run.optimizers) == 1:
-        run.event("unused_parameters", names=unused[:20])
-    run.event("loss_weight", optimizer=name, source=how)
-    shape = token_labels(run.batch)
+    if 0 < len(unused) < len(trainable) and len(run.optim.optimizers) == 1:
+        run.journal.event("unused_parameters", names=unused[:20])
+    run.journal.event("loss_weight", optimizer=name, source=how)
+    shape = token_labels(run.now.batch)
     if how == "rows" and shape is not None:
-        run.note(
+        run.journal.note(
             f"labels have the shape {shape} and the loss is no plain cross-entropy (it comes from {made_by}), so it weighs "
             "the rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was "
             "taken over} from training_step"
@@ -108,12 +96,12 @@ def other_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationError
 
 
 def choose(run: Run, name: str | None, chosen: str | None, micro_step: int) -> str:
-    known = list(run.optimizers)
+    known = list(run.optim.optimizers)
     if chosen is None:
         raise ConfigurationError(
             f"there are several optimizers ({', '.join(known)}); training_step has to return {{'loss': ..., 'optimizer': name}}"
         )
-    if chosen not in run.optimizers:
+    if chosen not in run.optim.optimizers:
         raise ConfigurationError(
             f"training_step returned optimizer={chosen!r}{did_you_mean(chosen, known)}; there are {', '.join(known)}"
         )

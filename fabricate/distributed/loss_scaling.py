@@ -1,0 +1,51 @@
+"""Backward and the update, with a loss scale or without. The engine chooses one of the two when it opens.
+
+Must not know: Accelerate, the loop.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fabricate.strategies.base import Strategy
+
+
+class Unscaled:
+    """No loss scale, or one that the strategy's own engine keeps."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch."""
+        self._strategy.backward(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale; here there is none."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the update; False if the strategy left it out."""
+        return self._strategy.step(optimizer)
+
+
+class Scaled(Unscaled):
+    """The loss is scaled up before backward, and the gradients down before anything reads them (fp16)."""
+
+    def __init__(self, strategy: Strategy, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(strategy)
+        self._scaler = scaler
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch, of the scaled loss."""
+        self._strategy.backward(self._scaler.scale(loss))
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the update; False if a gradient overflowed, which waits for the device once."""
+        scale = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= scale  # a smaller scale is the only sign of a skipped update

@@ -1,0 +1,62 @@
+"""The end of a fit: its last checkpoint, RUN_DIR/model/, and what is reported. Must not know: the loop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from fabricate.launch.commands import tell_preempted
+from fabricate.model.export import export_model
+from fabricate.module import overrides
+from fabricate.training import saving
+from fabricate.training.boundary import log_rest
+from fabricate.training.run_state import Run
+
+
+def finish_fit(run: Run, reason: str) -> None:
+    """Save for the last time; export the weights, or report why the fit ended early. All ranks."""
+    saving.save(run, last=True)
+    preempted = reason == "preempted"
+    if run.engine.launch.local_rank == 0:
+        tell_preempted(os.environ, run.requests.signal if preempted else "")
+    if preempted and run.watch is not None:
+        run.watch.heard(run.requests.signal)
+    if reason in ("interrupted", "preempted"):
+        if run.calls.on_preempt is not None:
+            run.calls.on_preempt(run.trainer, run.module, run.requests.signal)
+        saved = f"the state is saved in {run.checkpoints.newest}; the same call goes on from there"
+        run.module.print(
+            f"{reason} by {run.requests.signal} at step {run.progress.step}: "
+            + (saved if run.checkpoints.newest else "without a run_dir nothing is saved")
+        )
+    else:
+        log_rest(run)
+        _export(run)
+    if run.calls.on_fit_end is not None:
+        run.calls.on_fit_end(run.trainer, run.module)
+
+
+def _export(run: Run) -> None:
+    """Write RUN_DIR/model/ beside the old one, then put it in its place. All ranks."""
+    if run.run_dir is None:
+        return
+    final, staging = run.run_dir / "model", run.run_dir / ".model-new"
+    if run.engine.rank == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    run.engine.barrier()
+    if overrides(run.module, "export"):
+        run.module.export(staging)
+    else:
+        export_model(run.module, run.engine.strategy, staging, main=run.engine.rank == 0)
+    run.engine.barrier()
+    if run.engine.rank == 0:
+        old = run.run_dir / ".model-old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        staging.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    run.engine.barrier()
+    if run.calls.on_export is not None:
+        run.calls.on_export(run.trainer, run.module, final)

@@ -1,0 +1,85 @@
+"""What a run writes and shows while it is at work: metrics.jsonl, events.jsonl, trackers, notes. docs/run-directory.md has the files.
+
+Owns: those files, the last known value of every metric, the rates of the last log boundary. Must not know: when something is due.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from fabricate.distributed.engine import Engine
+from fabricate.metrics.counters import Progress
+from fabricate.metrics.timing import Clock, Stopwatch
+
+
+class Journal:
+    """Writes on rank 0, into the run directory if there is one; every rank calls it alike."""
+
+    def __init__(self, engine: Engine, progress: Progress, run_dir: Path | None, *, trackers: bool) -> None:
+        self._engine = engine
+        self._progress = progress
+        self._run_dir = run_dir if engine.rank == 0 else None
+        self._trackers = trackers and engine.rank == 0
+        self._metrics_file: TextIO | None = None  # opened with its first line: opening costs more than writing
+        self._noted: set[str] = set()
+        self.clock = Clock(progress)
+        self.stopwatch = Stopwatch()
+        self.latest: dict[str, float] = {}
+        """The last known value of every metric."""
+        self.rates: dict[str, float] = {}
+        """Of the last log boundary; see `Stopwatch.lap`."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append to events.jsonl."""
+        if self._run_dir is not None:
+            line = {"event": kind, "step": self._progress.step, **fields, "time": time.time()}
+            with (self._run_dir / "events.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def note(self, text: str) -> None:
+        """Report something that only running shows: on stderr and in events.jsonl, once."""
+        if text not in self._noted and self._engine.rank == 0:
+            self._noted.add(text)
+            print(f"note: {text}", file=sys.stderr, flush=True)
+            self.event("note", text=text)
+
+    def start(self) -> None:
+        """The fit begins or goes on: time from here counts."""
+        self.clock.start()
+        self.stopwatch.start(self._progress.step, self._progress.samples)
+
+    def write_metrics(self, stage: str, metrics: dict[str, float], epoch: int) -> None:
+        """Append to metrics.jsonl and give the trackers the same. What depends on time is apart, under "clock", because a
+        resumed run cannot repeat it."""
+        self.latest |= metrics
+        self.clock.tick()
+        rates: dict[str, float] = {}
+        if stage == "train":
+            communicated = self._engine.strategy.communication_seconds(self._engine.model)
+            rates = self.rates = self.stopwatch.lap(self._progress.step, self._progress.samples, communicated)
+        if self._run_dir is not None:
+            self._append(self._run_dir, stage, metrics, epoch, rates)
+        if self._trackers:
+            clock = {f"clock/{name}": value for name, value in rates.items()}
+            self._engine.accelerator.log({**metrics, **clock}, step=self._progress.step)
+
+    def _append(
+        self, run_dir: Path, stage: str, metrics: dict[str, float], epoch: int, rates: dict[str, float]
+    ) -> None:
+        if self._metrics_file is None:
+            self._metrics_file = (run_dir / "metrics.jsonl").open("a", buffering=1)  # each line is there at once
+        clock = {"time": time.time(), "seconds": self._progress.seconds, **rates}
+        finite = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        line = {"step": self._progress.step, "epoch": epoch, "stage": stage, "metrics": finite, "clock": clock}
+        self._metrics_file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Let go of the files; the run is over."""
+        if self._metrics_file is not None:
+            self._metrics_file.close()
+            self._metrics_file = None

@@ -1,0 +1,298 @@
+"""Opening a run: from a resolved plan to an engine with the module prepared in it, and back, whatever happened.
+
+Owns the order in which a run is opened (environment, engine, hook calls, model, comparison of ranks) and closed. Must not know: what
+happens in between (`preparation`, `loop`, `finish`, `evaluation`), nor what a user may ask of a trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fabricate.configuration.arguments import Settings
+from fabricate.configuration.resolve import Data, Resolved, settle
+from fabricate.data.batches import describe
+from fabricate.distributed.consistency import check_alike
+from fabricate.distributed.engine import Engine, check_trackers
+from fabricate.errors import ConfigurationError, FabricateError, RankError
+from fabricate.hooks import PROJECT, hookimpl
+from fabricate.metrics.counters import Progress, Tokens
+from fabricate.metrics.reduction import Metrics, synchronise_torchmetrics
+from fabricate.model.building import build_model, check_has_values
+from fabricate.module import TrainModule
+from fabricate.registry.hook_calls import Calls, Manager, Origin
+from fabricate.registry.registry import progress_bar
+from fabricate.seeding import seed_everything
+from fabricate.training import saving
+from fabricate.training.error_hints import explain
+from fabricate.training.journal import Journal
+from fabricate.training.preemption import Watch, signals_heard
+from fabricate.training.requests import Requests
+from fabricate.training.run_state import Owner, Run
+
+
+class Defaults:
+    """What the loop does where hooks can be wrapped and nobody replaces it. The plugin named "fabricate"."""
+
+    @hookimpl(trylast=True)
+    def train_step(self, trainer: Any, batch: Any) -> Any:
+        """Forward through the prepared model."""
+        run = trainer._live()
+        return run.engine.forward(batch, run.progress.micro_step)
+
+    @hookimpl(trylast=True)
+    def optimizer_step(self, trainer: Any, optimizer: torch.optim.Optimizer) -> bool:
+        """Apply the update."""
+        applied: bool = trainer._live().engine.scaling.step(optimizer)
+        return applied
+
+    @hookimpl(trylast=True)
+    def eval_step(self, trainer: Any, batch: Any, stage: str) -> Any:
+        """Forward of one evaluation batch."""
+        run = trainer._live()
+        return run.engine.evaluate(stage, batch, run.now.batch_idx)
+
+    @hookimpl(trylast=True)
+    def write_checkpoint(self, trainer: Any, path: Path) -> bool:
+        """Write and commit."""
+        saving.write(trainer._live(), path)
+        return True
+
+
+def register(found: Resolved, module: TrainModule, *, bar: bool) -> Manager:
+    """The plugins of this run, in the order in which they are heard."""
+    manager = found.registry.manager
+    manager.add(Defaults(), PROJECT)
+    if bar:  # on every rank, so that all hear the same hooks; it shows on rank 0
+        manager.add(progress_bar(), "progress_bar")
+    parts = [(f"{kind}/{choice.made.name}", choice.made, choice.origin) for kind, choice in found.choices.items()]
+    return found.registry.activate([*parts, ("module", module, Origin())])
+
+
+@contextlib.contextmanager
+def opened(
+    trainer: Owner, found: Resolved, module: TrainModule, stages: Sequence[str], data: Data, began: float = 0.0
+) -> Iterator[Run]:
+    """A run with the module prepared in it; afterwards everything is as before, whatever happened. All ranks.
+
+    began: the monotonic time at which the user called, from which `max_time` counts."""
+    if trainer._run is not None:
+        raise FabricateError("this Trainer is running already; one fit at a time")
+    settle(trainer.settings, found, data)
+    with contextlib.ExitStack() as stack:
+        run_dir, engine = _open_engine(stack, trainer.settings, found, training="train" in stages)
+        seed = _agree_on_seed(engine, found, data)
+        run = _assemble(trainer, found, module, data, engine, run_dir, stack, began)
+        trainer._run = run
+        object.__setattr__(module, "_trainer", trainer)
+        modes = [(m, m.training) for m in module.modules()]
+        try:
+            _prepare(run, stages, seed)
+            yield run
+        except BaseException as exc:
+            _report(run, exc)
+            raise
+        finally:
+            saving.drain(run)
+            for child, mode in modes:
+                child.training = mode
+            _close(run)
+
+
+def _open_engine(
+    stack: contextlib.ExitStack, settings: Settings, found: Resolved, *, training: bool
+) -> tuple[Path | None, Engine]:
+    """Set the process up for the run and open the engine; `stack` undoes both. Also where the run writes. All ranks."""
+    stack.enter_context(environment_restored())
+    run_dir = settings.run_dir if training else None
+    if settings.fast_dev_run and training:
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
+    trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
+    if trackers and run_dir is None:
+        raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
+    if settings.seed is not None:
+        seed_everything(settings.seed)
+    stack.enter_context(_determinism(settings.deterministic))
+    engine = Engine(
+        found.launch,
+        found.strategy,
+        found.precision,
+        found.device,
+        log_with=trackers,
+        logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
+        timeout=datetime.timedelta(seconds=settings.timeout.seconds),
+        compile=settings.compile,
+    )
+    stack.enter_context(engine)
+    if settings.fast_dev_run and run_dir is not None:
+        run_dir = Path(engine.broadcast_json(str(run_dir)))
+    return run_dir, engine
+
+
+def _agree_on_seed(engine: Engine, found: Resolved, data: Data) -> int:
+    """The seed of this run. One that nobody set is each process's own: rank 0's counts. All ranks."""
+    seed = int(engine.broadcast_json(found.seed[0]))
+    for source in (data.train, *data.validation.values()):
+        if source is not None and seed != found.seed[0]:
+            source.reseed(seed)
+    return seed
+
+
+def _assemble(
+    trainer: Owner,
+    found: Resolved,
+    module: TrainModule,
+    data: Data,
+    engine: Engine,
+    run_dir: Path | None,
+    stack: contextlib.ExitStack,
+    began: float,
+) -> Run:
+    settings, training = trainer.settings, data.train is not None
+    calls = Calls(register(found, module, bar=settings.progress and training))
+    if not found.strategy.exposes_gradients and calls.on_before_step is not None:
+        listeners = ", ".join(calls.manager.order("on_before_step"))
+        raise ConfigurationError(
+            f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {listeners} hears; remove "
+            "it or choose another strategy"
+        )
+    progress, requests = Progress(), Requests()
+    watches = training and engine.rank == 0 and (settings.max_time is not None or run_dir is not None)
+    return Run(
+        trainer=trainer,
+        module=module,
+        engine=engine,
+        calls=calls,
+        settings=settings,
+        source=data.train,
+        validation=data.validation,
+        max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
+        total_steps=data.total_steps(settings),
+        run_dir=run_dir,
+        run_id=engine.broadcast_json(secrets.token_hex(8)),
+        closing=stack,
+        progress=progress,
+        tokens=Tokens(progress),
+        metrics=Metrics(engine, engine.device, engine.ranks_per_row),
+        journal=Journal(engine, progress, run_dir, trackers=training and bool(settings.trackers)),
+        requests=requests,
+        watch=Watch(requests, began, settings.max_time, run_dir) if watches else None,
+    )
+
+
+def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
+    """Build the module, compare the ranks, and let the strategy take over. All ranks."""
+    module, engine, training = run.module, run.engine, run.source is not None
+    if training:
+        run.notes.extend(run.closing.enter_context(signals_heard(run.requests)))
+    run.notes.extend([note] if (note := build_model(module, seed)) else [])
+    check_has_values(module)
+    if training and not any(p.requires_grad for p in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
+        )
+    # Before anything is broadcast.
+    check_alike(
+        engine,
+        run.calls.manager.table(),
+        module,
+        {"seed": seed, "run_dir": str(run.settings.run_dir), "total steps": run.total_steps},
+    )
+    engine.prepare(module, stages, seed)
+    if engine.ranks_per_row > 1:
+        run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
+    run.notes.extend(engine.notes)
+
+
+@contextlib.contextmanager
+def noting_failures(run: Run) -> Iterator[None]:
+    """While training: an exception gets notes that say where the loop was, and what the batch was."""
+    try:
+        yield
+    except BaseException as exc:
+        at = run.progress
+        exc.add_note(
+            f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
+        )
+        if run.now.batch is not None:
+            exc.add_note(f"the batch was {describe(run.now.batch)}")
+        raise
+
+
+def _report(run: Run, exc: BaseException) -> None:
+    """Tell listeners and the other ranks; never hides `exc`."""
+    if isinstance(exc, SystemExit | GeneratorExit):
+        return
+    try:
+        note = explain(run, exc)
+    except Exception as second:  # with memory full, anything may fail
+        note = f"what could be changed is not known: {type(second).__name__}: {second}"
+    if note:
+        exc.add_note(note)
+    if run.calls.on_exception is not None:
+        try:
+            run.calls.on_exception(run.trainer, run.module, exc)
+        except Exception as second:
+            exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
+    first = run.engine.report_failure(exc)
+    if first:
+        raise RankError(first) from None  # `exc` is the broken connection, an echo of what is told here
+
+
+def _close(run: Run) -> None:
+    pending = sys.exc_info()[1]
+    try:
+        if run.calls.on_teardown is not None:
+            run.calls.on_teardown(run.trainer, run.module)
+        if run.source is not None and run.settings.trackers:
+            run.engine.accelerator.end_training()
+    except Exception as exc:
+        if pending is None:
+            raise
+        pending.add_note(f"on_teardown raised {type(exc).__name__}: {exc}")
+    finally:
+        object.__setattr__(run.module, "_trainer", None)
+        run.module._logged.clear()
+        run.journal.close()
+        run.trainer._run = None
+
+
+@contextlib.contextmanager
+def environment_restored() -> Iterator[None]:
+    """torch sets variables of its compiler when the first optimizer is built; they go again with the fit."""
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - before:
+            if name.startswith(("TORCHINDUCTOR_", "TRITON_")):
+                del os.environ[name]
+
+
+@contextlib.contextmanager
+def _determinism(on: bool) -> Iterator[None]:
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -1,0 +1,100 @@
+"""Between an open run and its first step: optimizers, the plan, a checkpoint to resume from.
+
+Must not know: how a run is opened (`opening`), the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from fabricate.checkpoint.state.commit import Background
+from fabricate.checkpoint.state.logical import frozen_digests, optimizer_groups
+from fabricate.configuration.plan import Plan
+from fabricate.configuration.resolve import Data, Resolved, make_plan
+from fabricate.errors import ConfigurationError
+from fabricate.model.memory import need, outline
+from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
+from fabricate.registry.validation import reasons
+from fabricate.seeding import derive_seed, seed_everything
+from fabricate.training import resuming
+from fabricate.training.run_state import Run
+
+
+def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str]) -> None:
+    """Everything between an open run and the first step. All ranks."""
+    assert run.source is not None
+    settings, engine = run.settings, run.engine
+    _configure_optimizers(run)
+    plan = _plan(run, found, data)
+    if engine.rank == 0:
+        print(plan, flush=True)
+    resuming.occupy(run, _warn)
+    path = resuming.choose(run, os.fspath(resume), _warn)
+    if run.run_dir is not None and settings.save == "async":
+        run.checkpoints.background = Background(engine.beside())
+    if run.run_dir is not None and engine.rank == 0:
+        _write_plan(run.run_dir, plan)
+    engine.barrier()
+    if settings.seed is not None or engine.world_size > 1:
+        seed_everything(derive_seed(run.source.seed, "rank", engine.data_rank))
+    if settings.trackers:
+        engine.start_trackers(plan.to_json()["settings"])
+    if run.calls.on_fit_start is not None:
+        run.calls.on_fit_start(run.trainer, run.module)
+    if path is not None:
+        resuming.resume(run, path)
+    if run.run_dir is not None and not settings.save_frozen:
+        run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, engine.strategy)
+    run.journal.start()
+
+
+def _configure_optimizers(run: Run) -> None:
+    """Fill `run.optim` with what the module's `configure_optimizers` returns, checked. All ranks."""
+    module, engine, optim = run.module, run.engine, run.optim
+    where = f"{type(module).__name__}.configure_optimizers"
+    configured = configured_optimizers(where, module)
+    optim.optimizers, optim.schedules = read_optimizers(where, configured, run.total_steps)
+    checks = (reasons(engine.precision, engine.precision.check_optimizer(o)) for o in optim.optimizers.values())
+    if problems := [text for texts in checks for text in texts]:
+        raise ConfigurationError("; ".join(dict.fromkeys(problems)))
+    run.notes.extend(leave_out_frozen(optim.optimizers))
+    optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    if not run.settings.fast_dev_run:
+        run.notes.extend(notes_of_length(optim.schedules, run.total_steps, run.settings.max_epochs))
+    for schedule in optim.schedules.values():
+        if schedule.metric is not None and not run.validation:
+            raise ConfigurationError(
+                f"{where}: {schedule.text}, and nothing is validated; pass val= to fit, or take another scheduler"
+            )
+    for parameter in module.parameters():
+        parameter.grad = None  # of a window that failed, say: the first update would take it in
+    optimizer_groups(module, optim.optimizers, engine.strategy)
+    optim.parameters = {
+        name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for name, optimizer in optim.optimizers.items()
+    }
+
+
+def _plan(run: Run, found: Resolved, data: Data) -> Plan:
+    """What is going to run; afterwards the strategy has taken over the optimizers. All ranks."""
+    assert run.source is not None
+    module, engine, optim = run.module, run.engine, run.optim
+    needed = need(module, optim.optimizers, lambda tensor: engine.strategy.local_part(tensor).shape)
+    needed = dataclasses.replace(needed, module=outline(module))  # an engine may hide shapes from now on
+    engine.prepare_optimizers(optim.optimizers)
+    found = dataclasses.replace(found, seed=(run.source.seed, found.seed[1]))
+    return make_plan(run.settings, found, module, data, optim.optimizers, optim.schedules, run.notes, needed)
+
+
+def _write_plan(run_dir: Path, plan: Plan) -> None:
+    temporary = run_dir / ".plan.json"
+    temporary.write_text(json.dumps(plan.to_json(), indent=1))
+    temporary.replace(run_dir / "plan.json")
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

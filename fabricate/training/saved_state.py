@@ -1,0 +1,209 @@
+"""The state of a run: what a checkpoint holds of it, and how it is put back. Called on every rank; nothing is written here.
+
+Owns: which tensors and values belong to the state of a run, and under which heading. To save one thing more, add it to
+`_shared_state` (one value for all ranks) or `_own_state` (one per rank) and put it back in `restore`. Must not know: files,
+commits, when to save (`saving`), which checkpoint to resume from (`resuming`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.checkpoint.format.schema import own_state, saved_world_size
+from fabricate.checkpoint.state.contents import Content
+from fabricate.checkpoint.state.logical import (
+    Saver,
+    compare_optimizer,
+    decode_mapping,
+    digest,
+    load_model,
+    load_optimizer,
+    named_tensors,
+    optimizer_groups,
+    read_whole,
+    transient_names,
+)
+from fabricate.data.opening import fingerprint
+from fabricate.errors import CheckpointError
+from fabricate.metrics.reduction import load_torchmetrics_state, torchmetrics_state
+from fabricate.model.building import pretrained_record
+from fabricate.module import recorded
+from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
+from fabricate.training.run_state import Run
+
+
+def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
+    """The state of `run` between two updates; `buffers` are from `own_buffers`. All ranks, no collectives: it may fail on
+    one of them, for a listener's sake."""
+    saver = Saver(run.engine.strategy, run.engine.rank, run.engine.world_size)
+    aliases = saver.model(run.module, without=run.checkpoints.frozen_digests)
+    shared = _shared_state(run, saver)
+    own = _own_state(run, saver, buffers)
+    manifest = {
+        "step": run.progress.step,
+        "run_id": run.run_id,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "aliases": aliases,
+        "topology": run.engine.topology(),
+        "versions": _versions(),
+        "progress": run.progress.state(),
+        "metrics": {n: v for n, v in run.journal.latest.items() if math.isfinite(v)},
+    }
+    return Content(saver.chunks, shared, own, saver.tensors, manifest, saver.exchanged)
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "numpy")}
+
+
+def own_buffers(run: Run) -> dict[str, torch.Tensor]:
+    """This rank's buffers that are not as rank 0's, whose values the checkpoint holds as the module's: running statistics, say.
+    All ranks, one message."""
+    if run.engine.world_size == 1:
+        return {}
+    buffers = named_tensors(run.module)[1]
+    mine = {name: digest(buffer) for name, buffer in buffers.items()}
+    first = run.engine.broadcast_json(mine)
+    return {name: buffer for name, buffer in buffers.items() if mine[name] != first[name]}
+
+
+def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
+    """What is one value for all ranks. Called on every rank: sharded tensors inside are contributed by each."""
+    assert run.source is not None
+    groups = optimizer_groups(run.module, run.optim.optimizers, saver.strategy)
+    held, lost = recorded(run.module)
+    metrics_file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
+    plugins = {}
+    for name, call in run.calls.listeners("on_save"):
+        state: dict[str, Any] = {}
+        call(trainer=run.trainer, module=run.module, state=state)
+        plugins[name] = saver.encode(state, f"plugin/{name}", saver.whole)
+    return {
+        "module": {
+            "class": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
+            "arguments": held,
+            "unrecorded": lost,
+            "transient": sorted(transient_names(run.module)),
+            "frozen": run.checkpoints.frozen_digests,
+            "pretrained": saver.encode(pretrained_record(run.module), "module.pretrained", saver.whole),
+        },
+        "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optim.optimizers.items()},
+        "schedulers": {
+            label: {"kind": s.kind, "state": saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)}
+            for label, s in run.optim.schedules.items()
+        },
+        "scaler": run.engine.scaler_state(),
+        "seed": run.source.seed,
+        "data": data_identity(run) | {"state": saver.encode(run.source.state, "data", saver.whole)},
+        "progress": run.progress.state(),
+        "latest": saver.encode(run.journal.latest, "latest", saver.whole),
+        "plugins": plugins,
+        "metrics_bytes": metrics_file.stat().st_size if metrics_file is not None and metrics_file.exists() else 0,
+    }
+
+
+def _own_state(run: Run, saver: Saver, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+    rank = f"rank/{run.engine.rank:05d}"
+    for name, buffer in buffers.items():
+        saver.own(f"{rank}/buffers/{name}", buffer)
+    return {
+        "rng": saver.encode(rng_state(), f"{rank}/rng", saver.own),
+        "metrics": saver.encode(run.metrics.state(), f"{rank}/metrics", saver.own),
+        "buffers": sorted(buffers),
+        "torchmetrics": saver.encode(torchmetrics_state(run.module), f"{rank}/torchmetrics", saver.own),
+    }
+
+
+def data_identity(run: Run) -> dict[str, Any]:
+    assert run.source is not None
+    return {
+        "num_samples": run.source.num_samples,
+        "global_batch_size": run.source.global_batch,
+        "kind": run.source.kind,
+        "shuffle": run.source.shuffle,
+        "fingerprint": fingerprint(run.source.data),
+    }
+
+
+# -- putting it back ---------------------------------------------------------------------------------------------------
+
+
+def restore(run: Run, reader: Reader, tree: Any) -> None:
+    """Put everything back as it was when the checkpoint was saved. `tree`: its `shared_state`. All ranks."""
+    engine, optim = run.engine, run.optim
+    groups = optimizer_groups(run.module, optim.optimizers, engine.strategy)
+    for label, optimizer in optim.optimizers.items():
+        compare_optimizer(reader.path, label, optimizer, tree["optimizers"][label], groups[label])
+    load_model(reader, run.module, engine.strategy)
+    for label, optimizer in optim.optimizers.items():
+        load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)
+    for label, schedule in optim.schedules.items():
+        schedule.load_state_dict(decode_mapping(reader, tree["schedulers"][label]["state"], f"scheduler {label!r}"))
+    if tree["scaler"]:
+        engine.load_scaler_state(tree["scaler"])
+    run.progress.load(tree["progress"])
+    _restore_data(run, reader, tree)
+    run.journal.latest = decode_mapping(reader, tree["latest"], "latest")
+    for name, call in run.calls.listeners("on_load"):
+        if name in tree["plugins"]:
+            call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, tree["plugins"][name], name))
+    _restore_own(run, reader)
+    run.checkpoints.restored = True
+
+
+def _restore_own(run: Run, reader: Reader) -> None:
+    """Put back what each rank had for itself. On another number of ranks, or of ranks per row, rank 0 takes over the metrics that
+    the first reader of each row had collected since the last log boundary, and generators are seeded anew from the seed and the
+    step."""
+    engine = run.engine
+    world_size = saved_world_size(reader)
+    per_row = reader.manifest.topology.get("ranks_per_row", 1)
+    first_readers = range(0, world_size, per_row if isinstance(per_row, int) and per_row > 0 else 1)
+    same = world_size == engine.world_size and first_readers.step == engine.ranks_per_row
+    ranks: Sequence[int] = [engine.rank] if same else first_readers if engine.rank == 0 else [0]
+    own = [own_state(reader, rank) for rank in ranks]
+    metrics, torchmetrics, rng = (
+        [decode_mapping(reader, each[name], name) for each in own] for name in ("metrics", "torchmetrics", "rng")
+    )
+    try:
+        pending = [entry for each in metrics for entry in each["pending"]]
+        run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.rank == 0)
+        if same:
+            for name in own[0]["buffers"]:
+                run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
+            load_torchmetrics_state(run.module, torchmetrics[0])
+            set_rng_state(rng[0])
+        else:
+            assert run.source is not None
+            seed_everything(
+                derive_seed(run.source.seed, "rank", engine.data_rank, engine.world_size, run.progress.step)
+            )
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
+        raise CheckpointError(
+            f"checkpoint {reader.path}: what a rank had for itself is not as fabricate writes it ({type(exc).__name__}: {exc})"
+        ) from exc
+
+
+def _restore_data(run: Run, reader: Reader, tree: Any) -> None:
+    """Continue the order of the checkpoint. Data that keeps its own position continues there; other data is read again up to it."""
+    assert run.source is not None
+    if run.settings.seed is None:  # none was set: the order goes on as it began
+        for source in (run.source, *run.validation.values()):
+            source.reseed(tree["seed"])
+    saved = tree["data"]
+    if run.source.resumes != "by its own state" or saved.get("state") is None:
+        return
+    state = decode_mapping(reader, saved["state"], "the state of train")
+    kinds = {"data": object, "taken": int, "random": tuple, "generators": list}
+    if state.keys() != kinds.keys() or not all(isinstance(state[name], kind) for name, kind in kinds.items()):
+        raise CheckpointError(f"checkpoint {reader.path}: the state of train is not as fabricate writes it")
+    run.source.state = state
