@@ -132,11 +132,11 @@ class Agenda:
             due.reached(run.progress) if not due.by_clock or due in self._by_clock else False for due in self._moments
         )
         self._find_next_step()
-        own = self._requested()._replace(log=log, evaluate=evaluate or requests.evaluate)
         requests.save = requests.save or save  # kept until `save_requested` asks every rank what for
+        own = self._requested()._replace(log=log, evaluate=evaluate or requests.evaluate)
         # Before ranks wait for each other: what a thread requests meanwhile is another evaluation.
         requests.evaluate = False
-        return self._ranks.agree(own._replace(save=own.save or save))
+        return self._ranks.agree(own)
 
     def decide_again(self, wanted: Wanted, hooks_ran: bool) -> Wanted:
         """`wanted`, and what hooks of this boundary requested. All ranks."""
@@ -214,7 +214,8 @@ class ManyRanks:
         *flags, largest, least, slowest, uses = engine.agree([*map(int, own), route, -route, microseconds, used])
         if largest != -least:
             raise RankError(
-                f"ranks ran different layers in an update up to step {run.progress.step}, which strategy={engine.strategy.name!r} turns "
+                f"ranks ran different layers in the {f'{self._silent} updates' if self._silent > 1 else 'update'} to step "
+                f"{run.progress.step}, which strategy={engine.strategy.name!r} turns "
                 "into wrong weights; let every rank run every layer (add 0 * output of one that is not needed), or use strategy='ddp'"
             )
         self._plan_next(slowest, bool(uses))
