@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -292,6 +292,28 @@ class Trainer:
         """
         _refuse_after_signal()
         began = time.monotonic()
+        self._check_fit(module, train)
+        settings = self.settings
+        found = resolve(settings, module)
+        train, batch_size, resume = resplit(train, batch_size, resume, os.environ)
+        data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))
+        if data.validation and not overrides(module, "validation_step"):
+            raise ConfigurationError(
+                f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
+            )
+        if found.plan_only:
+            self._end_after_plan(found, module, data)
+        stages = ["train", *(["validate"] if data.validation else [])]
+        with opened(self, found, module, stages, data, began) as run:
+            prepare_fit(run, found, data, resume)
+            with noting_failures(run):
+                reason = loop.fit(run)
+            finish_fit(run, reason)
+            checkpoint = None if settings.fast_dev_run else run.checkpoints.newest
+            return FitResult(run.progress.step, run.progress.epoch, dict(run.journal.latest), reason, checkpoint)
+
+    def _check_fit(self, module: TrainModule, train: object) -> None:
+        """Refuse what `fit` could not train."""
         check_methods(module)
         settings = self.settings
         if settings.max_steps is None and settings.max_epochs is None:
@@ -302,27 +324,14 @@ class Trainer:
             raise ConfigurationError("train=None: give a DataLoader, a dataset or an iterable of batches")
         if settings.run_dir is not None and settings.run_dir.exists() and not settings.run_dir.is_dir():
             raise ConfigurationError(f"run_dir={str(settings.run_dir)!r} is a file; give a directory")
-        found = resolve(settings, module)
-        train, batch_size, resume = resplit(train, batch_size, resume, os.environ)
-        data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))
-        if data.validation and not overrides(module, "validation_step"):
-            raise ConfigurationError(
-                f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
-            )
-        if found.plan_only:
-            Calls(register(found, module, bar=False))  # a hook that would never be called is told now
-            plan = self._plan_ahead(found, module, data)
-            if found.launch.rank == 0:
-                print(plan, flush=True)
-            raise SystemExit(0)
-        stages = ["train", *(["validate"] if data.validation else [])]
-        with opened(self, found, module, stages, data, began) as run:
-            prepare_fit(run, found, data, resume)
-            with noting_failures(run):
-                reason = loop.fit(run)
-            finish_fit(run, reason)
-            checkpoint = None if settings.fast_dev_run else run.checkpoints.newest
-            return FitResult(run.progress.step, run.progress.epoch, dict(run.journal.latest), reason, checkpoint)
+
+    def _end_after_plan(self, found: Resolved, module: TrainModule, data: Data) -> NoReturn:
+        """Under `fabricate plan`: print the plan and end the process."""
+        Calls(register(found, module, bar=False))  # a hook that would never be called is an error now
+        plan = self._plan_ahead(found, module, data)
+        if found.launch.rank == 0:
+            print(plan, flush=True)
+        raise SystemExit(0)
 
     def _evaluate(
         self,

@@ -47,8 +47,7 @@ def boundary(
     ends = wanted.end or bool(reason)
     _report(run, first, wanted.log, epoch, norm, ends or window.last)
     if window.last:
-        averages = {f"epoch_{name}": value for name, value in run.metrics.finish().items()}
-        run.journal.write_metrics("epoch", averages, epoch)
+        _log_epoch(run, epoch)
     if wanted.evaluate and run.validation:
         with run.journal.stopwatch.apart():
             validate(run, epoch)
@@ -247,6 +246,11 @@ def _end_epoch(run: Run) -> None:
     run.progress.position = 0
     for schedule in run.optim.schedules.values():
         schedule.epoch_ended()
+
+
+def _log_epoch(run: Run, epoch: int) -> None:
+    averages = {f"epoch_{name}": value for name, value in run.metrics.finish().items()}
+    run.journal.write_metrics("epoch", averages, epoch)
 
 
 def _report(run: Run, first: FirstUpdate, log: bool, epoch: int, norm: torch.Tensor | None, ends: bool) -> None:
