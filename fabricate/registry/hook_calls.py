@@ -1,7 +1,7 @@
-"""The plugin manager of one Trainer, and hook calls resolved up front.
+"""The plugin manager of one Trainer, and the functions with which the loop calls hooks.
 
-Owns: registration with its checks, the order of listeners, call lists compiled once per set of plugins, and the note that
-names the plugin when one raises. Must not know: what a strategy or a checkpoint is.
+Owns: registration, the order of the listeners, one function per hook, and the note that names the plugin when one raises. Must
+not know: what a strategy or a checkpoint is.
 
 Order of the listeners of a hook, the same on every rank: wrappers outermost, then strategy, precision, module, the
 plugins in the order they were listed, then what fabricate ships. `tryfirst` and `trylast` move a listener as in pluggy.
@@ -9,20 +9,17 @@ plugins in the order they were listed, then what fabricate ships. `tryfirst` and
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pluggy
 
-from fabricate.errors import PluginError, did_you_mean
+from fabricate.errors import PluginError
 from fabricate.hooks import (
     ACTIONS,
     EVENTS,
-    FOREIGN,
-    HOOKS,
     PER_LISTENER,
     PROJECT,
     REGISTRATIONS,
@@ -31,6 +28,7 @@ from fabricate.hooks import (
     Listener,
     Registrations,
 )
+from fabricate.registry.hook_checks import check_plugin
 
 Call = Callable[..., Any]
 
@@ -55,20 +53,20 @@ class Manager(pluggy.PluginManager):
         self.add_hookspecs(Events)
         self.origins: dict[str, Origin] = {}
         self.changes = 0
-        """Grows whenever the set of listeners changes; compiled calls compare it."""
+        """Grows whenever the set of listeners changes; `Calls` compares it."""
         self.monitors = 0
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         options = super().parse_hookimpl_opts(plugin, name)
         if options is None and isinstance(plugin, Listener) and name in EVENTS:
-            found = getattr(type(plugin), name, None)
-            if callable(found) and found is not getattr(Listener, name):
+            method = getattr(type(plugin), name, None)
+            if callable(method) and method is not getattr(Listener, name):
                 return {}
         return options
 
     def add(self, plugin: object, name: str, origin: Origin | None = None) -> None:
         """Register `plugin` under `name`. Raises `PluginError` for anything that could silently never be called."""
-        _check(plugin, name)
+        check_plugin(plugin, name)
         if self.has_plugin(name):
             raise PluginError(
                 f"plugin {name!r}: the name is taken by another plugin of this run; give it another `name`"
@@ -80,14 +78,13 @@ class Manager(pluggy.PluginManager):
             raise PluginError(f"plugin {name!r} cannot be registered: {exc}") from exc
         finally:
             self.changes += 1
+        # A strategy, a precision or a module is also a listener; it need not implement a hook.
+        only_listens = isinstance(plugin, Callback) or not isinstance(plugin, Listener)
         offers = any(hasattr(plugin, hook) for hook in REGISTRATIONS)
-        several = isinstance(plugin, Listener) and not isinstance(
-            plugin, Callback
-        )  # it is there for something else, too
-        if not several and not offers and not self.get_hookcallers(plugin):
+        if only_listens and not offers and not self.get_hookcallers(plugin):
             raise PluginError(
-                f"plugin {name!r} ({type(plugin).__name__}) hears no hook and offers no name: inherit from fabricate.Callback and "
-                "override a hook, or remove it"
+                f"plugin {name!r} ({type(plugin).__name__}) implements no hook and offers no name: inherit from "
+                "fabricate.Callback and override a hook, or remove it"
             )
         self.origins[name] = origin or Origin()
 
@@ -109,10 +106,13 @@ class Manager(pluggy.PluginManager):
 
         return stop
 
+    def listeners(self, hook: str) -> list[pluggy.HookImpl]:
+        """The implementations of `hook` in the order they are called; pluggy keeps them the other way round."""
+        return list(reversed(getattr(self.hook, hook).get_hookimpls()))
+
     def order(self, hook: str) -> list[str]:
         """Names of the plugins that `hook` reaches, in the order they are called (wrappers first, as they begin first)."""
-        implementations = getattr(self.hook, hook).get_hookimpls()
-        return [i.plugin_name for i in reversed(implementations)]
+        return [listener.plugin_name for listener in self.listeners(hook)]
 
     def table(self) -> list[list[Any]]:
         """Every hook with its listeners in order: what ranks compare at fit start."""
@@ -120,101 +120,14 @@ class Manager(pluggy.PluginManager):
 
     def wants(self, hook: str, argument: str) -> bool:
         """Whether any listener of `hook` takes `argument`, so that the loop computes it only when somebody looks."""
-        return any(argument in i.argnames for i in getattr(self.hook, hook).get_hookimpls())
-
-
-def _functions(plugin: object) -> Iterator[tuple[str, Call, dict[str, Any] | None]]:
-    """(name, function as the manager sees it, hook options if it is marked) of every public function that user code put on
-    a plugin; torch's and ours are not the user's."""
-    if inspect.ismodule(plugin):
-        names = [n for n, v in vars(plugin).items() if getattr(v, "__module__", None) == plugin.__name__]
-    else:
-        ours = ("torch", "fabricate", "builtins")
-        users = [base for base in type(plugin).__mro__ if base.__module__.partition(".")[0] not in ours]
-        names = list(dict.fromkeys(n for base in users for n in vars(base)))
-    for name in names:
-        value = inspect.getattr_static(plugin, name)
-        if not name.startswith("_") and inspect.isfunction(getattr(value, "__func__", value)):
-            function = getattr(plugin, name)
-            yield name, function, getattr(function, f"{PROJECT}_impl", None)
-
-
-def _check(plugin: object, name: str) -> None:
-    kind = type(plugin)
-    if inspect.isclass(plugin):
-        raise PluginError(f"plugin {name!r} is the class {plugin.__name__}; pass an instance: {plugin.__name__}()")
-    if kind.__hash__ is None:
-        raise PluginError(
-            f"plugin {name!r}: {kind.__name__} defines __eq__ without __hash__; plugins compare by identity: use "
-            "@dataclass(eq=False)"
-        )
-    listener = isinstance(plugin, Listener)
-    attached = [hook for hook in EVENTS if listener and hook in getattr(plugin, "__dict__", {})]
-    if attached:
-        raise PluginError(
-            f"plugin {name!r}: {attached[0]} is set on the object and would never be called; define it in {kind.__name__}"
-        )
-    for method, function, marked in _functions(plugin):
-        where = f"{plugin.__name__ if inspect.ismodule(plugin) else kind.__name__}.{method}"
-        options = marked or {}
-        hook = options.get("specname") or method
-        if not listener and marked is None:
-            if hook in EVENTS:
-                raise PluginError(
-                    f"plugin {name!r}: {where} would never be called: inherit from fabricate.Callback or decorate it with "
-                    "@fabricate.hookimpl"
-                )
-        elif hook in HOOKS:
-            check_arguments(where, function, hook, wrapper=bool(options.get("wrapper")))
-        elif options.get("optionalhook"):
-            continue
-        elif hook in FOREIGN:
-            raise PluginError(f"{where} is not a hook of fabricate; use {FOREIGN[hook]}")
-        elif hook.startswith("on_") or marked is not None:
-            raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(hook, HOOKS)}")
-        elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):
-            raise PluginError(f"{where} is not a hook of fabricate; did you mean {near[0]!r}?")
-
-
-def check_arguments(where: str, function: Call, hook: str, *, wrapper: bool = False) -> None:
-    """Refuse an implementation of `hook` (bound, so without self) whose arguments the hook does not have, or which pluggy
-    would not pass, or whose body would never run."""
-    owner: type = Registrations if hook in vars(Registrations) else Events
-    known = [p for p in inspect.signature(getattr(owner, hook)).parameters if p != "self"]
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise PluginError(
-                f"{where}: name the arguments you want, any of {', '.join(known)}; {parameter} is never filled"
-            )
-        if parameter.name not in known:
-            hint = did_you_mean(parameter.name, known)
-            if hook == "on_step" and parameter.name in ("batch", "batch_idx"):
-                hint = (
-                    "; a step may span several batches: compute the loss in `training_step(batch)`, or hear "
-                    "`on_accumulate(batch)`"
-                )
-            raise PluginError(
-                f"{where}: hook {hook} has no argument {parameter.name!r} (it has {', '.join(known) or 'none'}){hint}"
-            )
-        if parameter.default is not parameter.empty:
-            raise PluginError(
-                f"{where}: argument {parameter.name!r} has a default, which a hook would always use; remove it"
-            )
-    if inspect.iscoroutinefunction(function):
-        raise PluginError(f"{where} is a coroutine and would never run; write def, not async def")
-    if wrapper and hook in PER_LISTENER:
-        raise PluginError(f"{where}: {hook} is called for each listener by itself and cannot be wrapped; take `state`")
-    if not wrapper and inspect.isgeneratorfunction(function):
-        raise PluginError(
-            f"{where} is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)"
-        )
+        return any(argument in listener.argnames for listener in self.listeners(hook))
 
 
 class Calls:
-    """One attribute per event: None when nobody listens, else a function of the hook's arguments, in order.
+    """One attribute per hook: None when nobody listens, else a function of the hook's arguments, in order.
 
-    The loop tests for None and calls by position; nothing is looked up per call. `refresh()` rebuilds the attributes when
-    the manager changed; the loop does so at update boundaries.
+    The loop tests for None and calls by position. `refresh()` renews the attributes when the manager changed; the loop does
+    so at update boundaries.
     """
 
     on_fit_start: Call | None
@@ -241,108 +154,113 @@ class Calls:
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
         self.step = 0
-        """The update the loop is at; only used in the note of an exception."""
+        """The update under way, for the note of an exception."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Rebuild every call list from the manager's present listeners."""
+        """Renew every attribute from the manager's present listeners."""
         for name in EVENTS:
             if name not in PER_LISTENER:
-                setattr(self, name, self._compile(name))
+                setattr(self, name, self._prepare(name))
         self.changes = self.manager.changes
 
     def listeners(self, hook: str) -> list[tuple[str, Call]]:
-        """(plugin name, call by keyword) of each listener of a per-listener hook, in order."""
-        return [(i.plugin_name, self._one(hook, i)) for i in reversed(getattr(self.manager.hook, hook).get_hookimpls())]
+        """(plugin name, function of the hook's arguments by name) of each listener of a per-listener hook, in order."""
+        return [(i.plugin_name, self._by_name(hook, i)) for i in self.manager.listeners(hook)]
 
-    def _one(self, hook: str, implementation: Any) -> Call:
-        def call(**arguments: Any) -> None:
+    def _by_name(self, hook: str, listener: pluggy.HookImpl) -> Call:
+        call = self._one_by_one(hook, [listener])
+        argnames = self._argnames(hook)
+        return lambda **arguments: call(*(arguments[name] for name in argnames))
+
+    def _argnames(self, hook: str) -> tuple[str, ...]:
+        specification = getattr(self.manager.hook, hook).spec
+        return tuple(specification.argnames)
+
+    def _prepare(self, hook: str) -> Call | None:
+        """The function that calls the listeners of `hook`; None where there are none, or only the loop's own default,
+        which the loop runs without a call."""
+        listeners = self.manager.listeners(hook)
+        if self.manager.monitors or any(i.wrapper or i.hookwrapper for i in listeners):
+            return self._through_pluggy(hook)
+        if not listeners or (hook in ACTIONS and [i.plugin_name for i in listeners] == [PROJECT]):
+            return None
+        return self._one_by_one(hook, listeners)
+
+    def _one_by_one(self, hook: str, listeners: list[pluggy.HookImpl]) -> Call:
+        """Without wrappers, pluggy's semantics are a loop: each listener gets the arguments that it names, and of an action
+        the first result counts."""
+        places = {name: place for place, name in enumerate(self._argnames(hook))}
+        prepared = [(i.plugin_name, i.function, [places[name] for name in i.argnames]) for i in listeners]
+        is_event = hook not in ACTIONS
+
+        def call(*arguments: Any) -> Any:
             try:
-                result = implementation.function(*(arguments[a] for a in implementation.argnames))
+                for plugin, function, taken in prepared:
+                    result = function(*map(arguments.__getitem__, taken))
+                    if result is not None:
+                        if is_event:
+                            raise _returned(hook, repr(plugin), result)
+                        return result
             except BaseException as exc:
                 self._attribute(hook, exc)
                 raise
-            if result is not None:
-                self._returned(hook, implementation, result)
 
         return call
 
-    def _compile(self, name: str) -> Call | None:
-        hook = getattr(self.manager.hook, name)
-        implementations = list(reversed(hook.get_hookimpls()))
-        if not implementations and not self.manager.monitors:
-            return None
-        arguments = ", ".join((*hook.spec.argnames, *hook.spec.kwargnames))
-        event = name not in ACTIONS
-        scope: dict[str, Any] = {"hook": hook, "name": name, "attribute": self._attribute}
-        scope |= {"returned": self._returned, "unanswered": self._unanswered}
-        if self.manager.monitors or any(i.wrapper or i.hookwrapper for i in implementations):
-            # pluggy itself runs wrappers: compiled calls are an optimisation, never a second semantics.
-            named = ", ".join(f"{a}={a}" for a in arguments.split(", "))
-            body = [f"result = hook({named})"]
-            if event:
-                body.append("if result: returned(name, None, result)")
-            else:
-                if name != "eval_step":  # the one action whose answer may be nothing
-                    body.append("if result is None: unanswered(name)")
-                body.append("return result")
-        elif event:
-            body = []
-            for number, implementation in enumerate(implementations):
-                scope[f"call{number}"], scope[f"impl{number}"] = implementation.function, implementation
-                body.append(f"result = call{number}({', '.join(implementation.argnames)})")
-                body.append(f"if result is not None: returned(name, impl{number}, result)")
-        else:
-            if len(implementations) == 1 and implementations[0].plugin_name == PROJECT:
-                return None  # only the loop's own default: the loop does it without a call
-            body = []
-            for number, implementation in enumerate(implementations):
-                scope[f"call{number}"] = implementation.function
-                body.append(f"result = call{number}({', '.join(implementation.argnames)})")
-                body.append("if result is not None: return result")
-        lines = "\n        ".join(body)
-        source = (
-            f"def {name}({arguments}):\n    try:\n        {lines}\n"
-            "    except BaseException as exc:\n        attribute(name, exc)\n        raise\n"
-        )
-        exec(compile(source, f"<fabricate hook {name}>", "exec"), scope)
-        compiled: Call = scope[name]
-        return compiled
+    def _through_pluggy(self, hook: str) -> Call:
+        """pluggy runs wrappers and monitoring."""
+        caller = getattr(self.manager.hook, hook)
+        argnames = self._argnames(hook)
+        is_event = hook not in ACTIONS
+        may_be_none = is_event or hook == "eval_step"
 
-    def _returned(self, hook: str, implementation: Any, result: Any) -> None:
-        if implementation is None:
-            result = result[0] if isinstance(result, list) else result
-            name = " or ".join(repr(n) for n in self.manager.order(hook))
-        else:
-            name = repr(implementation.plugin_name)
-        raise PluginError(
-            f"hook {hook} of plugin {name} returned {type(result).__name__}; an event returns nothing: "
-            "use trainer.request_save(), request_eval() or stop(reason) to ask for something"
-        )
+        def call(*arguments: Any) -> Any:
+            try:
+                result = caller(**dict(zip(argnames, arguments, strict=True)))
+                if is_event and result:
+                    plugins = " or ".join(map(repr, self.manager.order(hook)))
+                    raise _returned(hook, plugins, result[0] if isinstance(result, list) else result)
+                if result is None and not may_be_none:
+                    raise self._unanswered(hook)
+            except BaseException as exc:
+                self._attribute(hook, exc)
+                raise
+            return None if is_event else result
 
-    def _unanswered(self, hook: str) -> None:
-        wrappers = [i.plugin_name for i in getattr(self.manager.hook, hook).get_hookimpls() if i.wrapper]
+        return call
+
+    def _unanswered(self, hook: str) -> PluginError:
+        wrappers = [i.plugin_name for i in self.manager.listeners(hook) if i.wrapper]
         own = "training_step returned nothing, or " if hook == "train_step" else ""
-        raise PluginError(
+        return PluginError(
             f"hook {hook} ended without an answer: {own}a wrapper did not pass it on ({', '.join(wrappers)}); end it with "
             "`return (yield)` or `result = yield; ...; return result`"
         )
 
     def _attribute(self, hook: str, exc: BaseException) -> None:
         """Add a note that names plugin, distribution, hook and step, found from the traceback: costs nothing until raised."""
-        by_code: dict[Any, list[Any]] = {}
-        for implementation in getattr(self.manager.hook, hook).get_hookimpls():
+        by_code: dict[Any, list[pluggy.HookImpl]] = {}
+        for implementation in self.manager.listeners(hook):
             function = inspect.unwrap(implementation.function)
             code = getattr(getattr(function, "__func__", function), "__code__", None)
             by_code.setdefault(code, []).append(implementation)
-        found = None
+        innermost = None
         traceback = exc.__traceback__
         while traceback is not None:
-            candidates = by_code.get(traceback.tb_frame.f_code)
-            if candidates:
-                owner = traceback.tb_frame.f_locals.get("self")
-                found = next((c for c in candidates if c.plugin is owner), candidates[0])
+            frame = traceback.tb_frame
+            if candidates := by_code.get(frame.f_code):
+                owner = frame.f_locals.get("self")
+                innermost = next((c for c in candidates if c.plugin is owner), candidates[0])
             traceback = traceback.tb_next
-        if found is not None and found.plugin_name != PROJECT:
-            origin = self.manager.origins.get(found.plugin_name, Origin())
-            exc.add_note(f"raised in hook {hook} of plugin {found.plugin_name!r} ({origin}) at step {self.step}")
+        if innermost is not None and innermost.plugin_name != PROJECT:
+            plugin = innermost.plugin_name
+            origin = self.manager.origins.get(plugin, Origin())
+            exc.add_note(f"raised in hook {hook} of plugin {plugin!r} ({origin}) at step {self.step}")
+
+
+def _returned(hook: str, plugin: str, result: object) -> PluginError:
+    return PluginError(
+        f"hook {hook} of plugin {plugin} returned {type(result).__name__}; an event returns nothing: "
+        "use trainer.request_save(), request_eval() or stop(reason) to ask for something"
+    )

@@ -131,7 +131,7 @@ def test_a_hook_called_per_listener_cannot_be_wrapped(hook: str) -> None:
     plugin = type(
         "Wraps", (Callback,), {hook: hookimpl(wrapper=True)(_method(hook, "self, state", "return (yield)"))}
     )()
-    _refused(plugin, f"{hook} is called for each listener by itself and cannot be wrapped")
+    _refused(plugin, f"{hook} is called for each listener separately and cannot be wrapped")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -195,8 +195,8 @@ def test_an_unmarked_hook_of_a_plain_object_is_refused() -> None:
 
 
 @pytest.mark.parametrize("plugin", [None, object(), 3])
-def test_a_plugin_that_hears_and_offers_nothing_is_refused(plugin: object) -> None:
-    _refused(plugin, "hears no hook and offers no name: inherit from fabricate.Callback")
+def test_a_plugin_that_implements_and_offers_nothing_is_refused(plugin: object) -> None:
+    _refused(plugin, "implements no hook and offers no name: inherit from fabricate.Callback")
 
 
 def test_a_hook_set_on_the_object_is_refused() -> None:

@@ -109,7 +109,7 @@ def test_a_callback_that_hears_nothing_is_refused() -> None:
     class Forgot(Callback):
         def step(self) -> None: ...
 
-    with pytest.raises(PluginError, match="hears no hook and offers no name"):
+    with pytest.raises(PluginError, match="implements no hook and offers no name"):
         _fit(plugins=[Forgot()])
 
 

@@ -1,0 +1,133 @@
+"""Whether the hooks that a plugin implements can be called as written, checked when it is registered.
+
+pluggy ignores a method whose name is not a hook, and a hook fills only arguments that it knows. Both would be silent, and both
+are errors here. Must not know: the plugin manager, order of the listeners.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fabricate.errors import PluginError, did_you_mean
+from fabricate.hooks import (
+    ACTIONS,
+    EVENTS,
+    FOREIGN,
+    HOOKS,
+    PER_LISTENER,
+    PROJECT,
+    Callback,
+    Events,
+    Listener,
+    Registrations,
+)
+
+__all__ = ["check_plugin"]
+
+_NOT_BY_USERS = ("torch", "fabricate", "builtins")
+"""Packages whose methods users inherit."""
+
+
+def check_plugin(plugin: object, name: str) -> None:
+    """Raise `PluginError` for an object that cannot be a plugin and for an implementation that would never be called."""
+    _check_object(plugin, name)
+    owner = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__name__
+    for method, function, options in _functions(plugin):
+        where = f"{owner}.{method}"
+        if options is not None or isinstance(plugin, Listener):
+            _check_hook(plugin, where, method, function, options)
+        elif method in EVENTS:
+            raise PluginError(
+                f"plugin {name!r}: {where} would never be called: inherit from fabricate.Callback or decorate it with "
+                "@fabricate.hookimpl"
+            )
+
+
+def _check_object(plugin: object, name: str) -> None:
+    kind = type(plugin)
+    if inspect.isclass(plugin):
+        raise PluginError(f"plugin {name!r} is the class {plugin.__name__}; pass an instance: {plugin.__name__}()")
+    if kind.__hash__ is None:
+        raise PluginError(
+            f"plugin {name!r}: {kind.__name__} defines __eq__ without __hash__; plugins compare by identity: use "
+            "@dataclass(eq=False)"
+        )
+    if isinstance(plugin, Listener):
+        for hook in EVENTS:
+            if hook in getattr(plugin, "__dict__", {}):
+                raise PluginError(
+                    f"plugin {name!r}: {hook} is set on the object and would never be called; define it in {kind.__name__}"
+                )
+
+
+def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any] | None]]:
+    """(name, bound function, its hook options if it is marked) of every public function that user code put on a plugin."""
+    if inspect.ismodule(plugin):
+        names = [n for n, v in vars(plugin).items() if getattr(v, "__module__", None) == plugin.__name__]
+    else:
+        classes = [base for base in type(plugin).__mro__ if base.__module__.partition(".")[0] not in _NOT_BY_USERS]
+        names = list(dict.fromkeys(n for base in classes for n in vars(base)))
+    for name in names:
+        value = inspect.getattr_static(plugin, name)
+        if not name.startswith("_") and inspect.isfunction(getattr(value, "__func__", value)):
+            function = getattr(plugin, name)
+            yield name, function, getattr(function, f"{PROJECT}_impl", None)
+
+
+def _check_hook(
+    plugin: object, where: str, method: str, function: Callable[..., Any], marked: dict[str, Any] | None
+) -> None:
+    """Check a method of a listener, or a function with @hookimpl (`marked`: its options): the hook's name, then the arguments."""
+    options = marked or {}
+    hook = options.get("specname") or method
+    if hook in HOOKS:
+        _check_arguments(where, function, hook)
+        _check_kind(where, function, hook, wrapper=bool(options.get("wrapper")))
+    elif options.get("optionalhook"):
+        return
+    elif hook in FOREIGN:
+        raise PluginError(f"{where} is not a hook of fabricate; use {FOREIGN[hook]}")
+    elif hook.startswith("on_") or marked is not None:
+        raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(hook, HOOKS)}")
+    elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):
+        raise PluginError(f"{where} is not a hook of fabricate; did you mean {near[0]!r}?")
+
+
+def _check_arguments(where: str, function: Callable[..., Any], hook: str) -> None:
+    """`function` (bound, without self) takes arguments of the hook only, in a way in which pluggy fills them."""
+    owner: type = Registrations if hook in vars(Registrations) else Events
+    known = [p for p in inspect.signature(getattr(owner, hook)).parameters if p != "self"]
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise PluginError(
+                f"{where}: name the arguments you want, any of {', '.join(known)}; {parameter} is never filled"
+            )
+        if parameter.name not in known:
+            hint = did_you_mean(parameter.name, known)
+            if hook == "on_step" and parameter.name in ("batch", "batch_idx"):
+                hint = (
+                    "; a step may span several batches: compute the loss in `training_step(batch)`, or implement "
+                    "`on_accumulate(batch)`"
+                )
+            raise PluginError(
+                f"{where}: hook {hook} has no argument {parameter.name!r} (it has {', '.join(known) or 'none'}){hint}"
+            )
+        if parameter.default is not parameter.empty:
+            raise PluginError(
+                f"{where}: argument {parameter.name!r} has a default, which a hook would always use; remove it"
+            )
+
+
+def _check_kind(where: str, function: Callable[..., Any], hook: str, *, wrapper: bool) -> None:
+    """`function` is a plain function, or a generator where it is a wrapper; otherwise its body would never run."""
+    if inspect.iscoroutinefunction(function):
+        raise PluginError(f"{where} is a coroutine and would never run; write def, not async def")
+    if wrapper and hook in PER_LISTENER:
+        raise PluginError(f"{where}: {hook} is called for each listener separately and cannot be wrapped; take `state`")
+    if not wrapper and inspect.isgeneratorfunction(function):
+        raise PluginError(
+            f"{where} is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)"
+        )
