@@ -5,6 +5,7 @@ Must not know: what is registered under a name (fabricate.registry.registry), ho
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import typing
@@ -13,6 +14,8 @@ from typing import Any
 
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.launch.unsupported import instead
+
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
@@ -56,27 +59,29 @@ def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, 
 
 
 def _convert(text: str, hint: Any, where: str) -> Any:
-    kinds = typing.get_args(hint) or (hint,)
-    lowered = text.lower()
-    if type(None) in kinds and lowered == "none":
+    """`text` as a value of the type `hint`: None, a literal, a bool, a number, text, the first of these that fits."""
+    kinds = (hint,) if _literals(hint) else typing.get_args(hint) or (hint,)
+    if type(None) in kinds and text.lower() == "none":
         return None
-    literals = [v for kind in kinds for v in typing.get_args(kind) or () if typing.get_origin(kind) is typing.Literal]
-    if typing.get_origin(hint) is typing.Literal:
-        literals = list(typing.get_args(hint))
+    literals = [value for kind in kinds for value in _literals(kind)]
     for literal in literals:
-        if lowered == str(literal).lower():
+        if text.lower() == str(literal).lower():
             return literal
-    if bool in kinds and lowered in ("true", "false", "yes", "no", "on", "off"):
-        return lowered in ("true", "yes", "on")
+    if bool in kinds and text.lower() in _BOOLS:
+        return _BOOLS[text.lower()]
     for number in (int, float):
         if number in kinds:
-            try:
+            with contextlib.suppress(ValueError):
                 return number(text)
-            except ValueError:
-                continue
     if str in kinds or hint is Any:
         return text
-    wanted = ", ".join(map(str, literals)) or " or ".join(
-        getattr(k, "__name__", str(k)) for k in kinds if k is not type(None)
-    )
-    raise ConfigurationError(f"{where} is not {wanted}")
+    raise ConfigurationError(f"{where} is not {_described(kinds, literals)}")
+
+
+def _described(kinds: tuple[Any, ...], literals: list[Any]) -> str:
+    names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
+    return ", ".join(map(str, literals)) or " or ".join(names)
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()

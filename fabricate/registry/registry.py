@@ -132,36 +132,42 @@ class Registry:
                 self._broken[plugin.partition(":")[0].strip() or plugin] = str(exc)
 
     def _add(self, plugin: object) -> None:
-        origin = Origin()
-        if isinstance(plugin, str):
-            name, options = parse_name("plugins", plugin)
-            if name in self._blocked:
-                raise PluginError(f"plugins: {name!r} is asked for and blocked by 'no:{name}'; remove one of them")
-            plugin, origin = self._load(name)
-            if inspect.isclass(plugin) or (callable(plugin) and not isinstance(plugin, Listener)):
-                plugin = build(plugin, "plugin", name, options)
-            elif options:
-                raise PluginError(f"plugins={name!r}: this plugin takes no options, {options} given")
-        elif inspect.isclass(plugin):
-            raise PluginError(f"plugins: {plugin.__name__} is a class; pass an instance: {plugin.__name__}()")
-        else:
-            if any(plugin is known for _, known in self.active):
-                raise PluginError(f"plugins: this {type(plugin).__name__} object is listed twice; remove one")
-            names = (getattr(plugin, "name", None), getattr(plugin, "__name__", None))
-            name = next((n for n in names if n and isinstance(n, str)), type(plugin).__name__)
-            origin = distribution_of(plugin)
-            taken = {n for n, _ in self.active}
-            if name in taken:
-                name = next(f"{name}#{n}" for n in range(2, 1000) if f"{name}#{n}" not in taken)
+        """Take one entry of `plugins` among the active ones. One that only offers names is an error: it would do nothing."""
+        name, plugin, origin = self._named(plugin) if isinstance(plugin, str) else self._passed(plugin)
         if any(name == taken for taken, _ in self.active):
             raise PluginError(f"plugins: {name!r} is listed twice; remove one")
         self.active.append((name, plugin))
         self.manager.origins[name] = origin
         self._collect(plugin, name, origin, "active")
-        offered = [o for found in self._offers.values() for o in found if o.plugin == name]
+        offered = [o for offers in self._offers.values() for o in offers if o.plugin == name]
         if offered and origin.distribution and not any(hasattr(plugin, hook) for hook in EVENTS):
             chosen = " or ".join(f"{o.kind}={o.name!r}" for o in offered)
-            raise PluginError(f"plugins={name!r}: it hears no hook, it offers names: choose with {chosen}")
+            raise PluginError(f"plugins={name!r}: it implements no hook, it offers names: choose with {chosen}")
+
+    def _named(self, text: str) -> tuple[str, object, Origin]:
+        """The installed plugin that `text` names, with its options."""
+        name, options = parse_name("plugins", text)
+        if name in self._blocked:
+            raise PluginError(f"plugins: {name!r} is requested and blocked by 'no:{name}'; remove one of them")
+        plugin, origin = self._load(name)
+        if inspect.isclass(plugin) or (callable(plugin) and not isinstance(plugin, Listener)):
+            plugin = build(plugin, "plugin", name, options)
+        elif options:
+            raise PluginError(f"plugins={name!r}: this plugin takes no options, {options} given")
+        return name, plugin, origin
+
+    def _passed(self, plugin: object) -> tuple[str, object, Origin]:
+        """An object of the user's, under its own name or that of its class; a second one of this name gets a number."""
+        if inspect.isclass(plugin):
+            raise PluginError(f"plugins: {plugin.__name__} is a class; pass an instance: {plugin.__name__}()")
+        if any(plugin is known for _, known in self.active):
+            raise PluginError(f"plugins: this {type(plugin).__name__} object is listed twice; remove one")
+        names = (getattr(plugin, "name", None), getattr(plugin, "__name__", None))
+        name = next((n for n in names if n and isinstance(n, str)), type(plugin).__name__)
+        taken = {n for n, _ in self.active}
+        if name in taken:
+            name = next(f"{name}#{n}" for n in range(2, 1000) if f"{name}#{n}" not in taken)
+        return name, plugin, distribution_of(plugin)
 
     def _load(self, name: str) -> tuple[Any, Origin]:
         points = self._points.get(name, [])
@@ -233,30 +239,38 @@ class Registry:
         return sorted(key.partition(":")[2] for key in self._offers if key.startswith(f"{kind}:"))
 
     def find(self, kind: str, name: str) -> Offer:
-        """The offer called `name` or "plugin/name". Active plugins, then built-in ones, then installed ones are asked.
+        """The offer called `name` or "plugin/name". Built-in names win over active plugins, these over installed ones, which
+        are imported only when nothing else has the name.
 
-        Raises `PluginError` for an unknown name (with the nearest known one) and for one name from two installed plugins.
+        Raises `ConfigurationError` for an unknown name (with the nearest known one), `PluginError` for one name from two plugins.
         """
+        offers = self._offered_as(kind, name)
+        if not offers:
+            self._consult_installed()
+            offers = self._offered_as(kind, name)
+        if not offers:
+            raise self._unknown(kind, name)
+        if len(offers) > 1:
+            bare = offers[0].name
+            both = " and ".join(f"{o.plugin!r} ({o.origin})" for o in offers)
+            raise PluginError(
+                f"{kind}={name!r} is offered by {both}; choose with {offers[0].plugin}/{bare} or {offers[1].plugin}/{bare}"
+            )
+        return offers[0]
+
+    def _offered_as(self, kind: str, name: str) -> list[Offer]:
+        """Offers called `name`, or the built-in one alone, as far as plugins were imported."""
         owner, _, bare = name.rpartition("/")
-        for consult in (False, True):
-            if consult:
-                self._consult_installed()
-            offers = [o for o in self._offers.get(f"{kind}:{bare}", []) if not owner or o.plugin == owner]
-            builtin = [o for o in offers if o.plugin == PROJECT]
-            if builtin or offers:
-                chosen = builtin or offers
-                if len(chosen) > 1:
-                    both = " and ".join(f"{o.plugin!r} ({o.origin})" for o in chosen)
-                    raise PluginError(
-                        f"{kind}={name!r} is offered by {both}; choose with {chosen[0].plugin}/{bare} or {chosen[1].plugin}/{bare}"
-                    )
-                return chosen[0]
-        broken = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
+        offers = [o for o in self._offers.get(f"{kind}:{bare}", []) if not owner or o.plugin == owner]
+        return [o for o in offers if o.plugin == PROJECT] or offers
+
+    def _unknown(self, kind: str, name: str) -> ConfigurationError:
+        reasons = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
         if name in self._classes:
-            broken = f"; {name!r} is a plugin that hears hooks: use plugins=[{name!r}]"
-        known = self.names(kind)
+            reasons = f"; {name!r} is a plugin that implements hooks: use plugins=[{name!r}]"
+        known, bare = self.names(kind), name.rpartition("/")[2]
         hint = (instead(bare) if kind == "strategy" else "") or did_you_mean(bare, known)
-        raise ConfigurationError(f"{kind}={name!r} is not known{hint}; known: {', '.join(known)}{broken}")
+        return ConfigurationError(f"{kind}={name!r} is not known{hint}; known: {', '.join(known)}{reasons}")
 
     def resolve(self, kind: str, value: object) -> tuple[Any, Offer | None]:
         """`value` as given to `strategy=` or `precision=`: an object, a name, or a name with options. Returns the object

@@ -271,14 +271,14 @@ def test_a_named_plugin_is_active(how: str, install: Install, monkeypatch: pytes
 def test_a_plugin_that_only_offers_names_is_no_plugin_to_activate(install: Install) -> None:
     install("fabricate-mars", MARS, name="mars")
     with pytest.raises(
-        PluginError, match="plugins='mars': it hears no hook, it offers names: choose with strategy='mars'"
+        PluginError, match="plugins='mars': it implements no hook, it offers names: choose with strategy='mars'"
     ):
         Registry(["mars"])
 
 
 def test_a_listener_asked_for_as_a_strategy_is_told_from_a_misspelt_name(install: Install) -> None:
     install("fabricate-moon", "class Moon(Callback):\n    def on_step(self): pass", name="moon", attribute="Moon")
-    with pytest.raises(ConfigurationError, match=r"'moon' is a plugin that hears hooks: use plugins=\['moon'\]"):
+    with pytest.raises(ConfigurationError, match=r"'moon' is a plugin that implements hooks: use plugins=\['moon'\]"):
         Registry().resolve("strategy", "moon")
 
 
@@ -347,7 +347,7 @@ def test_a_blocked_plugin_offers_nothing_and_is_not_imported(install: Install) -
 def test_what_is_asked_for_and_blocked_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("fabricate-mars", MARS, name="mars")
     monkeypatch.setenv("FABRICATE_PLUGINS", "no:mars")
-    with pytest.raises(PluginError, match="'mars' is asked for and blocked by 'no:mars'"):
+    with pytest.raises(PluginError, match="'mars' is requested and blocked by 'no:mars'"):
         Registry(["mars"])
 
 
