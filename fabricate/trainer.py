@@ -5,7 +5,6 @@ Building a Trainer has no effects; everything happens in `fit`, `validate`, `tes
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fabricate.configuration.arguments import check_arguments
+from fabricate.configuration.arguments import Settings
 from fabricate.configuration.plan import Plan
 from fabricate.configuration.resolve import Data, Resolved, make_plan, open_data, resolve, settle
 from fabricate.data.source import Loading
@@ -26,7 +25,7 @@ from fabricate.metrics.counters import Progress
 from fabricate.model.memory import need_ahead
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
 from fabricate.registry.hook_calls import Calls
-from fabricate.selfcheck.plugins import rehearsed, resplit
+from fabricate.selfcheck.plugins import resplit
 from fabricate.training import evaluation, loop, resuming, saving
 from fabricate.training.finish import finish_fit
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
@@ -47,8 +46,8 @@ class Trainer:
 
     strategy, precision: a registered name, a name with options ("fsdp:wrap=GPT2Block"), an object, or "auto".
     max_steps, max_epochs: updates and passes over the data, whichever comes first; one is needed for `fit`.
-    max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as if told by a signal.
-    timeout: minutes or hours that a rank waits for the others before the run ends with an error that names who did not answer.
+    max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as after a signal.
+    timeout: minutes or hours that a rank waits for the others before the run ends with an error that names the missing ranks.
     gradient_accumulation_steps, global_batch_size: micro-batches per update, or rows per update on all ranks together.
     max_grad_norm: clip the global gradient to this 2-norm. max_grad_value: or every element of it to this size. Once per update;
     the norm that hooks and logs get is the one before clipping. nonfinite: "stop" at a loss that is not finite (noticed at a log
@@ -59,7 +58,7 @@ class Trainer:
     of the module; "blocks": blocks or an error; a mapping: options of torch.compile. Nothing stays compiled afterwards.
     save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
-    save_every, validate_every, log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens"); None for never.
+    save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens").
     keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}.
     save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
     validate_first: evaluate once before the first step. progress: a progress bar (or plain lines) on rank 0.
@@ -104,41 +103,7 @@ class Trainer:
         accept_changes: Sequence[str] = (),
         **unknown: Any,
     ) -> None:
-        known = [n for n in inspect.signature(Trainer).parameters if n != "unknown"]
-        settings = check_arguments(
-            known,
-            unknown,
-            strategy=strategy,
-            precision=precision,
-            max_steps=max_steps,
-            max_epochs=max_epochs,
-            max_time=max_time,
-            timeout=timeout,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            global_batch_size=global_batch_size,
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            nonfinite=nonfinite,
-            seed=seed,
-            deterministic=deterministic,
-            compile=compile,
-            run_dir=run_dir,
-            save=save,
-            save_every=save_every,
-            keep=keep,
-            save_frozen=save_frozen,
-            validate_every=validate_every,
-            validate_first=validate_first,
-            log_every=log_every,
-            progress=progress,
-            plugins=plugins,
-            trackers=trackers,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            fast_dev_run=fast_dev_run,
-            accept_changes=accept_changes,
-        )
-        self.settings = rehearsed(settings, os.environ)
+        self.settings = Settings.checked(locals(), unknown)
         self._run: Run | None = None
 
     # -- what hooks and modules may ask ---------------------------------------------------------------------------------

@@ -366,7 +366,7 @@ def _rule(text: str) -> dict[str, Any]:
         rule[name] = int(value) if value.isdecimal() else value
     if rule.keys() <= {"metric", "mode"}:
         raise ConfigurationError(f"--keep {text!r} keeps nothing; say last=N, best=N or both")
-    return parse_keep(rule)
+    return parse_keep("keep", rule)
 
 
 def _check_metric(found: list[Path], rule: Mapping[str, Any]) -> None:

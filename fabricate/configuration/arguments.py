@@ -1,18 +1,20 @@
-"""What a Trainer was asked for: its arguments, checked value by value. Pure data; nothing is resolved here.
+"""The arguments of a Trainer, checked value by value. Pure data; nothing is resolved here.
 
-`Trainer` documents the arguments; `check_arguments` is where a wrong name or value is told so.
+`Trainer.__init__` has the names, defaults and descriptions of the arguments; `Settings` has a field with its check for each.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.values import Every
+
+T = TypeVar("T")
 
 CHANGES = ("global_batch_size", "train", "seed", "plugins")
 """What `accept_changes` may name."""
@@ -51,138 +53,193 @@ _ELSEWHERE = {
 """Lightning's and transformers' names for arguments, and what to use here."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The arguments of a Trainer. `strategy` and `precision` as given, durations parsed, `keep` as a mapping."""
-
-    strategy: Any
-    precision: Any
-    max_steps: int | None
-    max_epochs: int | None
-    max_time: Every | None
-    timeout: Every
-    gradient_accumulation_steps: int | None
-    global_batch_size: int | None
-    max_grad_norm: float | None
-    max_grad_value: float | None
-    nonfinite: str
-    seed: int | None
-    deterministic: bool
-    compile: str | Mapping[str, Any] | None
-    run_dir: Path | None
-    save: str
-    save_every: Every | None
-    keep: dict[str, Any]
-    save_frozen: bool
-    validate_every: Every | None
-    validate_first: bool
-    log_every: Every
-    progress: bool
-    plugins: tuple[object, ...]
-    trackers: tuple[Any, ...]
-    limit_train_batches: int | float | None
-    limit_val_batches: int | float | None
-    fast_dev_run: bool
-    accept_changes: tuple[str, ...]
+# -- checks: each gets the argument's name and value, and returns what `Settings` holds
 
 
-def check_arguments(known: Iterable[str], unknown: Mapping[str, Any], **given: Any) -> Settings:
-    """The settings, or a `ConfigurationError` that names the first argument that is wrong, its value and the remedy."""
-    for name in unknown:
-        hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, known)
-        raise ConfigurationError(f"Trainer has no argument {name!r}{hint}")
-    for name, least in (
-        ("max_steps", 0),
-        ("max_epochs", 0),
-        ("gradient_accumulation_steps", 1),
-        ("global_batch_size", 1),
-    ):
-        value = given[name]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+def _or_none(check: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _whole(least: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}, or None")
-    for name in ("max_grad_norm", "max_grad_value"):
-        clip = given[name]
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-            raise ConfigurationError(f"{name}={clip!r}: give a positive number, or None not to clip")
-    if given["max_grad_norm"] is not None and given["max_grad_value"] is not None:
-        raise ConfigurationError(
-            f"max_grad_norm={given['max_grad_norm']!r} and max_grad_value={given['max_grad_value']!r} are both set; choose one of them"
-        )
-    if not isinstance(given["save_frozen"], bool):
-        raise ConfigurationError(f"save_frozen={given['save_frozen']!r}: give True or False")
-    if given["nonfinite"] not in ("stop", "skip"):
-        hint = did_you_mean(str(given["nonfinite"]), ("stop", "skip"))
-        raise ConfigurationError(f"nonfinite={given['nonfinite']!r}{hint}; give 'stop' or 'skip'")
-    if given["save"] not in ("sync", "async"):
-        hint = did_you_mean(str(given["save"]), ("sync", "async"))
-        raise ConfigurationError(f"save={given['save']!r}{hint}; give 'sync' or 'async'")
-    seed = given["seed"]
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32):
-        raise ConfigurationError(f"seed={seed!r}: give a whole number from 0 to {2**32 - 1}, or None")
-    if isinstance(given["plugins"], str) or not isinstance(given["plugins"], Iterable):
-        raise ConfigurationError(f"plugins={given['plugins']!r}: give a list, plugins=[...]")
-    for change in given["accept_changes"]:
-        if change not in CHANGES:
-            raise ConfigurationError(
-                f"accept_changes={change!r}{did_you_mean(change, CHANGES)}; known: {', '.join(CHANGES)}"
-            )
-    for name in ("save_every", "validate_every", "log_every"):
-        given[name] = Every.parse(name, given[name]) if given[name] is not None or name == "log_every" else None
-    for name, example in (("max_time", "11 hours"), ("timeout", "30 minutes")):
-        if given[name] is not None or name == "timeout":
-            given[name] = Every.parse(name, given[name])
-            if given[name].unit not in ("minutes", "hours"):
-                raise ConfigurationError(f"{name}={str(given[name])!r}: give a time, for instance {example!r}")
-    given["compile"] = _parse_compile(given["compile"])
-    given["keep"] = parse_keep(given["keep"])
-    given["run_dir"] = Path(os.fspath(given["run_dir"])) if given["run_dir"] is not None else None
-    given["trackers"] = (given["trackers"],) if isinstance(given["trackers"], str) else tuple(given["trackers"])
-    given["plugins"], given["accept_changes"] = tuple(given["plugins"]), tuple(given["accept_changes"])
-    if given["fast_dev_run"]:
-        given |= {
-            "max_steps": 1,
-            "max_epochs": None,
-            "limit_train_batches": None,
-            "limit_val_batches": 1,
-            "trackers": (),
-        }
-        given |= {"validate_every": Every(steps=1)}
-    return Settings(**given)
+        return value
+
+    return check
 
 
-def _parse_compile(compile: bool | str | Mapping[str, Any]) -> str | Mapping[str, Any] | None:
-    if compile is False or compile is None:
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigurationError(f"{name}={value!r}: give a positive number, or None not to clip")
+    return value
+
+
+def _seed(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
+        raise ConfigurationError(f"{name}={value!r}: give a whole number from 0 to {2**32 - 1}, or None")
+    return value
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give True or False")
+    return value
+
+
+def _one_of(one: str, other: str) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if value not in (one, other):
+            hint = did_you_mean(str(value), (one, other))
+            raise ConfigurationError(f"{name}={value!r}{hint}; give {one!r} or {other!r}")
+        return str(value)
+
+    return check
+
+
+def _time(example: str) -> Callable[[str, Any], Every]:
+    def check(name: str, value: Any) -> Every:
+        time = Every.parse(name, value)
+        if time.unit not in ("minutes", "hours"):
+            raise ConfigurationError(f"{name}={str(time)!r}: give a time, for instance {example!r}")
+        return time
+
+    return check
+
+
+def _compile(name: str, value: Any) -> str | Mapping[str, Any] | None:
+    """None for no compilation, "blocks", or the options of torch.compile."""
+    if value is False or value is None:
         return None
-    if compile is True:
+    if value is True:
         return {}
-    if compile == "blocks":
+    if value == "blocks":
         return "blocks"
-    if isinstance(compile, Mapping):
-        for name in compile:
-            if name not in COMPILE_OPTIONS:
-                raise ConfigurationError(
-                    f"compile: torch.compile has no option {name!r}{did_you_mean(str(name), COMPILE_OPTIONS)}; known: "
-                    f"{', '.join(COMPILE_OPTIONS)}"
-                )
-        return dict(compile)
-    raise ConfigurationError(
-        f"compile={compile!r}: give True, 'blocks', or options of torch.compile such as {{'mode': 'max-autotune'}}"
-    )
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(
+            f"{name}={value!r}: give True, 'blocks', or options of torch.compile such as {{'mode': 'max-autotune'}}"
+        )
+    for option in value:
+        if option not in COMPILE_OPTIONS:
+            raise ConfigurationError(
+                f"{name}: torch.compile has no option {option!r}{did_you_mean(str(option), COMPILE_OPTIONS)}; known: "
+                f"{', '.join(COMPILE_OPTIONS)}"
+            )
+    return dict(value)
 
 
-def parse_keep(keep: int | str | Mapping[str, Any]) -> dict[str, Any]:
-    """`keep` as a mapping with last (None: all), metric, mode and, where asked for, best."""
+def parse_keep(name: str, value: Any) -> dict[str, Any]:
+    """Which checkpoints to keep, as a mapping with last (None: all), metric, mode and, where requested, best."""
     defaults: dict[str, Any] = {"last": None, "metric": "val_loss", "mode": "min"}
-    if keep == "all":
+    if value == "all":
         return defaults
-    if isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1:
-        return {**defaults, "last": keep}
-    if isinstance(keep, Mapping) and set(keep) <= {"last", "best", "metric", "mode"}:
-        parsed = {**defaults, "last": 1, **keep}
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return {**defaults, "last": value}
+    if isinstance(value, Mapping) and set(value) <= {"last", "best", "metric", "mode"}:
+        parsed = {**defaults, "last": 1, **value}
         counts = [parsed["last"], parsed.get("best", 1)]
         if parsed["mode"] in ("min", "max") and all(type(c) is int and c >= 1 for c in counts):
             return parsed
     raise ConfigurationError(
-        f"keep={keep!r}: give a number of at least 1, 'all', or a mapping such as "
+        f"{name}={value!r}: give a number of at least 1, 'all', or a mapping such as "
         "{'last': 2, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}"
     )
+
+
+def _path(name: str, value: Any) -> Path:
+    return Path(os.fspath(value))
+
+
+def _plugins(name: str, value: Any) -> tuple[object, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigurationError(f"{name}={value!r}: give a list, {name}=[...]")
+    return tuple(value)
+
+
+def _trackers(name: str, value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _changes(name: str, value: Any) -> tuple[str, ...]:
+    for change in value:
+        if change not in CHANGES:
+            raise ConfigurationError(f"{name}={change!r}{did_you_mean(change, CHANGES)}; known: {', '.join(CHANGES)}")
+    return tuple(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The checked arguments of a Trainer, under their names. A field without a check holds what was given."""
+
+    strategy: Any
+    precision: Any
+    max_steps: Annotated[int | None, _or_none(_whole(0))]
+    max_epochs: Annotated[int | None, _or_none(_whole(0))]
+    max_time: Annotated[Every | None, _or_none(_time("11 hours"))]
+    timeout: Annotated[Every, _time("30 minutes")]
+    gradient_accumulation_steps: Annotated[int | None, _or_none(_whole(1))]
+    global_batch_size: Annotated[int | None, _or_none(_whole(1))]
+    max_grad_norm: Annotated[float | None, _or_none(_positive)]
+    max_grad_value: Annotated[float | None, _or_none(_positive)]
+    nonfinite: Annotated[str, _one_of("stop", "skip")]
+    seed: Annotated[int | None, _or_none(_seed)]
+    deterministic: bool
+    compile: Annotated[str | Mapping[str, Any] | None, _compile]
+    run_dir: Annotated[Path | None, _or_none(_path)]
+    save: Annotated[str, _one_of("sync", "async")]
+    save_every: Annotated[Every | None, _or_none(Every.parse)]
+    keep: Annotated[dict[str, Any], parse_keep]
+    save_frozen: Annotated[bool, _boolean]
+    validate_every: Annotated[Every | None, _or_none(Every.parse)]
+    validate_first: bool
+    log_every: Annotated[Every, Every.parse]
+    progress: bool
+    plugins: Annotated[tuple[object, ...], _plugins]
+    trackers: Annotated[tuple[Any, ...], _trackers]
+    limit_train_batches: int | float | None
+    limit_val_batches: int | float | None
+    fast_dev_run: bool
+    accept_changes: Annotated[tuple[str, ...], _changes]
+
+    @classmethod
+    def checked(cls, arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> Self:
+        """The settings that `arguments` give; it may hold other names, which are not looked at.
+
+        Raises `ConfigurationError` for the first name in `unknown`, and for the first argument that is wrong, with its value
+        and the remedy.
+        """
+        _refuse_unknown(unknown, CHECKS)
+        settings = cls(**{name: check(name, arguments[name]) for name, check in CHECKS.items()})
+        norm, value = settings.max_grad_norm, settings.max_grad_value
+        if norm is not None and value is not None:
+            raise ConfigurationError(
+                f"max_grad_norm={norm!r} and max_grad_value={value!r} are both set; choose one of them"
+            )
+        return settings._for_one_update() if settings.fast_dev_run else settings
+
+    def _for_one_update(self) -> Self:
+        """For `fast_dev_run`: one update, one validation batch."""
+        return replace(
+            self,
+            max_steps=1,
+            max_epochs=None,
+            limit_train_batches=None,
+            limit_val_batches=1,
+            validate_every=Every(steps=1),
+            trackers=(),
+        )
+
+
+def _check_of(hint: Any) -> Callable[[str, Any], Any]:
+    checks = getattr(hint, "__metadata__", None)
+    return checks[0] if checks else lambda name, value: value
+
+
+CHECKS = {name: _check_of(hint) for name, hint in get_type_hints(Settings, include_extras=True).items()}
+"""The check of every argument, in the order of the signature."""
+
+
+def _refuse_unknown(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    for name in unknown:
+        hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, known)
+        raise ConfigurationError(f"Trainer has no argument {name!r}{hint}")
