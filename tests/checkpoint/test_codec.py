@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from fabricate.checkpoint.format.codec import MAXIMUM_DEPTH, decode, dumps, encode, loads
+from fabricate.checkpoint.format.canonical_json import MAXIMUM_DEPTH, dumps, loads
+from fabricate.checkpoint.format.codec import decode, encode
 from fabricate.errors import CheckpointError
 
 
@@ -352,16 +353,17 @@ def test_random_trees_decode_or_are_refused_and_nothing_else() -> None:
 
 def test_neither_torch_nor_numpy_nor_pickle_is_imported() -> None:
     code = (
-        "import sys, fabricate.checkpoint.format.codec, fabricate.checkpoint.format.files, fabricate.checkpoint.format.directory;"
-        "fabricate.checkpoint.format.codec.dumps(fabricate.checkpoint.format.codec.encode({1: (2.0, b'x')}, lambda path, value: None));"
+        "import sys, fabricate.checkpoint.format.files, fabricate.checkpoint.format.directory;"
+        "from fabricate.checkpoint.format import canonical_json, codec;"
+        "canonical_json.dumps(codec.encode({1: (2.0, b'x')}, lambda path, value: None));"
         "print([name for name in ('torch', 'numpy', 'pickle', 'shelve') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("room", ["checkpoint", "state"])
+@pytest.mark.parametrize("room", ["checkpoint/format", "checkpoint/state"])
 def test_no_source_line_can_load_code(room: str) -> None:
-    folder = Path(sys.modules["fabricate.errors"].__file__ or "").with_name(room)
+    folder = Path(sys.modules["fabricate.errors"].__file__ or "").parent.joinpath(room)
     text = "".join(file.read_text() for file in sorted(folder.glob("*.py")))
     assert len(text) > 10_000
     assert not re.search(r"pickle|marshal|shelve|\beval\(|\bexec\(|torch\.load|allow_pickle", text)

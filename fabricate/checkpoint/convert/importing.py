@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fabricate.checkpoint.format import codec
+from fabricate.checkpoint.format import canonical_json
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import ITEM_SIZES, Chunk, Manifest, TensorRecord
 from fabricate.checkpoint.format.files import LOCAL
@@ -179,7 +179,7 @@ def _sharded(folder: Path, index: str) -> _Found:
     """The parts that an index lists, each with exactly the names that the index promises."""
     where = folder / index
     with LOCAL.open(where) as opened:
-        tree: Any = codec.loads(opened.read(0, codec.MAXIMUM_BYTES + 1))
+        tree: Any = canonical_json.loads(opened.read(0, canonical_json.MAXIMUM_BYTES + 1))
     table = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(table, dict) or not all(isinstance(part, str) for part in table.values()):
         raise CheckpointError(f"{where}: weight_map is not a table of file names")
@@ -217,7 +217,7 @@ def _safetensors(path: Path) -> dict[str, Chunk]:
         if not 0 < length <= min(size - 8, HEADER_LIMIT):
             raise CheckpointError(f"{path}: its header claims {length} bytes, the file has {size}: it is damaged")
         try:
-            header: Any = codec.loads(opened.read(8, length))
+            header: Any = canonical_json.loads(opened.read(8, length))
         except CheckpointError as exc:
             raise CheckpointError(f"{path}: header: {exc}") from exc
     entries = (

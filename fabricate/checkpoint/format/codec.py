@@ -1,11 +1,11 @@
-"""State as tagged JSON: the exact, closed set of values that a checkpoint can hold, and nothing that can run code.
+"""Values as tagged JSON: the exact, closed set of values that a checkpoint can hold, and nothing that can run code.
 
-Owns the mapping between Python values and JSON trees and the strict, canonical JSON bytes. It knows no file, no
-checkpoint directory and no tensor library: whoever calls it says, through one callback, which objects live elsewhere as
-tensors, and torch and numpy are looked at only when a value or a tag names them.
+Owns the mapping between Python values and JSON trees; `canonical_json` makes bytes of a tree. Must not know files,
+checkpoint directories or tensor libraries: a callback of the caller decides which objects are stored elsewhere as tensors,
+and torch and numpy are looked at only when a value or a tag names them.
 
 A value that JSON holds exactly is written as itself. Everything else is an object whose ``"$"`` key names its kind, as
-``{"$": "tuple", "items": [1, 2]}``; `docs/checkpoint-format.md` lists the kinds.
+``{"$": "tuple", "items": [1, 2]}``. `_KINDS` is the table of kinds; `docs/checkpoint-format.md` lists them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-import json
 import math
 import re
 import sys
@@ -21,21 +20,16 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from types import NoneType
+from typing import Any, Final, NamedTuple
 
+from fabricate.checkpoint.format.canonical_json import MAXIMUM_DEPTH, JsonValue, dumps
 from fabricate.errors import CheckpointError
 
-__all__ = ["MAXIMUM_BYTES", "MAXIMUM_DEPTH", "JsonValue", "decode", "dumps", "encode", "loads"]
-
-JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
-
-MAXIMUM_BYTES = 512 * 2**20
-"""The longest JSON text that is written or read: a manifest of some ten TiB of tensors."""
-
-MAXIMUM_DEPTH = 256
-"""How deep JSON may nest. A value may nest `MAXIMUM_DEPTH // 4` deep: a tagged one takes up to three JSON levels."""
+__all__ = ["decode", "encode"]
 
 _TAG = "$"
+_MAXIMUM_NESTING = MAXIMUM_DEPTH // 4  # of a value: a tagged one takes up to three JSON levels
 _EXACT_INTEGER = 2**53  # from here on a reader that keeps numbers as doubles would round
 _NUMERIC_KINDS = "biufcmM"
 _ARRAY_KINDS = _NUMERIC_KINDS + "SU"
@@ -47,7 +41,7 @@ _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 def encode(value: object, tensor: Callable[[str, object], str | None], path: str = "state") -> JsonValue:
     """Return `value` as a JSON tree from which `decode` rebuilds it exactly: types, key order, nan and -0.0 included.
 
-    Known: None, bool, int, str, float, complex, list, tuple, dict (any encodable keys), OrderedDict, Counter, deque,
+    Supported: None, bool, int, str, float, complex, list, tuple, dict (any encodable keys), OrderedDict, Counter, deque,
     set, frozenset, bytes, Path, timedelta, numpy scalars and arrays, `torch.dtype` and `torch.Size`. Types are
     matched exactly: a subclass would come back as its base. Identity is not kept: an object that occurs twice comes
     back as two equal ones.
@@ -70,7 +64,7 @@ def encode(value: object, tensor: Callable[[str, object], str | None], path: str
 
 
 def decode(tree: object, tensor: Callable[[str], object]) -> object:
-    """Return the value that `encode` made `tree` from.
+    """Return the value that `encode` turned into `tree`.
 
     Args:
         tree: the output of `encode`, or of `loads` on its bytes.
@@ -85,162 +79,45 @@ def decode(tree: object, tensor: Callable[[str], object]) -> object:
     return _Decoder(tensor).decode(tree, "state")
 
 
-def dumps(tree: object) -> bytes:
-    """Return the canonical bytes of a JSON tree: ASCII, sorted keys, no spaces, no NaN. Equal trees give equal bytes.
-
-    Raises:
-        CheckpointError: something that is not JSON (a tuple, a non-str key, nan), too deep or too long.
-
-    >>> dumps({"b": 1, "a": [None]})
-    b'{"a":[null],"b":1}'
-    """
-    _check_tree(tree)
-    data = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
-    if len(data) > MAXIMUM_BYTES:
-        raise CheckpointError(
-            f"the state takes {len(data)} bytes of JSON, over {MAXIMUM_BYTES}: save large data as tensors"
-        )
-    return data
-
-
-def loads(data: bytes) -> JsonValue:
-    """Parse JSON that `dumps` could have written, whitespace aside.
-
-    Raises:
-        CheckpointError: malformed text, duplicate keys, NaN or infinite numbers, too deep or too long.
-    """
-    if len(data) > MAXIMUM_BYTES:
-        raise CheckpointError(f"{len(data)} bytes of JSON, over the limit of {MAXIMUM_BYTES}")
-    try:
-        tree = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_object_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-        )
-    except RecursionError as exc:
-        raise CheckpointError(f"JSON nested deeper than {MAXIMUM_DEPTH}") from exc
-    except ValueError as exc:  # malformed JSON or UTF-8, and integers of more digits than Python converts
-        raise CheckpointError(f"not valid JSON: {exc}") from exc
-    _check_tree(tree)
-    return tree  # type: ignore[no-any-return]
-
-
-def _object_without_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise CheckpointError(f"the JSON key {twice!r} occurs twice in one object")
-    return made
-
-
-def _refuse_constant(token: str) -> NoReturn:
-    raise CheckpointError(f"{token} is not JSON")
-
-
-def _finite_float(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise CheckpointError(f"the number {text[:40]} does not fit a float64")
-    return number
-
-
-def _check_tree(tree: object) -> None:
-    """Refuse what `json` would silently change (int keys, tuples, subclasses) and what is too deep to read back."""
-    level, depth = [tree], 0
-    while level:
-        if depth > MAXIMUM_DEPTH:
-            raise CheckpointError(f"JSON nested deeper than {MAXIMUM_DEPTH}")
-        below: list[object] = []
-        for node in level:
-            kind = type(node)
-            if kind is dict:
-                for key, value in node.items():  # type: ignore[attr-defined]
-                    if type(key) is not str:
-                        raise CheckpointError(
-                            f"the JSON key {key!r} is {type(key).__name__}, not str: use codec.encode"
-                        )
-                    below.append(value)
-            elif kind is list:
-                below.extend(node)  # type: ignore[arg-type]
-            elif kind is float:
-                if not math.isfinite(node):  # type: ignore[arg-type]
-                    raise CheckpointError(f"{node} is not JSON: use codec.encode")
-            elif kind is int:
-                if not -(2**64) < node < 2**64:  # type: ignore[operator]
-                    raise CheckpointError("an integer beyond 64 bits is not portable JSON: use codec.encode")
-            elif node is not None and kind is not bool and kind is not str:
-                raise CheckpointError(f"a value of type {kind.__qualname__} is not JSON: use codec.encode")
-        level, depth = below, depth + 1
-
-
 class _Encoder:
     def __init__(self, tensor: Callable[[str, object], str | None]) -> None:
         self._tensor = tensor
 
     def encode(self, value: Any, path: str, depth: int) -> JsonValue:
-        if depth > MAXIMUM_DEPTH // 4:
+        if depth > _MAXIMUM_NESTING:
             raise CheckpointError(
-                f"{path} is nested deeper than {MAXIMUM_DEPTH // 4}, or contains itself: save a flat value"
+                f"{path} is nested deeper than {_MAXIMUM_NESTING}, or contains itself: save a flat value"
             )
         kind = type(value)
-        below = depth + 1
-        if value is None or kind is bool:
+        if kind in _EXACT_IN_JSON and _EXACT_IN_JSON[kind](value):
             return value  # type: ignore[no-any-return]
-        if kind is int:
-            return value if abs(value) < _EXACT_INTEGER else {_TAG: "int", "value": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-        if kind is str:
-            return (
-                value if _is_plain(value) else {_TAG: "str", "base64": _base64(value.encode("utf-8", "surrogatepass"))}
-            )
         if kind is list:
-            return [self.encode(item, f"{path}[{index}]", below) for index, item in enumerate(value)]
-        if kind is dict:
-            return self._dict(value, path, below)
-        if kind is OrderedDict or kind is Counter:
-            return {_TAG: kind.__name__, "items": self._pairs(value, path, below)}
-        if kind is tuple or _is_torch(kind, "Size"):
-            items = [self.encode(item, f"{path}[{index}]", below) for index, item in enumerate(value)]
-            return {_TAG: "tuple" if kind is tuple else "torch.Size", "items": items}
-        if kind is deque:
-            items = [self.encode(item, f"{path}[{index}]", below) for index, item in enumerate(value)]
-            return {_TAG: "deque", "items": items, "maxlen": value.maxlen}
-        if kind is set or kind is frozenset:
-            items = [self.encode(item, f"{path}{{{index}}}", below) for index, item in enumerate(value)]
-            return {_TAG: kind.__name__, "items": sorted(items, key=dumps)}
-        if kind is complex:
-            parts = [self.encode(part, path, below) for part in (value.real, value.imag)]
-            return {_TAG: "complex", "value": parts}
-        if kind is bytes:
-            return {_TAG: "bytes", "base64": _base64(value)}
-        if isinstance(value, Path):
-            return {_TAG: "path", "value": self.encode(str(value), path, below)}
-        if kind is timedelta:
-            return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
-        if _is_torch(kind, "dtype"):
-            return {_TAG: "torch.dtype", "value": str(value).removeprefix("torch.")}
-        return self._other(value, path)
+            return self.items(value, path, depth)
+        if kind is dict and _is_plain_object(value):
+            return {key: self.encode(item, path + _step(key), depth + 1) for key, item in value.items()}
+        tag = _TAGS.get(kind) or _tag_by_name(value)
+        return self._foreign(value, path, depth) if tag is None else self._tagged(tag, value, path, depth)
 
-    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> JsonValue:
-        keys = list(value)
-        # The canonical bytes sort keys, so only a dict that is sorted already comes back in its own order.
-        if all(type(key) is str and _is_plain(key) for key in keys) and _TAG not in value and keys == sorted(keys):
-            return {key: self.encode(item, path + _step(key), depth) for key, item in value.items()}
-        return {_TAG: "dict", "items": self._pairs(value, path, depth)}
+    def _tagged(self, tag: str, value: object, path: str, depth: int) -> JsonValue:
+        return {_TAG: tag, **_KINDS[tag].encode(self, value, path, depth)}
 
-    def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[JsonValue]:
+    def items(self, values: Iterable[object], path: str, depth: int) -> list[JsonValue]:
+        return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(values)]
+
+    def sorted_items(self, values: Iterable[object], path: str, depth: int) -> list[JsonValue]:
+        """The members of a set, in an order that does not depend on hashes."""
+        items = [self.encode(item, f"{path}{{{index}}}", depth + 1) for index, item in enumerate(values)]
+        return sorted(items, key=dumps)
+
+    def pairs(self, values: dict[Any, Any], path: str, depth: int) -> list[JsonValue]:
         pairs: list[JsonValue] = []
-        for key, item in value.items():
+        for key, item in values.items():
             inside = path + _step(key)
-            pairs.append([self.encode(key, f"the key {inside}", depth), self.encode(item, inside, depth)])
+            pairs.append([self.encode(key, f"the key {inside}", depth + 1), self.encode(item, inside, depth + 1)])
         return pairs
 
-    def _other(self, value: Any, path: str) -> JsonValue:
-        numpy = sys.modules.get("numpy")  # a numpy value exists only if numpy is imported
-        if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _NUMERIC_KINDS:
-            return {_TAG: "numpy.scalar", "dtype": value.dtype.str, "base64": _base64(value.tobytes())}
+    def _foreign(self, value: object, path: str, depth: int) -> JsonValue:
+        """An object that the caller stores elsewhere, or an array."""
         if isinstance(value, enum.Enum):
             raise CheckpointError(
                 f"{path} is the enum member {value}, which JSON cannot name: save its .name or .value"
@@ -249,10 +126,9 @@ class _Encoder:
             raise CheckpointError(f"{path} is a defaultdict, whose factory is code: save dict(value)")
         reference = self._tensor(path, value)
         if reference is not None:
-            return {_TAG: "tensor", "ref": reference}
-        if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in _ARRAY_KINDS:
-            data = _base64(value.tobytes())
-            return {_TAG: "numpy.array", "dtype": value.dtype.str, "shape": list(value.shape), "base64": data}
+            return self._tagged("tensor", reference, path, depth)
+        if _is_array(value):
+            return self._tagged("numpy.array", value, path, depth)
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointError(
             f"{path} is a {name}, which a checkpoint cannot hold: save its state_dict(), or tensors, arrays, numbers, "
@@ -262,7 +138,7 @@ class _Encoder:
 
 class _Decoder:
     def __init__(self, tensor: Callable[[str], object]) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
 
     def decode(self, tree: object, path: str) -> Any:
         if isinstance(tree, list):
@@ -277,63 +153,22 @@ class _Decoder:
             raise CheckpointError(f"{path} is a malformed {tree[_TAG]!r} value: {exc}") from exc
 
     def _tagged(self, tree: dict[str, Any], path: str) -> Any:
-        keys = tree.keys() - {_TAG}
-        match tree:
-            case {"$": "tensor", "ref": str(reference)} if keys == {"ref"}:
-                return self._tensor(reference)
-            case {"$": "int", "value": str(text)} if keys == {"value"} and _HEXADECIMAL.fullmatch(text):
-                return int(text, 16)
-            case {"$": "float", "value": "nan" | "inf" | "-inf" as text} if keys == {"value"}:
-                return float(text)
-            case {"$": "str", "base64": str(text)} if keys == {"base64"}:
-                return _bytes(text).decode("utf-8", "surrogatepass")
-            case {"$": "bytes", "base64": str(text)} if keys == {"base64"}:
-                return _bytes(text)
-            case {"$": "complex", "value": [real, imaginary]} if keys == {"value"}:
-                return complex(self._float(real, path), self._float(imaginary, path))
-            case {"$": "path", "value": value} if keys == {"value"}:
-                return Path(self.decode(value, path))
-            case {"$": "timedelta", "value": [int(days), int(seconds), int(microseconds)]} if keys == {"value"}:
-                return timedelta(days, seconds, microseconds)
-            case {"$": "tuple", "items": list(items)} if keys == {"items"}:
-                return tuple(self.decode(items, path))
-            case {"$": "set", "items": list(items)} if keys == {"items"}:
-                return set(self.decode(items, path))
-            case {"$": "frozenset", "items": list(items)} if keys == {"items"}:
-                return frozenset(self.decode(items, path))
-            case {"$": "deque", "items": list(items), "maxlen": None | int() as maxlen} if keys == {"items", "maxlen"}:
-                return deque(self.decode(items, path), maxlen)
-            case {"$": "dict", "items": list(items)} if keys == {"items"}:
-                return dict(self._pairs(items, path))
-            case {"$": "OrderedDict", "items": list(items)} if keys == {"items"}:
-                return OrderedDict(self._pairs(items, path))
-            case {"$": "Counter", "items": list(items)} if keys == {"items"}:
-                return Counter(dict(self._pairs(items, path)))
-            case {"$": "numpy.scalar", "dtype": str(dtype), "base64": str(text)} if keys == {"dtype", "base64"}:
-                return _numpy_array(dtype, [], text)[()]
-            case {"$": "numpy.array", "dtype": str(dtype), "shape": list(shape), "base64": str(text)} if keys == {
-                "dtype",
-                "shape",
-                "base64",
-            }:
-                return _numpy_array(dtype, shape, text)
-            case {"$": "torch.dtype", "value": str(name)} if keys == {"value"} and _TORCH_DTYPE.fullmatch(name):
-                return _torch_dtype(name, path)
-            case {"$": "torch.Size", "items": list(items)} if keys == {"items"}:
-                import torch
+        tag = tree[_TAG]
+        kind = _KINDS.get(tag) if isinstance(tag, str) else None
+        fields = {name: value for name, value in tree.items() if name != _TAG}
+        if kind is None or not kind.has(fields):
+            raise CheckpointError(
+                f"{path} has the unknown or malformed kind {tag!r}: was it written by a newer fabricate?"
+            )
+        return kind.decode(self, path, **fields)
 
-                return torch.Size(items)
-        raise CheckpointError(
-            f"{path} has the unknown or malformed kind {tree[_TAG]!r}: was it written by a newer fabricate?"
-        )
-
-    def _float(self, tree: object, path: str) -> float:
+    def float(self, tree: object, path: str) -> float:
         number = self.decode(tree, path)
         if type(number) is not float:
             raise ValueError(f"{number!r} is not a float")
         return number
 
-    def _pairs(self, items: Iterable[object], path: str) -> list[tuple[Any, Any]]:
+    def pairs(self, items: Iterable[object], path: str) -> list[tuple[Any, Any]]:
         pairs = []
         for item in items:
             if not isinstance(item, list) or len(item) != 2:
@@ -353,12 +188,31 @@ def _step(key: object) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Tell whether JSON keeps `text`: two surrogate halves in a row would come back as one character."""
+    """Whether JSON keeps `text`: two surrogate halves in a row would come back as one character."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _is_torch(kind: type, name: str) -> bool:
-    return kind.__module__ == "torch" and kind.__qualname__ == name
+def _is_plain_object(value: dict[Any, Any]) -> bool:
+    """Whether JSON keeps `value`: the canonical bytes sort keys, so only a dict that is sorted keeps its own order."""
+    keys = list(value)
+    return all(type(key) is str and _is_plain(key) for key in keys) and _TAG not in value and keys == sorted(keys)
+
+
+def _tag_by_name(value: Any) -> str | None:
+    """The kind of a value whose class is a subclass of its platform, or one of a library that may not be imported."""
+    if isinstance(value, Path):
+        return "path"
+    kind, numpy = type(value), sys.modules.get("numpy")  # a numpy value exists only if numpy is imported
+    if kind.__module__ == "torch" and kind.__qualname__ in ("Size", "dtype"):
+        return f"torch.{kind.__qualname__}"
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _NUMERIC_KINDS:
+        return "numpy.scalar"
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in _ARRAY_KINDS
 
 
 def _base64(data: bytes) -> str:
@@ -385,7 +239,181 @@ def _numpy_array(dtype: str, shape: list[Any], text: str) -> Any:
 def _torch_dtype(name: str, path: str) -> object:
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{path} is torch.{name}, which this torch does not have: upgrade torch")
-    return found
+    return dtype
+
+
+def _torch_size(items: list[Any]) -> object:
+    import torch
+
+    return torch.Size(items)
+
+
+# The table of kinds
+
+
+class _Kind(NamedTuple):
+    """One kind of tagged object. Its fields are what stands beside the tag.
+
+    type: the class whose instances are of this kind, exactly; None where `_tag_by_name` or `_Encoder` decide.
+    encode: the fields of a value, called as ``encode(encoder, value, path, depth)``.
+    fields: a test for the JSON of each field; an object with other fields is refused.
+    decode: the value of such fields, called as ``decode(decoder, path, **fields)``; ValueError for those that are malformed.
+    """
+
+    type: type | None
+    encode: Callable[..., dict[str, JsonValue]]
+    fields: dict[str, Callable[[Any], bool]]
+    decode: Callable[..., Any]
+
+    def has(self, fields: dict[str, Any]) -> bool:
+        return fields.keys() == self.fields.keys() and all(self.fields[name](value) for name, value in fields.items())
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_integers(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) for item in value)
+
+
+def _anything(value: object) -> bool:
+    return True
+
+
+def _sequence(kind: type) -> _Kind:
+    """A container that is made of the list of its items."""
+    return _Kind(
+        kind,
+        lambda encoder, value, path, depth: {"items": encoder.items(value, path, depth)},
+        {"items": _is_list},
+        lambda decoder, path, items: kind(decoder.decode(items, path)),
+    )
+
+
+def _set(kind: type) -> _Kind:
+    return _sequence(kind)._replace(
+        encode=lambda encoder, value, path, depth: {"items": encoder.sorted_items(value, path, depth)}
+    )
+
+
+def _mapping(kind: type) -> _Kind:
+    """A container of pairs, in its own order."""
+    return _Kind(
+        kind,
+        lambda encoder, value, path, depth: {"items": encoder.pairs(value, path, depth)},
+        {"items": _is_list},
+        lambda decoder, path, items: kind(dict(decoder.pairs(items, path))),
+    )
+
+
+_EXACT_IN_JSON: Final[dict[type, Callable[[Any], bool]]] = {
+    NoneType: _anything,
+    bool: _anything,
+    int: lambda value: abs(value) < _EXACT_INTEGER,
+    float: math.isfinite,
+    str: _is_plain,
+}
+"""Of each scalar type, the values that JSON holds exactly."""
+
+_KINDS: Final[dict[str, _Kind]] = {
+    "tensor": _Kind(
+        None,
+        lambda encoder, reference, path, depth: {"ref": reference},
+        {"ref": _is_text},
+        lambda decoder, path, ref: decoder.tensor(ref),
+    ),
+    "int": _Kind(
+        int,
+        lambda encoder, value, path, depth: {"value": hex(value)},
+        {"value": lambda value: isinstance(value, str) and _HEXADECIMAL.fullmatch(value) is not None},
+        lambda decoder, path, value: int(value, 16),
+    ),
+    "float": _Kind(
+        float,
+        lambda encoder, value, path, depth: {"value": repr(value)},
+        {"value": lambda value: value in ("nan", "inf", "-inf")},
+        lambda decoder, path, value: float(value),
+    ),
+    "str": _Kind(
+        str,
+        lambda encoder, value, path, depth: {"base64": _base64(value.encode("utf-8", "surrogatepass"))},
+        {"base64": _is_text},
+        lambda decoder, path, base64: _bytes(base64).decode("utf-8", "surrogatepass"),
+    ),
+    "bytes": _Kind(
+        bytes,
+        lambda encoder, value, path, depth: {"base64": _base64(value)},
+        {"base64": _is_text},
+        lambda decoder, path, base64: _bytes(base64),
+    ),
+    "complex": _Kind(
+        complex,
+        lambda encoder, value, path, depth: {
+            "value": [encoder.encode(part, path, depth + 1) for part in (value.real, value.imag)]
+        },
+        {"value": lambda value: isinstance(value, list) and len(value) == 2},
+        lambda decoder, path, value: complex(*(decoder.float(part, path) for part in value)),
+    ),
+    "path": _Kind(
+        None,
+        lambda encoder, value, path, depth: {"value": encoder.encode(str(value), path, depth + 1)},
+        {"value": _anything},
+        lambda decoder, path, value: Path(decoder.decode(value, path)),
+    ),
+    "timedelta": _Kind(
+        timedelta,
+        lambda encoder, value, path, depth: {"value": [value.days, value.seconds, value.microseconds]},
+        {"value": lambda value: _is_integers(value) and len(value) == 3},
+        lambda decoder, path, value: timedelta(*value),
+    ),
+    "tuple": _sequence(tuple),
+    "set": _set(set),
+    "frozenset": _set(frozenset),
+    "deque": _Kind(
+        deque,
+        lambda encoder, value, path, depth: {"items": encoder.items(value, path, depth), "maxlen": value.maxlen},
+        {"items": _is_list, "maxlen": lambda value: isinstance(value, int | None)},
+        lambda decoder, path, items, maxlen: deque(decoder.decode(items, path), maxlen),
+    ),
+    "dict": _mapping(dict),
+    "OrderedDict": _mapping(OrderedDict),
+    "Counter": _mapping(Counter),
+    "numpy.scalar": _Kind(
+        None,
+        lambda encoder, value, path, depth: {"dtype": value.dtype.str, "base64": _base64(value.tobytes())},
+        {"dtype": _is_text, "base64": _is_text},
+        lambda decoder, path, dtype, base64: _numpy_array(dtype, [], base64)[()],
+    ),
+    "numpy.array": _Kind(
+        None,
+        lambda encoder, value, path, depth: {
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+            "base64": _base64(value.tobytes()),
+        },
+        {"dtype": _is_text, "shape": _is_list, "base64": _is_text},
+        lambda decoder, path, dtype, shape, base64: _numpy_array(dtype, shape, base64),
+    ),
+    "torch.dtype": _Kind(
+        None,
+        lambda encoder, value, path, depth: {"value": str(value).removeprefix("torch.")},
+        {"value": lambda value: isinstance(value, str) and _TORCH_DTYPE.fullmatch(value) is not None},
+        lambda decoder, path, value: _torch_dtype(value, path),
+    ),
+    "torch.Size": _Kind(
+        None,
+        lambda encoder, value, path, depth: {"items": encoder.items(value, path, depth)},
+        {"items": _is_list},
+        lambda decoder, path, items: _torch_size(items),
+    ),
+}
+
+_TAGS: Final = {kind.type: tag for tag, kind in _KINDS.items() if kind.type is not None}

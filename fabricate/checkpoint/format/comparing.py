@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fabricate.checkpoint.format.codec import JsonValue
+from fabricate.checkpoint.format.canonical_json import JsonValue
 from fabricate.checkpoint.format.directory import ITEM_SIZES, Reader
 
 __all__ = ["COMPONENTS", "Difference", "compare", "component_of", "numbers", "rank_files"]

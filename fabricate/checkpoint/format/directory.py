@@ -29,8 +29,8 @@ from typing import Final
 
 import xxhash
 
-from fabricate.checkpoint.format import codec
-from fabricate.checkpoint.format.codec import JsonValue
+from fabricate.checkpoint.format import canonical_json
+from fabricate.checkpoint.format.canonical_json import JsonValue
 from fabricate.checkpoint.format.files import LOCAL, Files, Source, explained
 from fabricate.checkpoint.format.manifest import (
     ITEM_SIZES,
@@ -342,7 +342,7 @@ class Reader:
             (length,) = struct.unpack_from("<Q", head)
             if 8 + length != end:
                 raise CheckpointError(f"its header claims {length} bytes, the manifest leaves it {end - 8}")
-            found = codec.loads(bytes(head[8:]))
+            found = canonical_json.loads(bytes(head[8:]))
             if isinstance(found, dict):
                 found.pop("__metadata__", None)
             if found != wanted:
@@ -358,7 +358,7 @@ class Reader:
         data = bytearray(record.size)
         self._fill(memoryview(data), record, 0, record.size)
         with self._blaming(name):
-            return codec.loads(bytes(data))
+            return canonical_json.loads(bytes(data))
 
     def read(self, tensor: str, start: int = 0, count: int | None = None) -> bytearray:
         """Return elements ``[start, start + count)`` of the flattened tensor, as little-endian bytes of its own dtype.
@@ -445,8 +445,8 @@ class Reader:
     def _manifest_bytes(self) -> bytes:
         with self._files.open(self.path / MANIFEST_NAME) as source:
             size = self._files.size(self.path / MANIFEST_NAME)
-            if size > codec.MAXIMUM_BYTES:
-                raise CheckpointError(f"{size} bytes, over the limit of {codec.MAXIMUM_BYTES}")
+            if size > canonical_json.MAXIMUM_BYTES:
+                raise CheckpointError(f"{size} bytes, over the limit of {canonical_json.MAXIMUM_BYTES}")
             return source.read(0, size)
 
     @contextmanager

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from fabricate.checkpoint.format import codec
-from fabricate.checkpoint.format.codec import JsonValue
+from fabricate.checkpoint.format import canonical_json, codec
+from fabricate.checkpoint.format.canonical_json import JsonValue
 from fabricate.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of `manifest.json`: the canonical body and its sha256."""
-        return _sealed(codec.dumps(self._body()))
+        return _sealed(canonical_json.dumps(self._body()))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
@@ -267,8 +267,8 @@ class Manifest:
             NewerFormatError: intact, but of a format version that this fabricate does not know.
             CheckpointError: anything that `to_bytes` does not write.
         """
-        body = _object(codec.loads(data), "the manifest file", {"sha256", "manifest"})["manifest"]
-        if _sealed(codec.dumps(body)) != data:
+        body = _object(canonical_json.loads(data), "the manifest file", {"sha256", "manifest"})["manifest"]
+        if _sealed(canonical_json.dumps(body)) != data:
             raise CheckpointError("its content does not match its sha256")
         if isinstance(body, dict) and body.get("format") == FORMAT:
             version = body.get("version")
@@ -298,7 +298,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """The sha256 of the canonical body in hexadecimal: the identity of the checkpoint and of every byte in it."""
-        return hashlib.sha256(codec.dumps(self._body())).hexdigest()
+        return hashlib.sha256(canonical_json.dumps(self._body())).hexdigest()
 
     def _body(self) -> JsonValue:
         return {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from fabricate.checkpoint.format import codec
+from fabricate.checkpoint.format import canonical_json
 from fabricate.checkpoint.format.files import LOCAL, Files, explained
 from fabricate.checkpoint.format.manifest import FILE_NAME, ITEM_SIZES, Chunk, ChunkRecord, FileRecord, require, text
 from fabricate.errors import CheckpointError
@@ -68,7 +68,7 @@ def write_json(path: Path, tree: object, files: Files = LOCAL) -> FileRecord:
     Raises:
         CheckpointError: `path` exists, the disk is full, or `tree` is not JSON.
     """
-    return _write(path, [codec.dumps(tree)], files)
+    return _write(path, [canonical_json.dumps(tree)], files)
 
 
 def _write_safetensors(
