@@ -111,8 +111,8 @@ def resuming() -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from fabricate.data.opening import open_source
     from fabricate.data.source import Loading
+    from fabricate.data.user_data import open_source
 
     rows = TensorDataset(torch.zeros(ROWS, 1))
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.plan import Plan, Setting
-from fabricate.data.opening import open_source
 from fabricate.data.source import Loading, Source
+from fabricate.data.user_data import open_source
 from fabricate.errors import ConfigurationError, FabricateError, first_line, size_text
 from fabricate.launch.ranks import Launch, detect
 from fabricate.launch.settings import Request, requests

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.order import Share, batch_seed, plan_window
-from fabricate.data.sandbox import Sandbox, begin_epoch, seed_generators
+from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
 from fabricate.data.workers import Workers, WorkerStart, iterate
 
@@ -218,6 +218,6 @@ def as_indices(drawn: list[Any]) -> npt.NDArray[Any]:
 
 def drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     """What `sampler` yields in `epoch`: a function of (seed, epoch), so the same on every rank and after a resume."""
-    with Sandbox(batch_seed(seed, epoch)):
+    with RandomScope(batch_seed(seed, epoch)):
         begin_epoch((sampler, getattr(sampler, "sampler", None)), seed, epoch)
         return list(sampler)

@@ -1,6 +1,7 @@
-"""Streams of rows and iterables of batches: read whole by every rank, in a random state of their own.
+"""Streams of rows and iterables of batches: every rank reads all of them, under a random state of their own.
 
-On resume they go on from their own `state_dict`, where they have one, and are read again up to the position else.
+On resume, data with a `state_dict` continues from it; other data is read again up to the position. Must not know what kinds
+of data users pass (`user_data`), devices, or the loop.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.utils.data import (
 )
 
 from fabricate.data.batches import EvalBatch, Window, visible_rows
-from fabricate.data.order import batch_seed, plan_window
-from fabricate.data.sandbox import Sandbox, begin_epoch, seed_generators
+from fabricate.data.order import Share, batch_seed, plan_window
+from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
 from fabricate.data.workers import Workers, WorkerStart, has_own_loop, iterate
 from fabricate.errors import ConfigurationError
@@ -101,8 +102,8 @@ class Sequential(Source):
                 )
             self._spent = True
         # A worker process begins each epoch with the data as it was made; here it is where the epoch before left it.
-        known = self.has_state and not self._begun and (start > 0 or not self._in_worker)
-        reader = _Reader(self, epoch, start, state if known else None)
+        goes_on = self.has_state and not self._begun and (start > 0 or not self._in_worker)
+        reader = _Reader(self, epoch, start, state if goes_on else None)
         self._begun = True
         if not self._in_worker and not self._pin_memory:
             return iter(reader)
@@ -134,84 +135,53 @@ class _Reader(IterableDataset[Any]):
         self._epoch = epoch
         self._start = start
         self._state = state
-        self._has_state = source.has_state and source._setup.training
-        self._taken = 0
+        self._keeps_state = source.has_state and source._setup.training
 
     def __iter__(self) -> Iterator[Any]:
         setup = self._setup
-        # Foreign code draws from a random state of its own: equal on all ranks, replayed by a resume, and apart from
-        # what collating and the model draw, which differs between ranks.
-        sandbox = Sandbox(batch_seed(setup.seed, self._epoch))
-        data, state = self.dataset, self._state
-        parts = [data, *(getattr(data, name, None) for name in _NESTED)]
-        if state is not None and not self._start:
-            with Sandbox(batch_seed(setup.seed, self._epoch - 1)):
-                # It was left at the end of an epoch, and has to find that out before it begins another.
-                begin_epoch(parts, setup.seed, self._epoch - 1)
-                data.load_state_dict(state["data"])
-                before = iter(data)
-                deque(islice(before, max(0, self._cap - state["taken"])), maxlen=0)
-                next(before, None)  # as below
-            state = None
-        with sandbox:
-            generators = begin_epoch(parts, setup.seed, self._epoch)
-            if state is not None:
-                data.load_state_dict(state["data"])
-                self._taken = state["taken"]
-            if self._taken > self._cap:
-                raise self._cannot_resume(self._taken)
-            stream = iter(data)
-            units = islice(stream, self._cap - self._taken)
-            for generator, there in zip(generators, state["generators"] if state is not None else (), strict=False):
-                generator.set_state(there)
-        if state is not None:
-            sandbox.state = state["random"]
-        # Changing states takes some 0.1 to 0.2 ms a window: not where reading on runs nobody's code in this process.
-        guard = nullcontext() if _runs_no_code_here(data) else sandbox
-
-        def take(count: int) -> list[Any]:
-            if not count:
-                return []
-            with guard:
-                taken = list(islice(units, count))
-            self._taken += len(taken)
-            return taken
-
-        def mark() -> Any:
-            if not self._has_state:
-                return None
-            with guard:  # a copy, for what it returns may change as it is read on
-                found = copy.deepcopy(data.state_dict())
-            told = [generator.get_state() for generator in generators]
-            return {"data": found, "taken": self._taken, "random": sandbox.state, "generators": told}
-
-        position = self._start if state is not None else self._replay(take)
-        for chunk, last, there in _chunks(take, mark, self._window, setup.drop_last):
-            sizes = [1] * len(chunk) if self._batch_size else [visible_rows(batch) for batch in chunk]
-            if 0 in sizes:
-                raise setup.error(f"yielded a batch without rows after row {position}: leave empty batches out")
-            ends = list(accumulate((rows or 1 for rows in sizes), initial=position))
+        cursor, position = self._open()
+        for chunk, last, state in _chunks(cursor, self._window, setup.drop_last):
             shares = plan_window(len(chunk), self._batch_size or 1, setup.world_size, setup.rank)
-            own = [(share.rows if self._batch_size else sizes[share.start]) if share.rows else 0 for share in shares]
-            first = [ends[share.start] for share in shares]
-            yield _Plan(ends[-1] - position, ends[-1], last, first, own, there)
-            position = ends[-1]
-            for share in shares:
-                if self._collate is None:
-                    yield chunk[share.start]
-                    continue
-                if get_worker_info() is not None:
-                    seed_generators(batch_seed(setup.seed, self._epoch, ends[share.start]))
-                yield self._collate(chunk[share.start : share.stop])
-        if self._has_state:
-            with guard:  # past a limit too: what was never asked for an item has not left its saved state
-                next(stream, None)
+            plan = self._plan(chunk, shares, position, last, state)
+            yield plan
+            for share, first in zip(shares, plan.first, strict=True):
+                yield chunk[share.start] if self._collate is None else self._collated(chunk, share, first)
+            position = plan.end
+        if self._keeps_state:
+            cursor.finish()
 
-    def _replay(self, take: Callable[[int], list[Any]]) -> int:
+    def _open(self) -> tuple[_Cursor, int]:
+        """The data, open where this reader starts, and the position there: by its saved state, or read up to it."""
+        seed, epoch, state = self._setup.seed, self._epoch, self._state
+        if state is not None and self._start:
+            if state["taken"] > self._cap:
+                raise self._cannot_resume(state["taken"])
+            return _Cursor(self.dataset, seed, epoch, self._cap, self._keeps_state, state), self._start
+        if state is not None:
+            _finish_epoch(self.dataset, seed, epoch - 1, self._cap, state)
+        cursor = _Cursor(self.dataset, seed, epoch, self._cap, self._keeps_state)
+        return cursor, self._replay(cursor)
+
+    def _plan(self, chunk: list[Any], shares: list[Share], position: int, last: bool, state: Any) -> _Plan:
+        """What follows: a window of `chunk`, rows of a stream or the user's batches, which begins at `position`."""
+        sizes = [1] * len(chunk) if self._batch_size else [visible_rows(batch) for batch in chunk]
+        if 0 in sizes:
+            raise self._setup.error(f"yielded a batch without rows after row {position}: leave empty batches out")
+        ends = list(accumulate((rows or 1 for rows in sizes), initial=position))
+        own = [(share.rows if self._batch_size else sizes[share.start]) if share.rows else 0 for share in shares]
+        return _Plan(ends[-1] - position, ends[-1], last, [ends[share.start] for share in shares], own, state)
+
+    def _collated(self, chunk: list[Any], share: Share, first: int) -> Any:
+        assert self._collate is not None
+        if get_worker_info() is not None:
+            seed_generators(batch_seed(self._setup.seed, self._epoch, first))
+        return self._collate(chunk[share.start : share.stop])
+
+    def _replay(self, cursor: _Cursor) -> int:
         """Read and drop what comes before the start; the position reached, which is the start or an error."""
         position = 0
         while position < self._start:
-            dropped = take(min(self._start - position, self._window) if self._batch_size else 1)
+            dropped = cursor.take(min(self._start - position, self._window) if self._batch_size else 1)
             position += len(dropped) if self._batch_size else sum(visible_rows(batch) or 1 for batch in dropped)
             if not dropped or position > self._start:
                 raise self._cannot_resume(position)
@@ -224,26 +194,88 @@ class _Reader(IterableDataset[Any]):
         )
 
 
-_NESTED = ("dataset", "sampler", "batch_sampler")  # parts of a loader that may hold an epoch or a generator
+class _Cursor:
+    """A place in an epoch of sequential data: its open iterator, and the random state that its code draws from.
+
+    That state is apart from what collating and the model draw, which differs between ranks: it is equal on all ranks, and
+    a resume replays it. `taken`: units (rows, or the user's batches) read so far; `cap`: the most of an epoch.
+    """
+
+    def __init__(self, data: Any, seed: int, epoch: int, cap: int, keeps_state: bool, state: Any = None) -> None:
+        """Opens `data` at the beginning of `epoch`, or where it was when `state` was saved."""
+        self._data = data
+        self._keeps_state = keeps_state
+        self._scope = RandomScope(batch_seed(seed, epoch))
+        self.taken = 0 if state is None else state["taken"]
+        with self._scope:
+            self._generators = begin_epoch(_parts(data), seed, epoch)
+            if state is not None:
+                data.load_state_dict(state["data"])
+            self._stream = iter(data)
+            self._units = islice(self._stream, cap - self.taken)
+            for generator, saved in zip(self._generators, () if state is None else state["generators"], strict=False):
+                generator.set_state(saved)
+        if state is not None:
+            self._scope.state = state["random"]
+        # To change states takes some 0.1 to 0.2 ms a window: not where reading on runs nobody's code in this process.
+        self._guard = nullcontext() if _runs_no_code_here(data) else self._scope
+
+    def take(self, count: int) -> list[Any]:
+        """The next `count` units, fewer at the end."""
+        if not count:
+            return []
+        with self._guard:
+            units = list(islice(self._units, count))
+        self.taken += len(units)
+        return units
+
+    def state(self) -> Any:
+        """What a cursor needs to go on from here; None of data that does not keep its state."""
+        if not self._keeps_state:
+            return None
+        with self._guard:  # a copy, for what it returns may change as it is read on
+            data = copy.deepcopy(self._data.state_dict())
+        generators = [generator.get_state() for generator in self._generators]
+        return {"data": data, "taken": self.taken, "random": self._scope.state, "generators": generators}
+
+    def finish(self) -> None:
+        """Request one more item, past a limit too: until then the saved state of the data is that of its last item."""
+        with self._guard:
+            next(self._stream, None)
 
 
-def _chunks(
-    take: Callable[[int], list[Any]], mark: Callable[[], Any], size: int, drop_last: bool
-) -> Iterator[tuple[list[Any], bool, Any]]:
-    """Cut into chunks of `size`; looks ahead just far enough to know which is the last one, after what `mark` returns."""
+def _finish_epoch(data: Any, seed: int, epoch: int, cap: int, state: Any) -> None:
+    """Read `data`, whose `state` was saved in `epoch`, to the end of it: it has to see the end before it begins another."""
+    with RandomScope(batch_seed(seed, epoch)):
+        begin_epoch(_parts(data), seed, epoch)
+        data.load_state_dict(state["data"])
+        stream = iter(data)
+        deque(islice(stream, max(0, cap - state["taken"])), maxlen=0)
+        next(stream, None)  # as `_Cursor.finish`
+
+
+def _parts(data: Any) -> list[Any]:
+    """`data`, and the parts of a loader that may hold an epoch or a generator."""
+    return [data, *(getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+
+
+def _chunks(cursor: _Cursor, size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool, Any]]:
+    """Chunks of `size` units, each with whether it is the last one and the state of the data after it. Reads ahead just far
+    enough to know the last one."""
     ahead = size if drop_last else 1
-    chunk = take(size)
+    chunk = cursor.take(size)
     while len(chunk) >= ahead:
-        there = mark()
-        following = take(ahead) if len(chunk) == size else []
+        state = cursor.state()
+        following = cursor.take(ahead) if len(chunk) == size else []
         last = len(following) < ahead
-        yield chunk, last, there
+        yield chunk, last, state
         if last:
             return
-        chunk = following + take(size - len(following))
+        chunk = following + cursor.take(size - len(following))
 
 
 def _runs_no_code_here(data: Any) -> bool:
+    """Whether no code of a user runs in this process while `data` is read."""
     if isinstance(data, DataLoader):  # with workers, one over a stream only collects what they made
         return isinstance(data.dataset, IterableDataset) and data.num_workers > 0 and not has_own_loop(data)
     return type(data) in (list, tuple)

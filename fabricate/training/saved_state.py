@@ -31,7 +31,7 @@ from fabricate.checkpoint.state.logical import (
     read_whole,
     transient_names,
 )
-from fabricate.data.opening import fingerprint
+from fabricate.data.user_data import fingerprint
 from fabricate.errors import CheckpointError
 from fabricate.metrics.reduction import load_torchmetrics_state, torchmetrics_state
 from fabricate.model.building import pretrained_record

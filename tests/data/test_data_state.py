@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fabricate import Callback, ConfigurationError, Trainer, TrainModule
-from fabricate.data.opening import open_source
 from fabricate.data.source import Loading, Source
+from fabricate.data.user_data import open_source
 
 BATCHES = 9
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fabricate.data.opening import open_source
 from fabricate.data.source import Loading, Source
+from fabricate.data.user_data import open_source
 
 # (world size, accumulation, batch size) with the same global batch of 12
 FACTORS = [(1, 1, 12), (1, 3, 4), (2, 3, 2), (2, 1, 6), (3, 1, 4), (3, 2, 2), (4, 3, 1), (6, 2, 1), (12, 1, 1)]

@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 from campaigns.invariance import TOLERANCE, Split, compare, splits
 from fabricate import Trainer, TrainModule
-from fabricate.data.opening import open_source
 from fabricate.data.source import Loading
+from fabricate.data.user_data import open_source
 from fabricate.testing import run_ranks
 
 RATE, WIDTH = 0.1, 3

@@ -1,4 +1,8 @@
-"""From what the user passed to a source: kept, rebuilt around our order and said so, or refused."""
+"""Makes a `Source` of what the user passed as data, or refuses it by name.
+
+Owns which kinds of data there are, what each needs, and the notes about what changes for the user. Must not know how a
+source reads (`indexed`, `sequential`).
+"""
 
 from __future__ import annotations
 
@@ -243,7 +247,7 @@ def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Sour
 
 
 def _has_state(data: Any) -> bool:
-    """Whether it says where it is, and goes on from there."""
+    """Whether it can save its position and continue from it."""
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 

@@ -1,4 +1,7 @@
-"""The random state that reading happens under: a function of seed and epoch, apart from the model's own."""
+"""A random state of its own for reading data: a function of seed and epoch, apart from what the model draws from.
+
+Owns the global generators of python, numpy and torch (CPU) while data is read. Must not know data sets or sources.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ import torch
 from fabricate.data.order import batch_seed
 
 
-class Sandbox:
-    """While entered, the global generators of python, numpy and torch (CPU) are in a state of its own."""
+class RandomScope:
+    """While entered, the global generators of python, numpy and torch (CPU) have this object's state, not the caller's.
+
+    Leaving and entering again continues where the generators were."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -22,7 +27,7 @@ class Sandbox:
 
     @property
     def state(self) -> tuple[Any, Any, torch.Tensor] | None:
-        """Where the generators inside are; None before the first time."""
+        """The state of the generators inside; None before the first entry."""
         return self._inside
 
     @state.setter
@@ -59,7 +64,7 @@ def seed_generators(seed: int) -> None:
 
 
 def begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> list[torch.Generator]:
-    """Tell foreign samplers, loaders and data sets which epoch it is, and seed their own generators, which are returned."""
+    """Set the epoch of samplers, loaders and data sets, and seed their own generators, which are returned."""
     generators = []
     for part in parts:
         if callable(set_epoch := getattr(part, "set_epoch", None)):
