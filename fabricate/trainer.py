@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from fabricate.configuration.arguments import Settings
+from fabricate.configuration.opened_data import Data, open_data, settle
 from fabricate.configuration.plan import Plan
-from fabricate.configuration.resolve import Data, Resolved, make_plan, open_data, resolve, settle
+from fabricate.configuration.plan_sections import make_plan
+from fabricate.configuration.resolve import Resolved, resolve
 from fabricate.data.source import Loading
 from fabricate.distributed.engine import Engine
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line

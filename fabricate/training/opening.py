@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from fabricate.configuration.arguments import Settings
-from fabricate.configuration.resolve import Data, Resolved, settle
+from fabricate.configuration.opened_data import Data, settle
+from fabricate.configuration.resolve import Resolved
 from fabricate.data.batches import describe
 from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine, check_trackers
@@ -74,7 +75,7 @@ def register(found: Resolved, module: TrainModule, *, bar: bool) -> Manager:
     manager.add(Defaults(), PROJECT)
     if bar:  # on every rank, so that all hear the same hooks; it shows on rank 0
         manager.add(progress_bar(), "progress_bar")
-    parts = [(f"{kind}/{choice.made.name}", choice.made, choice.origin) for kind, choice in found.choices.items()]
+    parts = [(f"{kind}/{choice.chosen.name}", choice.chosen, choice.origin) for kind, choice in found.choices.items()]
     return found.registry.activate([*parts, ("module", module, Origin())])
 
 

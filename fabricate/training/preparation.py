@@ -13,8 +13,10 @@ from pathlib import Path
 
 from fabricate.checkpoint.state.commit import Background
 from fabricate.checkpoint.state.logical import frozen_digests, optimizer_groups
+from fabricate.configuration.opened_data import Data
 from fabricate.configuration.plan import Plan
-from fabricate.configuration.resolve import Data, Resolved, make_plan
+from fabricate.configuration.plan_sections import make_plan
+from fabricate.configuration.resolve import Resolved
 from fabricate.errors import ConfigurationError
 from fabricate.model.memory import need, outline
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers

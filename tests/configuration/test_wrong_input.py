@@ -32,7 +32,7 @@ from tests.support.wrong import ROWS, Regression, answering, refused, wrong_modu
         ({"precision": "bf61"}, "precision='bf61' is not known; did you mean 'bf16'?; known: "),
         ({"precision": "fp16:init_scale=big"}, "precision='fp16': option init_scale='big' is not float"),
         ({"precision": "fp16:init_scale=0"}, "fp16: init_scale=0.0, growth_interval=2000: both have to be at least 1"),
-        ({"global_batch_size": 3}, "global_batch_size=3 is no multiple of batch_size 2 x 1 ranks = 2"),
+        ({"global_batch_size": 3}, "global_batch_size=3 is not a multiple of batch_size (2) x ranks (1) = 2"),
         (
             {"global_batch_size": 4, "gradient_accumulation_steps": 4},
             "global_batch_size=4 means gradient_accumulation_steps=2, but 4 is set",

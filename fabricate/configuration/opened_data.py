@@ -1,0 +1,170 @@
+"""The data of a fit or an evaluation, opened for this rank: which batch size and how many micro-batches make an update.
+
+Owns how a global batch, a strategy's file and the loading arguments become batches per rank. Must not know how data is read
+(`fabricate.data`), nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabricate.configuration.arguments import Settings
+from fabricate.configuration.resolve import Resolved
+from fabricate.data.source import Loading, Source
+from fabricate.data.user_data import open_source
+from fabricate.errors import ConfigurationError
+from fabricate.registry.validation import ranks_per_row
+from fabricate.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Data:
+    """The opened data of a fit or an evaluation, and how many micro-batches make an update."""
+
+    train: Source | None = None
+    validation: dict[str, Source] = field(default_factory=dict)
+    accumulation: tuple[int, str] = (1, "default")
+
+    def total_steps(self, settings: Settings) -> int | None:
+        """The number of updates of the whole fit; None when it cannot be known."""
+        per_epoch = self.train.updates_per_epoch if self.train is not None else None
+        epochs = settings.max_epochs
+        by_epochs = per_epoch * epochs if per_epoch is not None and epochs is not None else None
+        return min((limit for limit in (settings.max_steps, by_epochs) if limit is not None), default=None)
+
+
+def open_data(settings: Settings, resolved: Resolved, train: object, val: object, loading: Loading) -> Data:
+    """Open training and validation data for this rank; a global batch is turned into accumulation steps."""
+    accumulation = resolved.accumulation or (1, "default")
+    source = None
+    if train is not None:
+        source = _training_source(settings, resolved, train, loading, accumulation[0])
+        _check_batch_size(source, resolved)
+        if resolved.global_batch_size is not None:
+            accumulation = _accumulation(source, resolved)
+            source = _training_source(settings, resolved, train, loading, accumulation[0])
+    sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
+    validation = {
+        str(name): _validation_source(settings, resolved, data, f"val[{name!r}]" if name else "val", loading)
+        for name, data in sets.items()
+    }
+    return Data(source, validation, accumulation)
+
+
+def _training_source(
+    settings: Settings, resolved: Resolved, data: object, loading: Loading, accumulation: int
+) -> Source:
+    loading = _with_size(data, loading, resolved)
+    rank, world_size = _reader(resolved)
+    return open_source(
+        data,
+        argument="train",
+        loading=replace(loading, pin_memory=resolved.device.type == "cuda"),
+        training=True,
+        rank=rank,
+        world_size=world_size,
+        accumulation=accumulation,
+        seed=resolved.seed[0],
+        limit=settings.limit_train_batches,
+    )
+
+
+def _validation_source(settings: Settings, resolved: Resolved, data: object, argument: str, loading: Loading) -> Source:
+    loading = _for_evaluation(data, _with_size(data, loading, resolved))
+    rank, world_size = _reader(resolved)
+    return open_source(
+        data,
+        argument=argument,
+        loading=replace(loading, pin_memory=resolved.device.type == "cuda"),
+        training=False,
+        rank=rank,
+        world_size=world_size,
+        seed=resolved.seed[0],
+        limit=settings.limit_val_batches,
+    )
+
+
+def _reader(resolved: Resolved) -> tuple[int, int]:
+    """Which of the readers of the data this rank is, and how many there are: ranks that divide a layer read the same rows."""
+    per_row = ranks_per_row(resolved.strategy, resolved.launch.world_size)
+    return resolved.launch.rank // per_row, resolved.launch.world_size // per_row
+
+
+def _check_batch_size(source: Source, resolved: Resolved) -> None:
+    """The batch size of a strategy's file, if it sets one, is that of the training data."""
+    if resolved.batch_size is not None and source.batch_size not in (None, resolved.batch_size[0]):
+        size, set_by = resolved.batch_size
+        raise ConfigurationError(
+            f"train has batches of {source.batch_size} rows per rank and {set_by} says {size}; remove one, or make them equal"
+        )
+
+
+def _accumulation(source: Source, resolved: Resolved) -> tuple[int, str]:
+    """How many micro-batches make the requested global batch, and where that comes from."""
+    assert resolved.global_batch_size is not None
+    size, set_by = resolved.global_batch_size
+    setting = f"global_batch_size={size}" + ("" if set_by == "argument" else f" ({set_by})")
+    if source.batch_size is None:
+        raise ConfigurationError(
+            f"{setting} needs rows that can be counted ahead: pass a dataset with batch_size=..., or set "
+            "gradient_accumulation_steps"
+        )
+    _, readers = _reader(resolved)
+    per_step = source.batch_size * readers
+    number, rest = divmod(size, per_step)
+    if rest or not number:
+        raise ConfigurationError(
+            f"{setting} is not a multiple of batch_size ({source.batch_size}) x ranks ({readers}) = {per_step}"
+        )
+    if resolved.accumulation is not None and resolved.accumulation[0] != number:
+        raise ConfigurationError(
+            f"{setting} means gradient_accumulation_steps={number}, but {resolved.accumulation[0]} is set "
+            f"({resolved.accumulation[1]}); remove one"
+        )
+    return number, "from global_batch_size" if set_by == "argument" else f"from {set_by}"
+
+
+def _with_size(data: object, loading: Loading, resolved: Resolved) -> Loading:
+    """`loading` with the batch size of the strategy's file, for data sets without a batch size of their own."""
+    if loading.batch_size is not None or resolved.batch_size is None or isinstance(data, DataLoader | list | tuple):
+        return loading
+    return replace(loading, batch_size=resolved.batch_size[0]) if _rows(data) else loading
+
+
+def _rows(data: object) -> bool:
+    """Whether `data` is rows that `batch_size` makes batches of."""
+    return _stream(data) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def _stream(data: object) -> bool:
+    """Whether `data` can only be read from its beginning: torch's or Hugging Face's iterable data set."""
+    return isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
+
+
+def _for_evaluation(data: object, loading: Loading) -> Loading:
+    """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
+    if isinstance(data, DataLoader) or not _rows(data):
+        return Loading()
+    workers = min(loading.num_workers, 1) if _stream(data) else loading.num_workers
+    return Loading(loading.batch_size, workers, loading.collate_fn, None if _stream(data) else False)
+
+
+def settle(settings: Settings, resolved: Resolved, data: Data) -> None:
+    """Give the strategy what came out of all settings. Pure."""
+    resolved.strategy.settle(settled(settings, resolved, data))
+
+
+def settled(settings: Settings, resolved: Resolved, data: Data) -> Strategy.Settled:
+    """What came out of all settings, as strategies receive it."""
+    return Strategy.Settled(
+        world_size=resolved.launch.world_size,
+        device=resolved.device,
+        precision=resolved.precision,
+        micro_batch_size=data.train.batch_size if data.train is not None else None,
+        gradient_accumulation_steps=data.accumulation[0],
+        max_grad_norm=resolved.max_grad_norm[0] if resolved.max_grad_norm else None,
+        nonfinite=settings.nonfinite,
+    )

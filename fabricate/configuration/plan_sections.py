@@ -1,0 +1,247 @@
+"""The plan of a fit, section by section: each function gives the lines of one concern, in the order in which they are printed.
+
+Owns which settings the plan shows and how each is worded. Decides nothing (`resolve`, `opened_data`); must not know how a plan
+is printed or stored (`plan`), the engine or the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fabricate.configuration.arguments import Settings
+from fabricate.configuration.opened_data import Data, settled
+from fabricate.configuration.plan import Plan, Setting
+from fabricate.configuration.resolve import Resolved
+from fabricate.data.source import Source
+from fabricate.errors import FabricateError, size_text
+from fabricate.model.memory import Need, available, halved, total
+from fabricate.optim.schedules import Schedule
+from fabricate.registry.hook_calls import Origin
+from fabricate.registry.validation import lines as lines_of
+from fabricate.registry.validation import ranks_per_row
+from fabricate.strategies.base import Strategy
+
+
+def make_plan(
+    settings: Settings,
+    resolved: Resolved,
+    module: torch.nn.Module,
+    data: Data,
+    optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+    schedules: Mapping[str, Schedule] | None = None,
+    notes: Sequence[str] = (),
+    needed: Need | None = None,
+) -> Plan:
+    """The plan as data. `optimizers` are known once the module is built; without them the learning rates are left out.
+    `needed`: what `module` takes, where that is known."""
+    lines = (
+        *_ranks(resolved),
+        *_strategy_and_precision(resolved),
+        *(_batches(settings, resolved, data, data.train) if data.train is not None else ()),
+        *_length(settings),
+        *_learning_rates(optimizers or {}, schedules or {}),
+        *(_memory(resolved, needed, settled(settings, resolved, data)) if needed is not None else ()),
+        *_parameters(resolved.strategy, module),
+        *_update(settings, resolved),
+        *_computation(settings, resolved),
+        *_outputs(settings, bool(data.validation)),
+    )
+    sources = [source for source in (data.train, *data.validation.values()) if source is not None]
+    all_notes = [*notes, *(note for source in sources for note in source.notes)]
+    return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)))
+
+
+def _ranks(resolved: Resolved) -> Iterator[Setting]:
+    """Where the run takes place."""
+    world_size, launcher = resolved.launch.world_size, resolved.launch.launcher
+    kind = "NO" if world_size == 1 else "MULTI_CPU" if resolved.device.type == "cpu" else "MULTI_GPU"
+    detected = torch.cuda.is_available() or kind == "NO"
+    yield Setting("device", str(resolved.device), "detected" if detected else "no GPU here")
+    yield Setting("world_size", world_size, f"launcher ({launcher})")
+    yield Setting("distributed_type", kind, "Accelerate")
+
+
+def _strategy_and_precision(resolved: Resolved) -> Iterator[Setting]:
+    """Their names, and what they add about themselves."""
+    strategy, precision = resolved.strategy, resolved.precision
+    of_strategy = lines_of(strategy)
+    yield Setting("strategy", strategy.name, resolved.choices["strategy"].source)
+    for topic, text in of_strategy.items():
+        yield Setting(topic, text, strategy.name)
+    yield Setting("precision", precision.name, resolved.choices["precision"].source)
+    yield Setting("compute_dtype", precision.compute_dtype, f"{precision.name}; verified before the first step")
+    for topic, text in lines_of(precision).items():
+        if topic not in of_strategy:  # an engine that does it itself knows better
+            yield Setting(topic, text, precision.name)
+
+
+def _batches(settings: Settings, resolved: Resolved, data: Data, train: Source) -> Iterator[Setting]:
+    """How the training data becomes updates."""
+    world_size = resolved.launch.world_size
+    readers = world_size // ranks_per_row(resolved.strategy, world_size)
+    if train.batch_size is not None:
+        per_rank, product = "per rank", f"{train.batch_size} x {data.accumulation[0]} x {readers}"
+    else:
+        per_rank = product = "as the batches come"
+    yield Setting(
+        "train", train.kind, f"{train.num_samples:,} samples" if train.num_samples is not None else "no length"
+    )
+    yield Setting("micro_batch_size", train.batch_size, per_rank)
+    yield Setting("gradient_accumulation_steps", *data.accumulation)
+    yield Setting("global_batch_size", train.global_batch, product)
+    yield Setting(
+        "loss_weight", "as training_step says, else the labels its cross-entropy counts, else rows", "per batch"
+    )
+    yield Setting("updates_per_epoch", train.updates_per_epoch, "data")
+    yield Setting("total_steps", data.total_steps(settings), "max_steps and max_epochs")
+    yield Setting("resumes", train.resumes, "data")
+
+
+def _length(settings: Settings) -> Iterator[Setting]:
+    """When the fit ends."""
+    yield Setting("max_steps", settings.max_steps, "argument" if settings.max_steps is not None else "default")
+    yield Setting("max_epochs", settings.max_epochs, "argument" if settings.max_epochs is not None else "default")
+    if settings.max_time:
+        yield Setting("max_time", str(settings.max_time), "argument")
+
+
+def _learning_rates(
+    optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mapping[str, Schedule]
+) -> Iterator[Setting]:
+    for name, optimizer in optimizers.items():
+        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        yield Setting(_of_optimizer("learning_rate", name), rates, f"{type(optimizer).__name__}, never scaled")
+    for name, schedule in schedules.items():
+        yield Setting(_of_optimizer("schedule", name), schedule.text, "configure_optimizers")
+
+
+def _of_optimizer(topic: str, name: str) -> str:
+    return topic if name == "main" else f"{topic} {name}"
+
+
+def _parameters(strategy: Strategy, module: torch.nn.Module) -> Iterator[Setting]:
+    for topic, trainable in (("parameters_trainable", True), ("parameters_frozen", False)):
+        parameters = (p for p in module.parameters() if p.requires_grad is trainable)
+        yield Setting(topic, sum(math.prod(strategy.local_part(p).shape) for p in parameters), "module")
+
+
+def _update(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
+    """What happens to gradients before they are applied."""
+    yield _clipping(settings, resolved)
+    costs = "one wait for the device per update" if settings.nonfinite == "skip" else "noticed at log boundaries"
+    yield Setting("nonfinite", settings.nonfinite, costs)
+
+
+def _clipping(settings: Settings, resolved: Resolved) -> Setting:
+    by = f"by {resolved.strategy.clips}, once per update"
+    if resolved.max_grad_norm is not None:
+        return Setting("clipping", f"to the norm {resolved.max_grad_norm[0]:g}", f"{by}; {resolved.max_grad_norm[1]}")
+    if settings.max_grad_value is not None:
+        return Setting("clipping", f"to the value {settings.max_grad_value:g}", f"{by}; argument")
+    return Setting("clipping", None, "default")
+
+
+def _computation(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
+    """How the same numbers come about: seed, compilation, the way of a batch to the device."""
+    yield Setting("seed", *resolved.seed)
+    yield _compiling(settings.compile)
+    if resolved.device.type == "cpu":
+        yield Setting("batches", "used where they are", "no device to copy to")
+    else:
+        pinned = "data sets and DataLoaders over them: from pinned memory"
+        yield Setting("batches", "copied beside the computation", pinned)
+    yield Setting("deterministic", settings.deterministic, "argument" if settings.deterministic else "default")
+
+
+def _compiling(argument: str | Mapping[str, Any] | None) -> Setting:
+    if argument is None:
+        return Setting("compile", None, "default")
+    if isinstance(argument, Mapping):
+        argument = ", ".join(f"{name}={value}" for name, value in argument.items())
+    return Setting("compile", argument or "blocks, else layers", "argument")
+
+
+def _outputs(settings: Settings, validates: bool) -> Iterator[Setting]:
+    """What is written, and when."""
+    written = settings.run_dir is not None
+    yield Setting(
+        "run_dir", str(settings.run_dir) if written else None, "argument" if written else "nothing is written"
+    )
+    if settings.save == "async":
+        yield Setting("save", settings.save, "copied, and written beside the training")
+    if not settings.save_frozen:
+        yield Setting("save_frozen", False, "argument; a resume needs the same frozen weights")
+    yield Setting("save_every", str(settings.save_every) if settings.save_every and written else None)
+    yield Setting("validate_every", str(settings.validate_every) if settings.validate_every and validates else None)
+    yield Setting("log_every", str(settings.log_every))
+
+
+def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:
+    """Which distribution each part of the run came from."""
+    for kind, choice in resolved.choices.items():
+        yield {"name": f"{kind} {choice.chosen.name}", "origin": str(choice.origin)}
+    origins = resolved.registry.manager.origins
+    for name, _ in resolved.registry.active:
+        yield {"name": name, "origin": str(origins.get(name, Origin()))}
+
+
+def _memory(resolved: Resolved, needed: Need, settled: Strategy.Settled) -> Iterator[Setting]:
+    """What a rank needs under the strategy of this run, and under the others."""
+    world_size, on_device = resolved.launch.world_size, resolved.device.type != "cpu"
+    room, where = available(resolved.device, resolved.launch.local_world_size)
+    per_rank = needed.per_rank(resolved.strategy, world_size)
+    has = f"{size_text(room)} ({where})"
+    yield Setting(
+        "memory_per_rank",
+        {"total": total(per_rank, on_device), **per_rank},
+        f"estimate, {needed.counted}, activations not counted; a rank has {has}",
+    )
+    if world_size > 1:
+        others = _other_strategies(resolved)
+        if resolved.plan_only:
+            yield from _tutorial_counts(resolved, needed, others)
+        by_name = {}
+        for name, other in (others | {resolved.strategy.name: resolved.strategy}).items():
+            try:
+                if other is not resolved.strategy:
+                    other.settle(settled)
+                by_name[name] = total(needed.per_rank(other, world_size), on_device)
+            except FabricateError:
+                continue  # it does not run with these settings
+        too_big = [name for name, takes in by_name.items() if takes > room]
+        fits = f"{' and '.join(too_big)} not within {has}" if too_big else f"all within {has}"
+        yield Setting("memory_by_strategy", by_name, fits)
+
+
+def _tutorial_counts(resolved: Resolved, needed: Need, others: Mapping[str, Strategy]) -> Iterator[Setting]:
+    """What half precision needs as tutorials count, without master weights, and with them."""
+    if resolved.precision.mixed_precision not in ("bf16", "fp16") or "gradients" not in needed.whole:
+        return
+    counts = {name: halved(needed, other, resolved.launch.world_size) for name, other in others.items()}
+    for number, (topic, text) in enumerate(
+        (
+            ("memory_in_tutorials", "half precision without float32 master weights, as many tutorials count"),
+            ("memory_with_masters", "the same with float32 master weights, which training keeps"),
+        )
+    ):
+        yield Setting(topic, [f"{strategy} {count[number] / 1e9:.1f} GB" for strategy, count in counts.items()], text)
+
+
+def _other_strategies(resolved: Resolved) -> dict[str, Strategy]:
+    """The strategies that could replace this one: the built-in ones; under `fabricate plan` those of installed plugins as
+    well, which are imported for it. They are not settled."""
+    registry = resolved.registry
+    offered = [offer.name for offer in registry.offered("strategy")] if resolved.plan_only else ["ddp", "fsdp"]
+    others = {}
+    for name in offered:
+        try:
+            other: Strategy = registry.resolve("strategy", name)[0]
+        except Exception:  # of a plugin that the run does not use
+            continue
+        if not any(other.check(resolved.launch.world_size, resolved.device)):
+            others[name] = other
+    return others
