@@ -110,9 +110,10 @@ class TrainModule(torch.nn.Module, Listener):
 
     def configure_optimizers(self) -> Any:
         """Called once, parameters in place, on every rank. Returns an optimizer, `(optimizer, scheduler)`, or a mapping of
-        names to either. A scheduler is a torch object or a name: "constant", "linear", "cosine", "wsd", with options:
-        "cosine:warmup=0.1". It advances once per update; `(optimizer, scheduler, "epoch")` once per epoch, `ReduceLROnPlateau`
-        after each validation by `val_loss` or the metric named third. `self.trainer.total_steps`: the updates to come."""
+        names to either. A scheduler is a torch object or one of transformers' names ("linear", "cosine", "wsd", ...) with
+        options: "cosine:warmup=0.1". It advances once per update; `(optimizer, scheduler, "epoch")` once per epoch,
+        `ReduceLROnPlateau` after each validation by `val_loss` or the metric named third. `self.trainer.total_steps`: the
+        updates to come."""
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; return an optimizer from it, "
             "for instance torch.optim.AdamW(self.parameters(), lr=1e-3)"

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.optim.schedules import NAMED, Schedule, own_lengths
-from fabricate.registry.names import build, parse_name
+from fabricate.errors import ConfigurationError
+from fabricate.optim.named_schedules import named_schedule, schedule_names
+from fabricate.optim.schedules import Schedule, own_lengths, takes_metric
 
 
 def configured_optimizers(where: str, module: Any) -> Any:
@@ -40,34 +40,43 @@ def read_optimizers(
     schedules: dict[str, Schedule] = {}
     named = configured if isinstance(configured, Mapping) else {"main": configured}
     for name, value in named.items():
-        parts = value if isinstance(value, tuple | list) else (value,)
-        single = 1 <= len(parts) <= 3 and not any(isinstance(part, torch.optim.Optimizer) for part in parts[1:])
-        if not single or not isinstance(parts[0], torch.optim.Optimizer):
-            raise ConfigurationError(
-                f"{where} returned {type(value).__name__}{f' for {name!r}' if name != 'main' else ''}; return an optimizer, "
-                "(optimizer, scheduler), (optimizer, scheduler, 'epoch'), or a mapping of names to those"
-            )
-        optimizer = parts[0]
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                f"{where}: LBFGS evaluates the loss several times per update, which the loop does not; choose another"
-            )
-        if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
-            raise ConfigurationError(
-                f"{where}: optimizer {name!r} holds no trainable parameter; give it parameters that require grad"
-            )
+        optimizer, *rest = _parts(where, name, value)
+        _check_optimizer(where, name, optimizer)
         if any(optimizer is other for other in optimizers.values()):
             raise ConfigurationError(f"{where}: optimizer {name!r} is listed twice; give each name its own")
         optimizers[str(name)] = optimizer
-        if len(parts) > 1 and parts[1] is not None:
+        if rest and rest[0] is not None:
             own = f"{where}: the scheduler of {name!r}"
-            # Optimizers that take turns share the updates in a way that nobody knows but the user.
-            schedules[str(name)] = _schedule(
-                own, optimizer, parts[1], *parts[2:], total=total_steps, alone=len(named) == 1
-            )
+            # How optimizers that take turns share the updates is not known.
+            unknown = "train has no length" if len(named) == 1 else "several optimizers share the updates"
+            total = total_steps if len(named) == 1 else None
+            schedules[str(name)] = _schedule(own, optimizer, *rest, total=total, why_unknown=unknown)
     if not optimizers:
         raise ConfigurationError(f"{where} returned no optimizer")
     return optimizers, schedules
+
+
+def _parts(where: str, name: str, value: Any) -> tuple[Any, ...]:
+    """The optimizer in `value`, its scheduler and when that advances, as far as they are given."""
+    parts = tuple(value) if isinstance(value, tuple | list) else (value,)
+    optimizers = [isinstance(part, torch.optim.Optimizer) for part in parts]
+    if optimizers not in ([True], [True, False], [True, False, False]):
+        raise ConfigurationError(
+            f"{where} returned {type(value).__name__}{f' for {name!r}' if name != 'main' else ''}; return an optimizer, "
+            "(optimizer, scheduler), (optimizer, scheduler, 'epoch'), or a mapping of names to those"
+        )
+    return parts
+
+
+def _check_optimizer(where: str, name: str, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            f"{where}: LBFGS evaluates the loss several times per update, which the loop does not; choose another"
+        )
+    if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
+        raise ConfigurationError(
+            f"{where}: optimizer {name!r} holds no trainable parameter; give it parameters that require grad"
+        )
 
 
 def _schedule(
@@ -77,45 +86,27 @@ def _schedule(
     advances: str | None = None,
     *,
     total: int | None,
-    alone: bool,
+    why_unknown: str,
 ) -> Schedule:
-    if isinstance(scheduler, str):
-        if advances is not None:
-            raise ConfigurationError(f"{where} is {scheduler!r}, which advances per update; leave {advances!r} out")
-        return _named(where, optimizer, scheduler, total, alone)
-    plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+    text = None
+    given = scheduler
+    if isinstance(given, str):
+        scheduler, text = named_schedule(where, optimizer, given, total, why_unknown)
     if not all(callable(getattr(scheduler, n, None)) for n in ("step", "state_dict", "load_state_dict")):
         raise ConfigurationError(
             f"{where} is {type(scheduler).__name__}; it needs step(), state_dict(), load_state_dict(), or to be one of the names "
-            f"{', '.join(NAMED)}"
+            f"{', '.join(schedule_names())}"
         )
-    advances = advances or ("val_loss" if plateau else "step")
-    if (advances in ("step", "epoch")) == plateau:
+    kind, by_metric = type(scheduler).__name__, takes_metric(scheduler)
+    if isinstance(given, str) and advances is not None and not by_metric:
+        raise ConfigurationError(f"{where} is {given!r}, which advances per update; leave {advances!r} out")
+    advances = advances or ("val_loss" if by_metric else "step")
+    if (advances in ("step", "epoch")) == by_metric:
+        takes = "give 'step' (updates, the default) or 'epoch'"
         raise ConfigurationError(
-            f"{where} is to advance by {advances!r}; "
-            + (
-                "ReduceLROnPlateau takes the name of a metric"
-                if plateau
-                else "give 'step' (updates, the default) or 'epoch'"
-            )
+            f"{where} is to advance by {advances!r}; {f'{kind} takes the name of a metric' if by_metric else takes}"
         )
-    return Schedule(scheduler, advances, f"{type(scheduler).__name__}, advanced by {advances}")
-
-
-def _named(where: str, optimizer: torch.optim.Optimizer, text: str, total: int | None, alone: bool) -> Schedule:
-    name, options = parse_name("scheduler", text)
-    if name not in NAMED:
-        raise ConfigurationError(
-            f"{where} is {text!r}{did_you_mean(name, NAMED)}; give {', '.join(NAMED)}, or an object"
-        )
-    if (not alone or total is None) and "total" not in options:
-        why = "train has no length" if alone else "several optimizers share the updates"
-        raise ConfigurationError(
-            f"{where} is {text!r}, and how many updates it is for is not known ({why}); say it: '{name}:total=1000'"
-        )
-    given = {} if "total" in options else {"total": total}
-    made = build(NAMED[name], "scheduler", name, options, optimizer=optimizer, **given)
-    return Schedule(made, "step", f"{text} over {options.get('total', total)} updates")
+    return Schedule(scheduler, advances, text if text and not by_metric else f"{text or kind}, advanced by {advances}")
 
 
 def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -39,7 +39,8 @@ def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
 
 
 def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, str], **given: Any) -> Any:
-    """Call `factory` with `given` and `options`, each option converted by the type that the factory declares for it."""
+    """Call `factory` with `given` and `options`, each option converted to the type that the factory declares for it,
+    or to that of its default where none is declared."""
     try:
         hints = typing.get_type_hints(
             factory if not inspect.isclass(factory) or dataclasses.is_dataclass(factory) else factory.__init__
@@ -54,7 +55,9 @@ def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, 
             raise ConfigurationError(
                 f"{kind}={name!r} has no option {key!r}{instead(key) or did_you_mean(key, parameters)}; options: {known}"
             )
-        arguments[key] = _convert(text, hints.get(key, str), f"{kind}={name!r}: option {key}={text!r}")
+        default = parameters[key].default if key in parameters else None
+        hint = hints.get(key, type(default) if isinstance(default, bool | int | float) else str)
+        arguments[key] = _convert(text, hint, f"{kind}={name!r}: option {key}={text!r}")
     return factory(**given, **arguments)
 
 

@@ -13,7 +13,8 @@ import transformers
 from torch.optim import lr_scheduler
 
 from fabricate import Callback, ConfigurationError, Trainer, TrainModule
-from fabricate.optim.schedules import NAMED, own_lengths
+from fabricate.optim.named_schedules import named_schedule, schedule_names
+from fabricate.optim.schedules import own_lengths
 from fabricate.testing import run_ranks
 
 ROWS = [(torch.full((2,), row / 10), torch.tensor([row / 10])) for row in range(10)]
@@ -80,13 +81,102 @@ def test_a_named_schedule_is_that_of_transformers_over_the_updates_that_come(
     named: str, theirs: Callable[[torch.optim.Optimizer], Any]
 ) -> None:
     found = fit(lambda trainer, optimizer: (optimizer, named), **WINDOWS)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    scheduler, wanted = theirs(optimizer), []
-    for _ in range(9):
-        wanted.append(float(optimizer.param_groups[0]["lr"]))
+    optimizer = optimizer_of_one()
+    assert found == pytest.approx(rates(theirs(optimizer), optimizer, 9), abs=1e-12)
+
+
+OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], int]] = {
+    "linear:warmup=2": ({}, 2),
+    "cosine:warmup=0.2": ({}, 2),
+    "cosine_with_restarts:num_cycles=2,warmup=2": ({"num_cycles": 2}, 2),
+    "polynomial:lr_end=0.01,power=2": ({"lr_end": 0.01, "power": 2.0}, 0),
+    "constant": ({}, 0),
+    "constant_with_warmup:warmup=3": ({}, 3),
+    "inverse_sqrt:warmup=2,timescale=5": ({"timescale": 5}, 2),
+    "cosine_with_min_lr:min_lr=0.1": ({"min_lr": 0.1}, 0),
+    "cosine_warmup_with_min_lr:warmup=2,minimum=0.1,warmup_lr_rate=0.2": (
+        {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
+        2,
+    ),
+    "warmup_stable_decay:warmup=1,decay=4,decay_type=1-sqrt": ({"num_decay_steps": 4, "decay_type": "1-sqrt"}, 1),
+}
+
+
+def rates(scheduler: Any, optimizer: torch.optim.Optimizer, updates: int) -> list[float]:
+    found = []
+    for _ in range(updates):
+        found.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
         scheduler.step()
-    assert found == pytest.approx(wanted, abs=1e-12)
+    return found
+
+
+def optimizer_of_one() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+
+
+@pytest.mark.parametrize("text", OF_TRANSFORMERS)
+def test_every_name_of_transformers_has_its_options(text: str) -> None:
+    specific, warmup = OF_TRANSFORMERS[text]
+    ours, theirs = optimizer_of_one(), optimizer_of_one()
+    made = transformers.get_scheduler(text.partition(":")[0], theirs, warmup, 9, specific)
+    assert rates(named_schedule("here", ours, text, 9, "")[0], ours, 9) == rates(made, theirs, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("reduce_lr_on_plateau:factor=0.1,patience=0,mode=max", [0.5, 0.5, 0.05, 0.005]),
+        ("greedy:factor=0.5,patience=0", [0.5, 1.0, 0.5, 0.25]),
+    ],
+)
+def test_a_named_schedule_by_a_metric_advances_after_each_validation(
+    name: str, wanted: list[float], tmp_path: Path
+) -> None:
+    """The metric stays as it is. The fourth epoch is one of a resumed run."""
+
+    def configured(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+        return optimizer, name, "val_error"
+
+    found = fit(configured, ROWS, run_dir=tmp_path, **WINDOWS)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["settings"]["schedule"]["value"] == f"{name}, advanced by val_error"
+    found += fit(configured, ROWS, run_dir=tmp_path, max_epochs=4, **WINDOWS)
+    assert found == pytest.approx([rate for rate in wanted for _ in range(3)])
+
+
+def test_every_name_is_tried_here() -> None:
+    tried = {text.partition(":")[0] for text in OF_TRANSFORMERS} | {"wsd", "reduce_lr_on_plateau", "greedy"}
+    assert tried == set(schedule_names())
+
+
+def test_a_schedule_stays_at_its_end_when_more_updates_come() -> None:
+    found = fit(lambda trainer, optimizer: (optimizer, "cosine:total=3,minimum=0.1"), max_steps=6)
+    assert found[3:] == pytest.approx([0.05] * 3)
+
+
+def test_a_schedule_without_an_end_needs_no_number_of_updates() -> None:
+    optimizer = optimizer_of_one()
+    for text in ("constant", "constant:warmup=3", "inverse_sqrt:warmup=3", "constant:warmup=0.3,total=9"):
+        assert named_schedule("here", optimizer, text, None, "")[1] == text
+    with pytest.raises(ConfigurationError, match=r"not known \(no length\); say it: 'constant:total=1000'"):
+        named_schedule("here", optimizer, "constant:warmup=0.3", None, "no length")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("polynomial:power=high", "scheduler='polynomial': option power='high' is not float"),
+        ("polynomial:lr_end=9", r"is 'polynomial:lr_end=9': lr_end \(9.0\) must be smaller than initial lr"),
+        ("warmup_stable_decay:decay_type=steps", "Unknown decay type: steps"),
+        ("greedy:warmup=high", "option warmup='high' is not int"),
+        ("linear:total=soon", "total='soon' is not a number"),
+        ("linear:minimum=0.1", "'linear' has no option 'minimum'; options: total, warmup"),
+    ],
+)
+def test_options_that_transformers_does_not_take_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        named_schedule("here", optimizer_of_one(), text, 9, "")
 
 
 def test_the_plan_shows_the_schedule_and_the_rate_it_rises_to(tmp_path: Path) -> None:
@@ -140,7 +230,7 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
     ("returned", "message"),
     [
         ((), "return an optimizer, (optimizer, scheduler), (optimizer, scheduler, 'epoch')"),
-        (("cosin",), "is 'cosin'; did you mean 'cosine'?; give constant, linear, cosine, wsd, or an object"),
+        (("cosin",), "is 'cosin'; did you mean 'cosine'?; give constant, linear, cosine, wsd, "),
         (("cosine:warm=3",), "has no option 'warm'; did you mean 'warmup'?"),
         (("cosine:warmup=1.5",), "warmup=1.5: give a share below 1, or a whole number of updates up to all 15"),
         (("cosine:warmup=16",), "warmup=16: give a share below 1"),
@@ -256,5 +346,5 @@ def test_schedules_without_an_end_say_no_length() -> None:
 
 def test_the_names_are_those_of_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
-    for name in NAMED:
+    for name in schedule_names():
         assert f"| `{name}` |" in page
