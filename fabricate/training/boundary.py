@@ -273,7 +273,7 @@ def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None, epoch: 
         metrics["grad_norm"] = float(norm)
     for name, optimizer in optimizers.items():
         metrics["lr" if len(optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
-    run.tokens.read()
+    run.journal.tokens.read()
     run.journal.write_metrics("train", metrics, epoch)
     if run.calls.on_log is not None:
         run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)

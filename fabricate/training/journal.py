@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fabricate.distributed.engine import Engine
-from fabricate.metrics.counters import Progress
+from fabricate.metrics.counters import Progress, Tokens
 from fabricate.metrics.timing import Clock, Stopwatch
 
 
@@ -28,6 +28,7 @@ class Journal:
         self._metrics_file: TextIO | None = None  # opened with its first line: opening costs more than writing
         self._noted: set[str] = set()
         self.clock = Clock(progress)
+        self.tokens = Tokens(progress)
         self.stopwatch = Stopwatch()
         self.latest: dict[str, float] = {}
         """The last known value of every metric."""

@@ -118,7 +118,7 @@ def account(training: Training, window: Window, losses: WindowLosses, result: Up
     run.engine.strategy.clear_gradients(training.parameters)
     progress.position = window.end
     progress.samples += window.rows
-    run.tokens.add(losses.total)
+    run.journal.tokens.add(losses.total)
     if not result.applied:
         training.skipped()
         return

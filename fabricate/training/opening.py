@@ -26,7 +26,7 @@ from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine, check_trackers
 from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
-from fabricate.metrics.counters import Progress, Tokens
+from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics, synchronise_torchmetrics
 from fabricate.model.building import build_model, check_has_values
 from fabricate.module import TrainModule
@@ -182,7 +182,6 @@ def _assemble(
         run_id=engine.broadcast_json(secrets.token_hex(8)),
         closing=stack,
         progress=progress,
-        tokens=Tokens(progress),
         metrics=Metrics(engine, engine.device, engine.ranks_per_row),
         journal=Journal(engine, progress, run_dir, trackers=training and bool(settings.trackers)),
         requests=requests,

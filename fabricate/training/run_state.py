@@ -17,7 +17,7 @@ from fabricate.checkpoint.state.commit import Background
 from fabricate.configuration.arguments import Settings
 from fabricate.data.source import Source
 from fabricate.distributed.engine import Engine
-from fabricate.metrics.counters import Progress, Tokens
+from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.module import RunningTrainer, TrainModule
 from fabricate.optim.schedules import Schedule
@@ -97,7 +97,6 @@ class Run:
     """What ends with the run, however it ends."""
     progress: Progress
     metrics: Metrics
-    tokens: Tokens
     journal: Journal
     optim: Optimization = field(default_factory=Optimization)
     requests: Requests

@@ -126,7 +126,7 @@ def drain(run: Run) -> None:
 
 
 def _assemble(run: Run, path: Path) -> Content:
-    run.tokens.read()  # a save waits for the device anyway
+    run.journal.tokens.read()  # a save waits for the device anyway
     run.journal.clock.tick()
     buffers = own_buffers(run)
     content, failure = None, None

@@ -1,0 +1,162 @@
+"""The structure of the package in figures: `python -m tests.support.house` prints them, tests/test_rooms.py holds them.
+
+Everything is read from the source with `ast`; nothing of the package is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fabricate"
+ROOMS = (
+    *("errors", "values", "hooks", "launch", "seeding", "metrics", "data"),
+    *("precisions", "strategies", "registry", "optim", "checkpoint", "module", "model", "distributed", "configuration"),
+    *("training", "trainer", "callbacks", "selfcheck", "testing", "cli", "__main__"),
+)
+"""Files and folders of fabricate/. A module imports from rooms that come before its own, and from its own without a circle. Imports
+for type checkers only and imports inside functions count like any other."""
+MOST_ENTRIES, MOST_LINES, MOST_BRANCHES = 25, 60, 15
+
+
+def modules(pattern: str) -> dict[str, Path]:
+    """The files that match `pattern`, by their dotted names."""
+    files = {path: path.relative_to(ROOT).with_suffix("") for path in sorted(ROOT.glob(pattern))}
+    return {".".join(name.parts).removesuffix(".__init__"): path for path, name in files.items()}
+
+
+MODULES = modules("fabricate/**/*.py")
+PLUGINS = modules("plugins/*/src/**/*.py")
+
+
+def entries() -> set[str]:
+    """What a listing of the package shows."""
+    return {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
+
+
+def imports(name: str) -> Iterator[str]:
+    """Dotted names that a module imports, wherever in it."""
+    path = MODULES[name] if name in MODULES else PLUGINS[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def module_of(dotted: str) -> str:
+    """The module of fabricate that has the name `dotted`: of `fabricate.hooks.Callback`, `fabricate.hooks`."""
+    while dotted and dotted not in MODULES:
+        dotted = dotted.rpartition(".")[0]
+    return dotted
+
+
+def inner_imports(name: str) -> set[str]:
+    """The modules of fabricate that `name` imports, without the package itself, whose names are resolved on first use."""
+    return {module_of(dotted) for dotted in imports(name)} - {"", "fabricate", name}
+
+
+def room(name: str) -> str:
+    """The file or folder of fabricate/ that holds a module."""
+    return name.partition(".")[2].partition(".")[0]
+
+
+def circle() -> list[str]:
+    """Modules that import each other in a circle; empty if none do."""
+    try:
+        graphlib.TopologicalSorter({n: inner_imports(n) for n in MODULES if n != "fabricate"}).prepare()
+    except graphlib.CycleError as exc:
+        found: list[str] = exc.args[1]
+        return found
+    return []
+
+
+def functions() -> Iterator[tuple[str, int, int]]:
+    """Every function of the package and the plugins: place, lines with its signature, branch points."""
+    for path in (*MODULES.values(), *PLUGINS.values()):
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                yield f"{path.relative_to(ROOT)}:{node.name}", lines, sum(map(_branches, ast.walk(node)))
+
+
+def _branches(node: ast.AST) -> int:
+    """Ways that a node adds: if, conditional expression, loop, except, each further operand of and/or, each `if` of a comprehension."""
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    if isinstance(node, ast.comprehension):
+        return 1 + len(node.ifs)
+    kinds = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+    return int(isinstance(node, kinds))
+
+
+def too_large() -> list[tuple[str, int, int]]:
+    """The functions above the limits."""
+    return [each for each in functions() if each[1] > MOST_LINES or each[2] > MOST_BRANCHES]
+
+
+def run_fields() -> tuple[int, list[str]]:
+    """Of the object that the loop passes around: the number of its own mutable fields, and the small objects that hold what changes."""
+    tree = _tree(PACKAGE / "training" / "run_state.py")
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    decorators = " ".join(ast.unparse(decorator) for decorator in classes["Run"].decorator_list)
+    fields = [node for node in classes["Run"].body if isinstance(node, ast.AnnAssign)]
+    owners = [f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}" for node in fields]
+    changing = ("Progress", "Metrics", "Journal", "Requests", "Checkpoints", "Optimization", "Now")
+    return 0 if "frozen=True" in decorators else len(fields), [o for o in owners if o.endswith(changing)]
+
+
+def uses(names: set[str]) -> list[str]:
+    """Where the package calls one of the built-in functions `names`."""
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES.values()
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
+
+
+def transport() -> list[str]:
+    """Modules of the package that open a socket to talk to other ranks."""
+    talk = {"socket.socket", "socket.create_connection", "socket.create_server", "selectors"}
+    return [name for name in MODULES if room(name) in ("distributed", "training") and _mentions(MODULES[name], talk)]
+
+
+def _mentions(path: Path, names: set[str]) -> bool:
+    nodes = list(ast.walk(_tree(path)))
+    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return bool(names & (attributes | {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}))
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Print the figures."""
+    every = list(functions())
+    longest, widest = max(every, key=lambda each: each[1]), max(every, key=lambda each: each[2])
+    mutable, owners = run_fields()
+    rows = [
+        ("entries in one listing of fabricate/", len(entries()), f"at most {MOST_ENTRIES}"),
+        ("circles of imports, type-only ones included", " -> ".join(circle()) or 0, "none"),
+        ("longest function", f"{longest[1]} lines ({longest[0]})", f"at most {MOST_LINES}"),
+        ("most branch points", f"{widest[2]} ({widest[0]})", f"at most {MOST_BRANCHES}"),
+        ("mutable fields of the object that the loop passes around", mutable, "0"),
+        ("objects that hold what changes", ", ".join(o.partition(":")[0] for o in owners), "an owner each"),
+        ("modules with a transport of their own", ", ".join(transport()) or 0, "none"),
+        ("calls of exec, eval or compile", ", ".join(uses({"exec", "eval", "compile"})) or 0, "none"),
+    ]
+    width = max(len(name) for name, _, _ in rows)
+    for name, value, goal in rows:
+        print(f"{name:{width}}  {value}  [{goal}]")
+
+
+if __name__ == "__main__":
+    main()
