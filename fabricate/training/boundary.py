@@ -19,7 +19,9 @@ from fabricate.training.first_update import FirstUpdate
 from fabricate.training.run_state import Run
 from fabricate.training.saving import check_weights, save_requested, settle
 
-_LONGEST_WAIT_SECONDS, _MOST_UPDATES = 0.1, 16
+LONGEST_WAIT_SECONDS, MOST_UPDATES = 0.1, 16
+"""How long, and for how many updates, several ranks stay silent where only a signal, a clock or a thread could request something."""
+
 _IN_AN_UPDATE = ("train_step", "on_accumulate", "on_before_step", "optimizer_step", "on_step", "on_step_skipped")
 
 
@@ -189,6 +191,7 @@ class ManyRanks:
         self._most_silent = 1
         self._routes = 0
         self._spoke_at = time.monotonic()
+        object.__setattr__(run.module, "_uses_trainer", False)  # only uses from here on are in an update
 
     def speak(self, route: int) -> bool:
         """Whether the ranks speak after this update; the same on every rank."""
@@ -227,8 +230,8 @@ class ManyRanks:
         """After how many updates the ranks speak next, given how long one took. `steps_use_trainer`: a step of the module, as a
         listener, may have requested something."""
         if self._silent:
-            most = int(1e6 * _LONGEST_WAIT_SECONDS / max(microseconds, 1))
-            self._most_silent = 1 if steps_use_trainer else max(1, min(most, 2 * self._most_silent, _MOST_UPDATES))
+            most = int(1e6 * LONGEST_WAIT_SECONDS / max(microseconds, 1))
+            self._most_silent = 1 if steps_use_trainer else max(1, min(most, 2 * self._most_silent, MOST_UPDATES))
         self._silent, self._spoke_at = 0, time.monotonic()
 
 
