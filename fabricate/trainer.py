@@ -27,7 +27,6 @@ from fabricate.metrics.counters import Progress
 from fabricate.model.memory import need_ahead
 from fabricate.module import STEPS, TrainModule, check_methods, overrides
 from fabricate.registry.hook_calls import Calls
-from fabricate.selfcheck.plugins import resplit
 from fabricate.training import evaluation, loop, resuming, saving
 from fabricate.training.finish import finish_fit
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
@@ -262,7 +261,6 @@ class Trainer:
         self._check_fit(module, train)
         settings = self.settings
         found = resolve(settings, module)
-        train, batch_size, resume = resplit(train, batch_size, resume, os.environ)
         data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))
         if data.validation and not overrides(module, "validation_step"):
             raise ConfigurationError(

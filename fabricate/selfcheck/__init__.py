@@ -1,4 +1,5 @@
-"""Fits that a tool looks at: scripts run again and again, killed, resumed or split, and what differs is named.
+"""Checks of a user's script: it is run several times, killed, resumed or split differently, and differences are named.
 
-`wishes` is what a tool asks, `plugins` what does it inside the fit; `resume_check` and `invariance` are the tools.
+`resume_check` and `invariance` start the script and compare. Each rank runs it through `runner`, which puts `checked_trainer` in
+the place of `fabricate.Trainer`; `plugins` note what a fit does. `requests` carries what to do from one to the other.
 """

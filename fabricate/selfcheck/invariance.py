@@ -19,8 +19,7 @@ from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.launch import commands
 from fabricate.registry.registry import Registry
 from fabricate.registry.validation import ranks_per_row
-from fabricate.selfcheck.repeating import TRIALS
-from fabricate.selfcheck.requests import Trial
+from fabricate.selfcheck.requests import Trial, start_script, write_requests
 
 __all__ = ["Invariance", "Split", "measure"]
 
@@ -83,7 +82,7 @@ def measure(
     strategy: of more than one rank. steps: updates, or as many as the script makes if that is fewer. tell: gets a line per
     start.
 
-    Raises ConfigurationError for a script that cannot be split, FabricateError where it fails by itself.
+    Raises ConfigurationError for a script that cannot be split, FabricateError where the script itself fails.
     """
     if not script.is_file():
         raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file; give a Python script")
@@ -91,18 +90,17 @@ def measure(
     splits = _factorisations(
         global_batch_size, world_sizes, lambda n: 1 if chosen is None or n == 1 else ranks_per_row(chosen, n)
     )
-    (folder / "start.py").write_text("from fabricate.selfcheck.repeating import repeat\n\nrepeat()\n")
     for world_size in dict.fromkeys(split.world_size for split in splits):
         mine = [split for split in splits if split.world_size == world_size]
         tell(f"{world_size} rank{'s' if world_size > 1 else ''}: {', '.join(map(str, mine))}")
         _start(script, arguments, folder, environment, mine, steps, strategy if world_size > 1 else "single", precision)
-    told = {split: _notes(folder, split) for split in splits}
+    notes = {split: _notes(folder, split) for split in splits}
     first = splits[0]
-    if not told[first]["losses"]:
+    if not notes[first]["losses"]:
         raise ConfigurationError(f"{script} made no update; there is nothing to compare")
-    compared = tuple(_compared(folder, first, split, told) for split in splits)
-    notes = dict.fromkeys(note for each in told.values() for note in each["notes"])
-    return Invariance(compared, len(told[first]["losses"]), tuple(notes))
+    compared = tuple(_compared(folder, first, split, notes) for split in splits)
+    remarks = dict.fromkeys(remark for each in notes.values() for remark in each["notes"])
+    return Invariance(compared, len(notes[first]["losses"]), tuple(remarks))
 
 
 def _factorisations(
@@ -114,13 +112,13 @@ def _factorisations(
         raise ConfigurationError(
             f"a global batch of {global_batch_size} over {list(world_sizes)} ranks: give positive whole numbers"
         )
-    found = [Split(1, global_batch_size, 1)]
+    splits = [Split(1, global_batch_size, 1)]
     for world_size in sorted(set(world_sizes)):
         share, rest = divmod(global_batch_size, world_size // sharing(world_size))
         for micro_batch in range(share, 0, -1) if not rest else ():
             if share % micro_batch == 0:
-                found.append(Split(world_size, micro_batch, share // micro_batch))
-    return list(dict.fromkeys(found))
+                splits.append(Split(world_size, micro_batch, share // micro_batch))
+    return list(dict.fromkeys(splits))
 
 
 def _trial(folder: Path, split: Split, steps: int) -> Trial:
@@ -146,11 +144,9 @@ def _start(
 ) -> None:
     """Run the script in all splits of one world size, in one process per rank."""
     nproc = splits[0].world_size
-    command = commands.command(str(folder / "start.py"), [str(script), *arguments], nproc=nproc)
-    trials = [_trial(folder, split, steps).to_environment() for split in splits]
-    variables = commands.environment(
-        environment, nproc=nproc, strategy=strategy, precision=precision, variables={TRIALS: json.dumps(trials)}
-    )
+    trials = write_requests([_trial(folder, split, steps) for split in splits])
+    command = commands.command(str(start_script(folder)), [trials, str(script), *arguments], nproc=nproc)
+    variables = commands.environment(environment, nproc=nproc, strategy=strategy, precision=precision)
     log = folder / f"ranks-{nproc}.log"
     with log.open("wb") as output:
         code = subprocess.run(command, env=variables, stdout=output, stderr=output).returncode
@@ -169,18 +165,18 @@ def _notes(folder: Path, split: Split) -> dict[str, Any]:
     return notes
 
 
-def _compared(folder: Path, first: Split, split: Split, told: Mapping[Split, dict[str, Any]]) -> Split:
-    ours, whole = told[split]["losses"], told[first]["losses"]
+def _compared(folder: Path, first: Split, split: Split, notes: Mapping[Split, dict[str, Any]]) -> Split:
+    ours, whole = notes[split]["losses"], notes[first]["losses"]
     if len(ours) != len(whole):
         raise FabricateError(f"split as {split} the script made {len(ours)} updates, and {len(whole)} in one process")
     loss = max(abs(a - b) / max(abs(b), 1e-30) if a != b else 0.0 for a, b in zip(ours, whole, strict=True))
     ends = [Path(_trial(folder, each, 0).notes, "end") for each in (split, first)]
     with Reader(ends[0]) as a, Reader(ends[1]) as b:
-        found = [d for d in compare(a, b) if d.component == "weights"]
-    odd = next((d for d in found if d.relative is None), None)
+        differences = [d for d in compare(a, b) if d.component == "weights"]
+    odd = next((d for d in differences if d.relative is None), None)
     if odd is not None:
         raise FabricateError(f"split as {split}, {odd.name} is {odd.text}")
-    worst = max(found, key=lambda d: d.relative or 0.0, default=None)
+    worst = max(differences, key=lambda d: d.relative or 0.0, default=None)
     if worst is None:
         return Split(split.world_size, split.micro_batch, split.accumulation, loss)
     tensor = worst.name.removeprefix("model/")

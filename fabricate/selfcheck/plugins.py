@@ -1,6 +1,6 @@
-"""A fit that a tool looks at: its files go elsewhere, it saves where asked, may be killed or split, and leaves notes.
+"""The plugins that a check adds to a fit: they save, kill and leave notes.
 
-Owns the plugins that do it and how the state of user objects is described in text. Must not know what the tool compares.
+Owns also how the state of user objects is described in text. Must not know what the check compares.
 """
 
 from __future__ import annotations
@@ -13,83 +13,29 @@ import random
 import signal
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.data import BatchSampler, DataLoader
 
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.state.logical import load_model
-from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
+from fabricate.module import TrainModule
 from fabricate.selfcheck.requests import TRAIN_DATA, Rehearsal, Trial
 from fabricate.strategies.sharding import is_sharded
+from fabricate.trainer import Trainer
 
-if TYPE_CHECKING:
-    from fabricate.configuration.arguments import Settings
-    from fabricate.module import TrainModule
-    from fabricate.trainer import Trainer
-
-__all__ = ["rehearsed", "resplit"]
+__all__ = ["Rehearsing", "Trying"]
 
 _fits = itertools.count()
 
 
-def rehearsed(settings: Settings, environ: Mapping[str, str]) -> Settings:
-    """`settings` as they are, or as the tool that started this process wants them."""
-    if wishes := Rehearsal.from_environment(environ):
-        run_dir = wishes.run_dir(settings.run_dir) if settings.run_dir is not None else None
-        return replace(settings, run_dir=run_dir, plugins=(*settings.plugins, Rehearsing(wishes)))
-    if trial := Trial.from_environment(environ):
-        steps = trial.steps if settings.max_steps is None else min(trial.steps, settings.max_steps)
-        return replace(
-            settings,
-            strategy="auto",  # the tool's own word comes by way of the launcher
-            precision="auto",
-            max_steps=steps,
-            gradient_accumulation_steps=trial.accumulation,
-            global_batch_size=None,
-            seed=1 if settings.seed is None else settings.seed,
-            run_dir=None,
-            validate_every=None,
-            validate_first=False,
-            trackers=(),
-            limit_train_batches=None,
-            plugins=(*settings.plugins, Trying(trial)),
-        )
-    return settings
-
-
-def resplit(train: Any, batch_size: int | None, resume: Any, environ: Mapping[str, str]) -> tuple[Any, int | None, Any]:
-    """The data, rows per rank and resume of a fit as they are, or in the split that is tried, which begins anew."""
-    trial = Trial.from_environment(environ)
-    if trial is None:
-        return train, batch_size, resume
-    if not isinstance(train, DataLoader):
-        return train, trial.micro_batch, "auto"
-    if type(train.batch_sampler) is not BatchSampler:
-        raise ConfigurationError(
-            "check-invariance cannot split these batches: the DataLoader has a batch sampler of its own, or none; let it have batch_size="
-        )
-    loader = DataLoader(
-        train.dataset,
-        batch_size=trial.micro_batch,
-        sampler=train.batch_sampler.sampler,
-        num_workers=train.num_workers,
-        collate_fn=train.collate_fn,
-        drop_last=train.batch_sampler.drop_last,
-        worker_init_fn=train.worker_init_fn,
-    )
-    return loader, None, "auto"
-
-
 class Trying(Callback):
-    """Begins with the weights that every split begins with, takes down each update's loss, leaves the final weights."""
+    """Loads the weights that every split begins with, records each update's loss, saves the final weights."""
 
     name = "trial"
 
@@ -128,17 +74,17 @@ class Trying(Callback):
 
 
 class Rehearsing(Callback):
-    """Saves after the update that is asked for, and takes down what user objects hold whenever a checkpoint is taken."""
+    """Saves after the requested update, and records what user objects hold whenever a checkpoint is taken."""
 
     name = "rehearsal"
 
-    def __init__(self, wishes: Rehearsal) -> None:
-        self.wishes = wishes
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal = rehearsal
         self.folder = Path()
         self.began = False
 
     def on_fit_start(self) -> None:
-        self.folder = Path(self.wishes.notes, f"fit-{next(_fits)}")
+        self.folder = Path(self.rehearsal.notes, f"fit-{next(_fits)}")
         self.began = False
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -148,12 +94,12 @@ class Rehearsing(Callback):
 
     @hookimpl(trylast=True)
     def on_step(self, trainer: Trainer, module: TrainModule, step: int) -> None:
-        if step == self.wishes.save_at:
+        if step == self.rehearsal.save_at:
             trainer.request_save()
             self._take(trainer, module, "at")
 
     def on_accumulate(self, trainer: Trainer) -> None:
-        if self.wishes.kill and trainer.step == self.wishes.save_at:
+        if self.rehearsal.kill and trainer.step == self.rehearsal.save_at:
             Path(self.folder, f"killed-{os.getpid()}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,7 +1,7 @@
-"""Does a script resume exactly? It runs whole, runs again until it is killed, resumes, and what differs is named.
+"""Does a script resume exactly? It runs whole, runs again until it is killed, resumes; differences are named.
 
-Owns the three starts, the order in which they are compared and the verdict. Must not know torch or the loop: it sees the
-checkpoints and notes that `fabricate.selfcheck.plugins` leaves.
+Owns the three starts, the order in which they are compared and the verdict. Must not know torch or the loop: it reads the
+checkpoints and notes that `fabricate.selfcheck.plugins` writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from fabricate.checkpoint.format.comparing import Difference, compare
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.errors import ConfigurationError, FabricateError
-from fabricate.selfcheck.requests import TRAIN_DATA, Rehearsal
+from fabricate.selfcheck.requests import TRAIN_DATA, Rehearsal, start_script, write_requests
 
 __all__ = ["Verdict", "verify_resume"]
 
@@ -26,10 +26,10 @@ _SHOWN_LINES = 30
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify_resume` found. `differences` begin with the component that differs first; none: the resume is exact.
+    """The result of `verify_resume`. `differences` begin with the component that differs first; none: the resume is exact.
 
     when: "before the kill" (two undisturbed runs differ, so that the training itself is not deterministic), "after the
-    resume" (something was not put back), or "at the end" (all that was looked at was put back, something else was not).
+    resume" (something was not put back), or "at the end" (everything that was compared was put back, something else was not).
     """
 
     steps: int
@@ -46,21 +46,19 @@ class Verdict:
 def verify_resume(
     command: Sequence[str], environment: Mapping[str, str], at: int, folder: Path, tell: Callable[[str], None]
 ) -> Verdict:
-    """Start `command` three times: undisturbed, killed in the update after `at`, and once more to resume; compare.
+    """Start a script three times: undisturbed, killed in the update after `at`, and once more to resume; compare.
 
-    environment: for all three. folder: an empty one, for logs, run directories and notes. tell: gets a line per start.
+    command, environment: of all three; `command` is a launcher's, with the script and its arguments after "--". folder: an
+    empty one, for logs, run directories and notes. tell: gets a line per start.
 
-    Raises ConfigurationError for a script that cannot be checked, FabricateError where it fails by itself.
+    Raises ConfigurationError for a script that cannot be checked, FabricateError where the script itself fails.
     """
-    starts = _Starts(command, environment, at, folder, tell)
-    script = next((part for part in command if part.endswith(".py")), command[-1])
+    separator = command.index("--") + 1
+    script = command[separator]
+    starts = _Starts(command[:separator], command[separator:], environment, at, folder, tell)
     whole = starts.run("whole", runs="whole")
     fits = sorted(path.name for path in whole.glob("fit-*"))
-    if not fits:
-        raise ConfigurationError(f"{script} ended without a fit; give a script that calls Trainer.fit")
-    steps = max(_step(whole / fit / "end") for fit in fits)
-    if steps <= at:
-        raise ConfigurationError(f"--at {at}: the run has {steps} steps and is over by then; choose a smaller step")
+    steps = _check_whole(whole, fits, script, at)
     if not any(folder.rglob("whole/**/checkpoints")):
         raise ConfigurationError(
             f"{script} saves nothing: give its Trainer a run_dir; for this check it is put elsewhere"
@@ -70,46 +68,66 @@ def verify_resume(
     if not marks:
         raise FabricateError(f"the second start never came to step {at}, which the first did: {folder / 'killed.log'}")
     fit = marks[0].parent.name
-    if before := _differences(whole / fit / "at", killed / fit / "at"):
-        drifting = _unlike(_held(whole / fit, "at"), _held(killed / fit, "at"), "in one start", "in the other")
-        generators = [d for d in drifting if d.component == TRAIN_DATA]  # the cause, where there are any
-        others = [d for d in drifting if d.component != TRAIN_DATA]
-        return Verdict(steps, 0, "before the kill", [*generators, *before, *others])
+    if drift := _before_the_kill(whole / fit, killed / fit):
+        return Verdict(steps, 0, "before the kill", drift)
     resumed = starts.run("resumed", runs="killed")
     if not (resumed / fit / "resumed").is_dir():
         raise ConfigurationError(
             f"{script} began anew when it was started again; a resume needs the same run_dir in every start, and resume='auto'"
         )
     resumed_from = _step(resumed / fit / "resumed")
-    found: list[Difference] = []
-    if resumed_from == at:
-        found += _differences(whole / fit / "at", resumed / fit / "resumed")
-        found += _lost(whole / fit, killed / fit, resumed / fit)
-    put_back = not found
-    for name in fits:
-        found += _differences(whole / name / "end", resumed / name / "end")
-    found += _metrics(folder / "whole", folder / "killed")
-    return Verdict(steps, resumed_from, "" if not found else "at the end" if put_back else "after the resume", found)
+    lost = _after_the_resume(whole / fit, killed / fit, resumed / fit) if resumed_from == at else []
+    ends = [difference for name in fits for difference in _differences(whole / name / "end", resumed / name / "end")]
+    ends += _metrics(folder / "whole", folder / "killed")
+    when = "after the resume" if lost else "at the end" if ends else ""
+    return Verdict(steps, resumed_from, when, lost + ends)
+
+
+def _check_whole(whole: Path, fits: Sequence[str], script: str, at: int) -> int:
+    """The steps of the undisturbed start. Raises ConfigurationError where it has no fit, or is over at step `at`."""
+    if not fits:
+        raise ConfigurationError(f"{script} ended without a fit; give a script that calls Trainer.fit")
+    steps = max(_step(whole / fit / "end") for fit in fits)
+    if steps <= at:
+        raise ConfigurationError(f"--at {at}: the run has {steps} steps and is over by then; choose a smaller step")
+    return steps
+
+
+def _before_the_kill(whole: Path, killed: Path) -> list[Difference]:
+    """How two undisturbed starts differ, generators of the training data first: where they differ they are the cause."""
+    before = _differences(whole / "at", killed / "at")
+    if not before:
+        return []
+    drifting = _unlike(_held(whole, "at"), _held(killed, "at"), "in one start", "in the other")
+    generators = [d for d in drifting if d.component == TRAIN_DATA]
+    return [*generators, *before, *(d for d in drifting if d.component != TRAIN_DATA)]
+
+
+def _after_the_resume(whole: Path, killed: Path, resumed: Path) -> list[Difference]:
+    """What was not put back: parts of the checkpoint, and what user objects held."""
+    return _differences(whole / "at", resumed / "resumed") + _lost(whole, killed, resumed)
 
 
 @dataclass(frozen=True)
 class _Starts:
     """Starts a script, its files in a folder."""
 
-    command: Sequence[str]
+    launcher: Sequence[str]
+    script: Sequence[str]
     environment: Mapping[str, str]
     at: int
     folder: Path
     tell: Callable[[str], None]
 
     def run(self, name: str, *, runs: str, kill: bool = False) -> Path:
-        """Start it and wait; returns where its fits left their notes. An exit code that nobody wanted is an error."""
+        """Start it and wait; returns where its fits left their notes. An exit code without a kill is an error."""
         notes = self.folder / f"notes-{name}"
-        wishes = Rehearsal(runs=str(self.folder / runs), notes=str(notes), save_at=self.at, kill=kill)
-        environment = {**self.environment, **wishes.to_environment()}
+        rehearsal = Rehearsal(runs=str(self.folder / runs), notes=str(notes), save_at=self.at, kill=kill)
+        start = [str(start_script(self.folder)), write_requests([rehearsal])]
         log, began = self.folder / f"{name}.log", time.monotonic()
         with log.open("wb") as output:
-            code = subprocess.run(list(self.command), env=environment, stdout=output, stderr=output).returncode
+            command = [*self.launcher, *start, *self.script]
+            code = subprocess.run(command, env=self.environment, stdout=output, stderr=output).returncode
         was_killed = bool(list(notes.glob("fit-*/killed-*")))
         if code and not was_killed:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
@@ -117,10 +135,10 @@ class _Starts:
                 f'the script ended with exit code {code} in its start "{name}"; the end of what it printed:\n'
                 + "\n".join(lines)
             )
-        came = "".join(f"from step {_step(path)} " for path in notes.glob("fit-*/resumed"))
-        went = max((_step(path) for path in notes.glob("fit-*/end")), default=0)
-        what = f"to step {self.at} and into the next" if was_killed else f"to step {went}"
-        self.tell(f"{name:<8} {came}{what}, {time.monotonic() - began:.1f} s")
+        begin = "".join(f"from step {_step(path)} " for path in notes.glob("fit-*/resumed"))
+        last = max((_step(path) for path in notes.glob("fit-*/end")), default=0)
+        end = f"to step {self.at} and into the next" if was_killed else f"to step {last}"
+        self.tell(f"{name:<8} {begin}{end}, {time.monotonic() - began:.1f} s")
         return notes
 
 

@@ -15,11 +15,12 @@ import torch
 from click.testing import CliRunner
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from fabricate import ConfigurationError, FabricateError, Trainer, TrainModule
+from fabricate import ConfigurationError, FabricateError, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.cli.main import main
+from fabricate.selfcheck import checked_trainer, runner
+from fabricate.selfcheck.checked_trainer import resplit
 from fabricate.selfcheck.invariance import _factorisations
-from fabricate.selfcheck.plugins import resplit
 from fabricate.selfcheck.requests import Trial
 from fabricate.testing import KitFailure, check_invariance
 
@@ -86,12 +87,12 @@ def test_a_global_batch_is_split_in_every_way_and_the_whole_comes_first() -> Non
     assert together[1:] == [(2, 4, 1), (2, 2, 2), (2, 1, 4), (4, 2, 1), (4, 1, 2)]
 
 
-# -- a fit that is told how to split
+# -- a fit with the split of a trial
 
 
 def trial(tmp_path: Path, **changes: Any) -> Trial:
-    wishes = {"steps": 2, "micro_batch": 2, "accumulation": 3, "begin": str(tmp_path / "begin"), "notes": str(tmp_path)}
-    return Trial(**(wishes | changes))
+    values = {"steps": 2, "micro_batch": 2, "accumulation": 3, "begin": str(tmp_path / "begin"), "notes": str(tmp_path)}
+    return Trial(**(values | changes))
 
 
 class Normalised(TrainModule):
@@ -114,10 +115,9 @@ def test_a_fit_takes_the_split_begins_where_all_begin_and_says_what_cannot_be_co
 ) -> None:
     data = TensorDataset(torch.randn(12, 3))
     for number in (0, 1):
-        for name, text in trial(tmp_path, notes=str(tmp_path / str(number))).to_environment().items():
-            monkeypatch.setenv(name, text)
+        monkeypatch.setattr(runner, "request", trial(tmp_path, notes=str(tmp_path / str(number))))
         module = Normalised()
-        trainer = Trainer(max_epochs=1, global_batch_size=12, run_dir=tmp_path / "run", progress=False)
+        trainer = checked_trainer.Trainer(max_epochs=1, global_batch_size=12, run_dir=tmp_path / "run", progress=False)
         trainer.fit(module, DataLoader(data, batch_size=12), resume=tmp_path / "anything")
         assert module.seen == [2] * 6
     assert not (tmp_path / "run").exists()
@@ -131,19 +131,12 @@ def test_a_fit_takes_the_split_begins_where_all_begin_and_says_what_cannot_be_co
 
 
 def test_a_loader_is_split_anew_and_keeps_its_sampler_and_batches_of_its_own_are_refused(tmp_path: Path) -> None:
-    environment = trial(tmp_path).to_environment()
+    split = trial(tmp_path)
     data = TensorDataset(torch.randn(7, 3))
     loader = DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
-    again, batch_size, resume = resplit(loader, None, "x", environment)
-    assert (again.batch_size, again.sampler, again.drop_last, batch_size, resume) == (
-        2,
-        loader.sampler,
-        True,
-        None,
-        "auto",
-    )
-    assert resplit(data, 4, "x", environment) == (data, 2, "auto")
-    assert resplit(loader, None, "x", {}) == (loader, None, "x")
+    again, batch_size = resplit(loader, split)
+    assert (again.batch_size, again.sampler, again.drop_last, batch_size) == (2, loader.sampler, True, None)
+    assert resplit(data, split) == (data, 2)
 
     class Own(BatchSampler):
         pass
@@ -153,4 +146,4 @@ def test_a_loader_is_split_anew_and_keeps_its_sampler_and_batches_of_its_own_are
         DataLoader(data, batch_size=None),
     ):
         with pytest.raises(ConfigurationError, match="cannot split these batches"):
-            resplit(own, None, "auto", environment)
+            resplit(own, split)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from fabricate import ConfigurationError, Trainer
+from fabricate.selfcheck import checked_trainer, runner
 from fabricate.selfcheck.plugins import _generators, _values
-from fabricate.selfcheck.requests import Rehearsal
+from fabricate.selfcheck.requests import Rehearsal, read_requests, write_requests
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "resumable.py"
 
@@ -87,22 +87,18 @@ def test_a_run_that_is_over_by_then_is_told_so(tmp_path: Path) -> None:
     assert "--at 10: the run has 10 steps and is over by then" in done.stderr
 
 
-# -- what the fits are told and what they note
+# -- what is requested of the fits and what they note
 
 
 def test_a_run_directory_keeps_its_place_below_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    wishes = Rehearsal(runs="/else", notes="/notes", save_at=3)
-    assert wishes.run_dir(Path("runs/first")) == Path("/else", *tmp_path.parts[1:], "runs/first")
-    assert wishes.run_dir(Path("/runs/first")) == Path("/else/runs/first")
-    assert Rehearsal.from_environment(wishes.to_environment()) == wishes
-    for name, value in wishes.to_environment().items():
-        monkeypatch.setenv(name, value)
-    assert Trainer(run_dir="/runs/first").run_dir == Path("/else/runs/first")
-    assert Trainer().run_dir is None
-    monkeypatch.setenv(Rehearsal.VARIABLE, "{}")
-    with pytest.raises(ConfigurationError, match="is not understood; unset it"):
-        Trainer()
+    rehearsal = Rehearsal(runs="/else", notes="/notes", save_at=3)
+    assert rehearsal.run_dir(Path("runs/first")) == Path("/else", *tmp_path.parts[1:], "runs/first")
+    assert rehearsal.run_dir(Path("/runs/first")) == Path("/else/runs/first")
+    assert read_requests(write_requests([rehearsal])) == [rehearsal]
+    monkeypatch.setattr(runner, "request", rehearsal)
+    assert checked_trainer.Trainer(run_dir="/runs/first").run_dir == Path("/else/runs/first")
+    assert checked_trainer.Trainer().run_dir is None
 
 
 class Keeper:

@@ -1,0 +1,96 @@
+"""The Trainer that a script gets while a check runs it: it trains as the check requests.
+
+It changes settings and the arguments of `fit`, and adds a plugin, as a user could. Must not know what the check compares.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from fabricate import trainer
+from fabricate.configuration.arguments import Settings
+from fabricate.errors import ConfigurationError
+from fabricate.module import TrainModule
+from fabricate.selfcheck import runner
+from fabricate.selfcheck.plugins import Rehearsing, Trying
+from fabricate.selfcheck.requests import Rehearsal, Trial
+from fabricate.values import FitResult
+
+__all__ = ["Trainer"]
+
+
+class Trainer(trainer.Trainer):
+    """A `fabricate.Trainer` that does what `runner.request` says. A script, and the modules that it imports, keep this class while
+    the request changes."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        match runner.request:
+            case Rehearsal():
+                self.settings = rehearsed(self.settings, runner.request)
+            case Trial():
+                self.settings = tried(self.settings, runner.request)
+
+    def fit(
+        self,
+        module: TrainModule,
+        train: Any,
+        val: Any = None,
+        *,
+        resume: str | os.PathLike[str] = "auto",
+        batch_size: int | None = None,
+        **loading: Any,
+    ) -> FitResult:
+        if isinstance(runner.request, Trial):
+            train, batch_size = resplit(train, runner.request)
+            resume = "auto"
+        return super().fit(module, train, val, resume=resume, batch_size=batch_size, **loading)
+
+
+def rehearsed(settings: Settings, rehearsal: Rehearsal) -> Settings:
+    """With its files elsewhere, and a plugin that saves, notes and kills."""
+    run_dir = rehearsal.run_dir(settings.run_dir) if settings.run_dir is not None else None
+    return replace(settings, run_dir=run_dir, plugins=(*settings.plugins, Rehearsing(rehearsal)))
+
+
+def tried(settings: Settings, trial: Trial) -> Settings:
+    """With the accumulation and the number of updates of the trial, without what a comparison does not need."""
+    return replace(
+        settings,
+        strategy="auto",  # the launcher says which
+        precision="auto",
+        max_steps=trial.steps if settings.max_steps is None else min(trial.steps, settings.max_steps),
+        gradient_accumulation_steps=trial.accumulation,
+        global_batch_size=None,
+        seed=1 if settings.seed is None else settings.seed,
+        run_dir=None,
+        validate_every=None,
+        validate_first=False,
+        trackers=(),
+        limit_train_batches=None,
+        plugins=(*settings.plugins, Trying(trial)),
+    )
+
+
+def resplit(train: Any, trial: Trial) -> tuple[Any, int | None]:
+    """The data and the rows per rank of a fit, in micro-batches of the trial."""
+    if not isinstance(train, DataLoader):
+        return train, trial.micro_batch
+    if type(train.batch_sampler) is not BatchSampler:
+        raise ConfigurationError(
+            "check-invariance cannot split these batches: the DataLoader has a batch sampler of its own, or none; let it have batch_size="
+        )
+    loader = DataLoader(
+        train.dataset,
+        batch_size=trial.micro_batch,
+        sampler=train.batch_sampler.sampler,
+        num_workers=train.num_workers,
+        collate_fn=train.collate_fn,
+        drop_last=train.batch_sampler.drop_last,
+        worker_init_fn=train.worker_init_fn,
+    )
+    return loader, None
