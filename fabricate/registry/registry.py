@@ -215,7 +215,7 @@ class Registry:
                 self._broken[name] = f"{hook}: {type(exc).__name__}: {exc}"
 
     def _consult_installed(self) -> None:
-        """Import every installed plugin that was not yet asked what it offers. A broken one is kept aside with its reason."""
+        """Import every installed plugin whose offers are not known yet. A broken one is kept aside with its reason."""
         for name, points in self._points.items():
             if name in self._consulted or name in self._blocked:
                 continue
@@ -309,7 +309,7 @@ class Registry:
         return make
 
     def offered(self, kind: str) -> list[Offer]:
-        """Everything of `kind` that is on offer; installed plugins are imported to learn it."""
+        """All offers of `kind`; installed plugins are imported for it."""
         self._consult_installed()
         return [offer for key, found in sorted(self._offers.items()) if key.startswith(f"{kind}:") for offer in found]
 
@@ -321,7 +321,7 @@ class Registry:
         return self.manager
 
     def describe(self) -> list[PluginInfo]:
-        """Every built-in, active and installed plugin; installed ones are imported to learn what they offer."""
+        """Every built-in, active and installed plugin; installed ones are imported, as only then their offers are known."""
         self._consult_installed()
         active = {name for name, _ in self.active}
         rows = []
@@ -348,8 +348,8 @@ class Registry:
         return rows
 
     def check(self, taken: Mapping[str, Collection[str]]) -> list[Checked]:
-        """Import every installed plugin, make what it offers without options, and tell what is wrong. `taken`: names by
-        kind that win over plugins besides the built-in ones."""
+        """Import every installed plugin, build what it offers without options, and list what is wrong. `taken`: names by
+        kind that win over plugins, in addition to the built-in ones."""
         self._consult_installed()
         rows = []
         for name, points in self._points.items():
@@ -398,7 +398,7 @@ def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
                 made = found()
             Manager().add(made, name)
         except ConfigurationError:
-            continue  # it says what it needs, which is no fault of the plugin
+            continue  # it names an option that it needs, which is not a fault of the plugin
         except (Exception, SystemExit) as exc:
             yield f"{what}: {type(exc).__name__}: {exc}"
 

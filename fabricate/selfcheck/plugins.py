@@ -137,7 +137,7 @@ def _seen(found: Iterator[tuple[str, str]]) -> dict[str, str]:
 
 
 def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """What user classes put on a module and its children besides parameters, buffers and children, by path."""
+    """What user classes put on a module and its children, without parameters, buffers and children, by path."""
     found: dict[str, Any] = {}
     for prefix, child in module.named_modules():
         if type(child).__module__.partition(".")[0] in _LIBRARIES:
@@ -151,7 +151,7 @@ _OF_TRAIN_MODULE = frozenset({"_trainer", "_logged", "_arguments", "_built"})
 
 
 def _values(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Every plain value inside `value`, by path. What is no value (functions, files, other libraries' objects) is left out."""
+    """Every plain value inside `value`, by path. Functions, files and objects of other libraries are left out."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         yield path, repr(value)[:200]
     elif isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
