@@ -12,7 +12,7 @@ from tests.support.house import MODULES, PLUGINS, ROOMS, imports, inner_imports,
 
 MAY_IMPORT_ACCELERATE = {"distributed", "strategies", "module", "trainer"}
 """`module` and `trainer` for the type of `trainer.accelerator` only."""
-MAY_IMPORT_THE_PACKAGE = {"testing", "cli"}
+MAY_IMPORT_THE_PACKAGE = {"selfcheck", "testing", "cli"}
 """`from fabricate import X` resolves X from any room; for a room that is imported by others that would be a circle."""
 SHIPPED = ("fabricate.callbacks.", "fabricate.testing.", "fabricate.strategies.", "fabricate.precisions.")
 ABSTRACT = {"fabricate.strategies.base", "fabricate.strategies.sharding", "fabricate.precisions.base"}
