@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabricate-fp8[torchao]' \
-	-e plugins/fabricate-deepspeed
+	-e plugins/fabricate-deepspeed -e plugins/fabricate-powersgd
 
 export OMP_NUM_THREADS ?= 1
 

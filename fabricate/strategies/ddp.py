@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -14,44 +14,38 @@ from fabricate.strategies.base import Strategy
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+    from torch.nn.parallel import DistributedDataParallel
 
-_COMMUNICATION = {
-    None: "as they are",
-    "bf16": "rounded to bfloat16",
-    "fp16": "rounded to float16",
-    "powersgd": "as products of two thin matrices (PowerSGD)",
-}
+_COMMUNICATION = {None: "as they are", "bf16": "rounded to bfloat16", "fp16": "rounded to float16"}
+UNUSED = (
+    "strategy='ddp' does not look for such parameters: use strategy='ddp:find_unused_parameters=true', use them in every "
+    "training_step, or freeze them with requires_grad_(False)"
+)
+"""What is wrong about a parameter that receives no gradient, and what to do."""
 
 
 @dataclasses.dataclass(eq=False)
 class DDP(Strategy):
     """A full replica on every rank; gradients are averaged while backward runs.
 
-    find_unused_parameters: look after each forward for parameters that got no gradient, so that modules which do not use
-    all of them train (the same as on one process); costs a walk over the autograd graph per update. "auto" looks, but not
-    under static_graph: the same parameters are used in every micro-batch, in the same order, and DDP learns it once.
+    find_unused_parameters: look after each forward for parameters that receive no gradient, so that a module which does not
+    use all of them trains; costs a walk over the autograd graph per update. Without it such a parameter is an error.
+    static_graph: the same parameters are used in every micro-batch, in the same order; DDP learns it once.
     bucket_cap_mb: size of a gradient bucket in MiB. gradient_as_bucket_view: gradients live in the buckets (less memory).
-    communication_hook: what travels instead of float32 gradients: "bf16", "fp16", or "powersgd" (a low rank, with what was
-    left out added the next time; after powersgd_start updates with whole gradients).
+    communication_hook: what is sent instead of float32 gradients: "bf16" or "fp16".
     """
 
-    find_unused_parameters: bool | str = "auto"
+    find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_cap_mb: int = 25
     gradient_as_bucket_view: bool = False
     communication_hook: str | None = None
-    powersgd_rank: int = 1
-    powersgd_start: int = 1000
     name: ClassVar[str] = "ddp"
     min_world_size: ClassVar[int] = 2
     distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
 
     def __post_init__(self) -> None:
-        if self.find_unused_parameters not in ("auto", True, False):
-            raise ConfigurationError(
-                f"ddp: find_unused_parameters={self.find_unused_parameters!r}: give 'auto', true or false"
-            )
-        if self.find_unused_parameters is True and self.static_graph:
+        if self.find_unused_parameters and self.static_graph:
             raise ConfigurationError(
                 "ddp: static_graph=true and find_unused_parameters=true: the first says that there is nothing to look for; "
                 "choose one"
@@ -59,27 +53,16 @@ class DDP(Strategy):
         if self.bucket_cap_mb < 1:
             raise ConfigurationError(f"ddp: bucket_cap_mb={self.bucket_cap_mb!r}: a bucket has at least 1 MiB")
         if self.communication_hook not in _COMMUNICATION:
-            known = ", ".join(name for name in _COMMUNICATION if name)
             raise ConfigurationError(
-                f"ddp: communication_hook={self.communication_hook!r}: give {known} or leave it out"
+                f"ddp: communication_hook={self.communication_hook!r}: give bf16, fp16 or leave it out; PowerSGD is "
+                "strategy='powersgd' of the package fabricate-powersgd"
             )
-        if self.powersgd_rank < 1 or self.powersgd_start < 0:
-            raise ConfigurationError(
-                f"ddp: powersgd_rank={self.powersgd_rank!r}, powersgd_start={self.powersgd_start!r}: the rank is at least 1, "
-                "the updates before it at least 0"
-            )
-        self._looks = self.find_unused_parameters is not False and not self.static_graph
-        if self.communication_hook == "powersgd":
-            from fabricate.strategies.ddp_hooks import PowerSGD
-
-            # A class of its own, because only this choice keeps state: other replicas' checkpoints fit every strategy.
-            self.__class__ = PowerSGD
 
     def accelerator_arguments(self) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
         handler = DistributedDataParallelKwargs(
-            find_unused_parameters=self._looks,
+            find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             bucket_cap_mb=self.bucket_cap_mb,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -89,29 +72,43 @@ class DDP(Strategy):
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         gradients = whole.get("gradients", 0)
         more = {} if self.gradient_as_bucket_view or not gradients else {"gradient buckets": gradients}
-        return {**whole, **more, **({"powersgd errors": gradients} if self.communication_hook == "powersgd" else {})}
+        return {**whole, **more}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-        if self._looks and self.find_unused_parameters == "auto":
-            _warn_about_unused_once()
-        model = accelerator.prepare_model(root)
-        self._learned = False
+        model = cast("DistributedDataParallel", accelerator.prepare_model(root))
+        self._first_update = True
+        self._model: DistributedDataParallel | None = model
+        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if not self.find_unused_parameters and not self.static_graph:
+            _arrange_buckets(model, self._trained.values())
         if self.communication_hook is not None:
-            self.communicate(model, module)
-        return cast("torch.nn.Module", model)
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    def communicate(self, model: Any, module: torch.nn.Module) -> None:
-        """Let something else than whole gradients travel. All ranks."""
-        import torch
+            rounded = getattr(default_hooks, f"{self.communication_hook}_compress_hook")
+            # In a function of ours: torch refuses its own by name where there is no GPU, and gloo can send bfloat16.
+            model.register_comm_hook(None, lambda state, bucket: rounded(state, bucket))
+        return model
 
-        from fabricate.strategies.ddp_hooks import rounded
-
-        model.register_comm_hook(None, rounded(torch.bfloat16 if self.communication_hook == "bf16" else torch.float16))
+    def release(self, module: torch.nn.Module, clean: bool) -> bool:
+        self._model, self._trained = None, {}
+        return super().release(module, clean)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        if self.static_graph and not self._learned:
+        if self.static_graph and self._first_update:
             return contextlib.nullcontext()  # DDP learns the graph while it averages; averaging twice changes nothing
         return cast("Callable[[], AbstractContextManager[object]]", model.no_sync)()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._first_update and self._model is not None and self._model.require_backward_grad_sync:
+            self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """DDP itself would notice when the next forward begins, after an update with gradients that were not averaged."""
+        missed = [name for name, parameter in self._trained.items() if parameter.grad is None]
+        if missed and not self.find_unused_parameters and not self.static_graph:
+            named = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
+            raise ConfigurationError(f"no gradient reached {named} in the first update, and {UNUSED}")
 
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
         import torch
@@ -119,11 +116,11 @@ class DDP(Strategy):
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(self.communication_hook), gradient)
 
     def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._learned = True
+        self._first_update = False
         super().clear_gradients(parameters)
 
     def communication_seconds(self, model: torch.nn.Module) -> float | None:
-        # DDP itself times the first ten backwards and every hundredth, in nanoseconds; no public door leads there.
+        # DDP measures the first ten backwards and then every hundredth, in nanoseconds; it has no public method for that.
         measured = model._get_ddp_logging_data()  # type: ignore[operator]
         if "avg_backward_comm_time" not in measured:
             return None
@@ -131,28 +128,24 @@ class DDP(Strategy):
         return float(max(measured["avg_backward_comm_time"] - hidden, 0)) / 1e9
 
     def describe(self) -> dict[str, str]:
-        looked = (
-            "looked for after each forward" if self._looks else "not looked for; one without a gradient is an error"
-        )
+        unused = "looked for after each forward" if self.find_unused_parameters else "an error"
         return {
-            "unused parameters": "the same in every micro-batch (static graph)" if self.static_graph else looked,
+            "unused parameters": "the same in every micro-batch (static graph)" if self.static_graph else unused,
             "gradients": f"averaged in buckets of {self.bucket_cap_mb} MiB, {_COMMUNICATION[self.communication_hook]}",
         }
 
 
-def _warn_about_unused_once() -> None:
-    """torch warns once per process, from C++, when it looked for unused parameters and found none: not worth a user's worry
-    when nobody asked for it. A throw-away module takes the warning while stderr is closed; all ranks."""
-    import os
+def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Run one backward of zeros, so that DDP arranges its buckets before the first update.
 
+    It does so after its first backward, by the order in which gradients arrive, and how a sum over three or more ranks is
+    rounded depends on an element's place in its bucket: the first update of a resumed run would not be bitwise that of a run
+    which never stopped. Here gradients arrive in the reverse order of the parameters, as they do in most modules. All ranks."""
     import torch
 
-    tiny = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), find_unused_parameters=True)
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        tiny(torch.zeros(1, 1)).sum().backward()
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
+    trained = list(parameters)
+    if trained:
+        model.reducer.prepare_for_backward([])  # what DDP calls at the end of a forward
+        torch.stack([parameter.sum().float() * 0 for parameter in trained]).sum().backward()  # type: ignore[no-untyped-call]
+    for parameter in trained:
+        parameter.grad = None

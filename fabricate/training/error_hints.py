@@ -14,6 +14,7 @@ import torch
 
 from fabricate.errors import few, size_text
 from fabricate.model.memory import available, need, total
+from fabricate.strategies.ddp import UNUSED
 from fabricate.training.run_state import Run
 
 _NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")
@@ -86,11 +87,7 @@ def _missed(run: Run, text: str) -> str:
     names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
     indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     missed = [names[int(index)] for index in indices[1].split() if int(index) < len(names)] if indices else []
-    return (
-        f"no gradient reached {few(missed) or 'some parameters'} in the update before, and strategy='ddp' was told not to look "
-        "for such parameters: leave out find_unused_parameters=false (and static_graph=true), use the parameters in every "
-        "training_step, or freeze them with requires_grad_(False)"
-    )
+    return f"no gradient reached {few(missed) or 'some parameters'} in the update before, and {UNUSED}"
 
 
 def _apart(run: Run, exc: BaseException) -> str:

@@ -15,7 +15,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from fabricate import DDP, FSDP, Callback, ConfigurationError, Trainer, TrainModule
-from fabricate.strategies.ddp_hooks import share
 from fabricate.testing import run_ranks
 from tests.support.stories import Storyteller, stories
 
@@ -162,12 +161,11 @@ def again(first: str, second: str) -> Any:
 TWO = {
     "ddp": "ddp",
     "static graph": "ddp:static_graph=true",
-    "not looked for": "ddp:find_unused_parameters=false",
+    "looked for": "ddp:find_unused_parameters=true",
     "small buckets": "ddp:bucket_cap_mb=1",
     "bucket view": "ddp:gradient_as_bucket_view=true",
     "bf16 hook": "ddp:communication_hook=bf16",
     "fp16 hook": "ddp:communication_hook=fp16",
-    "powersgd": "ddp:communication_hook=powersgd,powersgd_start=2",
     "fsdp": "fsdp",
     "none": "fsdp:wrap=none",
     "named": "fsdp:wrap=Linear+Block",
@@ -178,22 +176,19 @@ TWO = {
     "recompute": "fsdp:activation_checkpointing=true",
     "bf16 reduce": "fsdp:reduce_dtype=bf16,accumulate=whole",
 }
-EXACT = [name for name in TWO if name not in ("bf16 hook", "fp16 hook", "powersgd", "bf16 reduce")]
+EXACT = [name for name in TWO if name not in ("bf16 hook", "fp16 hook", "bf16 reduce")]
 
 
 def on_two_ranks(root: Path) -> dict[str, Any]:
     wide = {"module": lambda: Tower(width=300)}
     jobs: dict[str, Callable[[], Any]] = {name: (lambda s=s: train(s, 2)) for name, s in TWO.items()}
     jobs |= {
-        "wide": lambda: train("ddp", 2, module=wide["module"](), max_steps=1),
-        "wide, small buckets": lambda: train("ddp:bucket_cap_mb=1", 2, module=wide["module"](), max_steps=1),
-        "wide, powersgd": lambda: train(TWO["powersgd"], 2, module=wide["module"](), max_steps=4),
-        "wide, whole": lambda: train("ddp", 2, module=wide["module"](), max_steps=4),
+        "wide": lambda: train("ddp", 2, module=wide["module"](), max_steps=3),
+        "wide, small buckets": lambda: train("ddp:bucket_cap_mb=1", 2, module=wide["module"](), max_steps=3),
         "dropout": lambda: train("fsdp", 2, module=Tower(dropout=0.5)),
         "dropout, recompute": lambda: train("fsdp:activation_checkpointing=true", 2, module=Tower(dropout=0.5)),
         "bf16": lambda: train("fsdp", 2, precision="bf16"),
         "bf16 parameters": lambda: train("fsdp:param_dtype=bf16", 2, precision="bf16"),
-        "resumed": lambda: resumed(root, TWO["powersgd"]),
         "again": lambda: again("fsdp", "fsdp:activation_checkpointing=true"),
         "again, otherwise": lambda: again("fsdp", "fsdp:wrap=none"),
         "gpt2": lambda: storyteller(),
@@ -211,7 +206,8 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
                 ("fsdp:reduce_dtype=int8", {}),
                 ("ddp:static_graph=true,find_unused_parameters=true", {}),
                 ("ddp:communication_hook=zip", {}),
-                ("ddp:communication_hook=powersgd", {"nonfinite": "skip"}),
+                ("ddp:communication_hook=powersgd", {}),
+                ("ddp:find_unused_parameters=auto", {}),
             )
         },
     }
@@ -426,22 +422,28 @@ def test_a_module_that_was_sharded_goes_on_with_the_options_of_its_shards(two: A
 # ------------------------------------------------------------------------------------------------- DDP
 
 
-def test_what_ddp_was_told_is_what_it_does(two: Answers) -> None:
-    seen = {name: two[name][0]["logging"] for name in ("ddp", "static graph", "not looked for", "bucket view")}
+def test_the_options_of_ddp_reach_it(two: Answers) -> None:
+    seen = {name: two[name][0]["logging"] for name in ("ddp", "static graph", "looked for", "bucket view")}
     assert {name: bool(each["find_unused_parameters"]) for name, each in seen.items()} == {
-        "ddp": True,
+        "ddp": False,
         "static graph": False,
-        "not looked for": False,
-        "bucket view": True,
+        "looked for": True,
+        "bucket view": False,
     }
     assert [name for name, each in seen.items() if each.get("static_graph")] == ["static graph"]
     assert not two["ddp"][0]["shared storage"]
     assert two["bucket view"][0]["shared storage"], "gradients lie in their bucket"
 
 
+def test_a_run_on_three_ranks_resumes_exactly(tmp_path: Path) -> None:
+    """How a sum over three ranks is rounded depends on where in its bucket an element lies."""
+    for found in run_ranks(resumed, 3, tmp_path, "ddp"):
+        assert same(found["straight"], found["halves"])
+
+
 def test_a_small_bucket_holds_less(two: Answers) -> None:
     few, many = (
-        [int(size) for size in two[name][0]["logging"]["bucket_sizes"].split(",")]
+        [int(size) for size in two[name][0]["logging"]["rebuilt_bucket_sizes"].split(",")]
         for name in ("wide", "wide, small buckets")
     )
     assert sum(few) == sum(many)
@@ -455,34 +457,6 @@ def test_gradients_travel_in_half_precision(two: Answers, name: str, dtype: torc
         assert all(torch.equal(g, g.to(dtype).float()) for g in every)
         assert not all(torch.equal(g, g.to(dtype).float()) for g in plain["gradients"][0].values())
         assert_near(found, two.alone, 0.02)
-
-
-def test_powersgd_sends_thin_matrices_after_its_first_updates(two: Answers) -> None:
-    for found, plain in zip(two["wide, powersgd"], two["wide, whole"], strict=True):
-        ranks = [int(torch.linalg.matrix_rank(step["blocks.0.up.weight"])) for step in found["gradients"]]
-        assert ranks[2:] == [1, 1]
-        assert min(ranks[:2]) > 1
-        for name in ("blocks.0.up.weight", "blocks.0.up.bias"):
-            for step in (0, 1):
-                torch.testing.assert_close(found["gradients"][step][name], plain["gradients"][step][name])
-        close = torch.nn.functional.cosine_similarity(
-            *(each["gradients"][2]["blocks.0.up.weight"].flatten() for each in (found, plain)), dim=0
-        )
-        assert close > 0.5
-        torch.testing.assert_close(found["gradients"][2]["last.bias"], plain["gradients"][2]["last.bias"])
-
-
-def test_a_run_with_powersgd_resumes_exactly(two: Answers) -> None:
-    for found in two["resumed"]:
-        assert same(found["straight"], found["halves"])
-
-
-def test_what_powersgd_left_out_is_not_lost_on_another_number_of_ranks() -> None:
-    rows = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
-    for world_size in (1, 2, 3):
-        held = [share(rows, rank, world_size) for rank in range(world_size)]
-        torch.testing.assert_close(torch.stack(held).mean(0), rows.mean(0))
-    assert torch.equal(share(rows, 1, 2), rows[1])
 
 
 # ------------------------------------------------------------------------------------------------- refusals
@@ -501,15 +475,16 @@ def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> Non
         "fsdp:wrap=none,activation_checkpointing=true": "choose units with wrap=",
         "fsdp:reduce_dtype=int8": "give fp32, bf16, fp16 or leave it out",
         "ddp:static_graph=true,find_unused_parameters=true": "choose one",
-        "ddp:communication_hook=zip": "give bf16, fp16, powersgd or leave it out",
-        "ddp:communication_hook=powersgd": "would stay in what it remembers",
+        "ddp:communication_hook=zip": "give bf16, fp16 or leave it out",
+        "ddp:communication_hook=powersgd": "PowerSGD is strategy='powersgd' of the package fabricate-powersgd",
+        "ddp:find_unused_parameters=auto": "is not bool",
     }
     assert {text: message for text, message in told.items() if wanted[text] not in message} == {}
 
 
 def test_options_are_the_same_as_arguments_of_the_classes() -> None:
     assert FSDP(wrap="size:1.5K", shard=4, param_dtype="bf16").shard == 4
-    assert DDP(communication_hook="powersgd").name == "ddp"
+    assert DDP(communication_hook="bf16").communication_hook == "bf16"
 
 
 def test_an_optimizer_that_takes_no_shards_is_refused_under_fsdp(

@@ -117,6 +117,18 @@ class Missing(Net):
         return self.last(x + shift).square().mean()
 
 
+class Leaving(Net):
+    """`early` is used by the first two updates only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = self.first(batch[0])
+        return self.last(self.early(x) if self.trainer.step < 2 else x).square().mean()
+
+
 def test_a_parameter_that_no_gradient_reaches_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(max_steps=4, progress=False).fit(Missing(), rows(), batch_size=2)
     told = [line for line in capsys.readouterr().err.splitlines() if "no gradient reached" in line]
@@ -193,7 +205,10 @@ def on_two_ranks() -> dict[str, tuple[str, str]]:
     failure(Net(), strategy="fsdp", plugins=[counted])
     return {
         "collectives": (str(counted.collectives), ""),
-        "missed": failure(Missing(), strategy="ddp:find_unused_parameters=false"),
+        "missed": failure(Missing(), strategy="ddp"),
+        "missed later": failure(Leaving(), strategy="ddp"),
+        "looked for": failure(Missing(), strategy="ddp:find_unused_parameters=true"),
+        "looked for later": failure(Leaving(), strategy="ddp:find_unused_parameters=true"),
         "functional": failure(Functional(), strategy="fsdp"),
         "full": failure(Full(), strategy="fsdp"),
     }
@@ -204,12 +219,29 @@ def two() -> list[dict[str, tuple[str, str]]]:
     return run_ranks(on_two_ranks, 2)
 
 
-def test_parameters_that_ddp_misses_are_named(two: list[dict[str, tuple[str, str]]]) -> None:
+REMEDY = "use strategy='ddp:find_unused_parameters=true', use them in every training_step, or freeze them with"
+
+
+def test_parameters_that_ddp_misses_in_the_first_update_are_an_error(two: list[dict[str, tuple[str, str]]]) -> None:
+    """Before the update: gradients in their bucket were not averaged."""
     for found in two:
         kind, text = found["missed"]
+        assert kind == "ConfigurationError"
+        assert "no gradient reached spare.weight, spare.bias, late.weight, late.bias in the first update" in text
+        assert REMEDY in text
+
+
+def test_parameters_that_ddp_misses_later_are_named(two: list[dict[str, tuple[str, str]]]) -> None:
+    for found in two:
+        kind, text = found["missed later"]
         assert kind == "RuntimeError"
-        assert "no gradient reached spare.weight, spare.bias, late.weight, late.bias in the update before" in text
-        assert "leave out find_unused_parameters=false" in text
+        assert "no gradient reached early.weight, early.bias in the update before" in text
+        assert REMEDY in text
+
+
+def test_ddp_looks_for_parameters_without_a_gradient_on_request(two: list[dict[str, tuple[str, str]]]) -> None:
+    for found in two:
+        assert found["looked for"] == found["looked for later"] == ("", "")
 
 
 def test_a_weight_used_outside_of_its_layer_is_explained_under_fsdp(two: list[dict[str, tuple[str, str]]]) -> None:

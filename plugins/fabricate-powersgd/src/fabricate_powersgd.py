@@ -1,0 +1,158 @@
+"""PowerSGD (arXiv 1905.13727) for fabricate: replicas that exchange thin matrices instead of whole gradients.
+
+torch's own `powerSGD_hook` waits inside callbacks, which hangs on gloo where there are several buckets, and stores its state by
+bucket, which does not fit the buckets of the first update after a resume. This one stores it by parameter.
+(Annotations stay objects here, because DistributedDataParallel checks those of a hook.)
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fabricate import DDP, ConfigurationError, Strategy, hookimpl
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclasses.dataclass(eq=False)
+class PowerSGD(DDP):
+    """Replicas as under `ddp`. A gradient of n rows and m columns is sent as `rank` x (n + m) numbers; the error is added to the
+    gradient of the next update.
+
+    rank: of the approximation. start: this many updates exchange whole gradients first. The other options are those of `ddp`.
+    """
+
+    rank: int = 1
+    start: int = 1000
+    name: ClassVar[str] = "powersgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1 or self.start < 0:
+            raise ConfigurationError(
+                f"powersgd: rank={self.rank!r}, start={self.start!r}: rank is at least 1, start at least 0"
+            )
+        if self.communication_hook is not None:
+            raise ConfigurationError(
+                f"powersgd: communication_hook={self.communication_hook!r} sends something else; leave it out, or use strategy='ddp'"
+            )
+
+    def settle(self, settled: Strategy.Settled) -> None:
+        if settled.precision.mixed_precision == "fp16" or settled.nonfinite == "skip":
+            raise ConfigurationError(
+                "powersgd: with precision='fp16' or nonfinite='skip' a gradient that is not finite would stay in the error that is "
+                "added to the next one; use precision='bf16' and nonfinite='stop', or strategy='ddp:communication_hook=bf16'"
+            )
+
+    def memory_per_rank(self, module: torch.nn.Module, whole: Any, world_size: int) -> dict[str, int]:
+        return {**super().memory_per_rank(module, whole, world_size), "powersgd errors": whole.get("gradients", 0)}
+
+    def describe(self) -> dict[str, str]:
+        sent = f"sent as products of two thin matrices of rank {self.rank}, after {self.start} updates"
+        return {**super().describe(), "gradients": f"averaged in buckets of {self.bucket_cap_mb} MiB, {sent}"}
+
+    def prepare(self, accelerator: Any, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        model: Any = super().prepare(accelerator, root, module)
+        self._updates = 0
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._columns: dict[str, torch.Tensor] = {}
+        self._left_out: dict[str, torch.Tensor] = {}
+        model.register_comm_hook(self, PowerSGD.average)
+        return model  # type: ignore[no-any-return]
+
+    def average(self, bucket: GradBucket) -> Future:
+        """The bucket with its gradients averaged over ranks. DDP calls it once per bucket when an accumulation window ends."""
+        world_size = dist.get_world_size()
+        matrices: dict[str, torch.Tensor] = {}
+        rest: list[torch.Tensor] = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            matrix = gradient.view(len(gradient), -1) if gradient.ndim > 1 else None
+            if matrix is not None and self._updates >= self.start and self._pays(matrix):
+                matrices[self._names[id(parameter)]] = matrix
+            else:
+                rest.append(gradient)
+        _sum(rest)
+        for gradient in rest:
+            gradient.div_(world_size)
+        self._approximate(matrices, world_size)
+        self._updates += bucket.is_last()
+        done = Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def _pays(self, matrix: torch.Tensor) -> bool:
+        """Whether the two thin matrices have less than half as many elements as the whole."""
+        rows, columns = matrix.shape
+        return 2 * self.rank * (rows + columns) < rows * columns
+
+    def _approximate(self, matrices: dict[str, torch.Tensor], world_size: int) -> None:
+        """One step of power iteration per matrix, starting from the columns of the update before. Two sums over ranks in all."""
+        # The sums are in memory of their own: how a product is rounded depends on where in its bucket a matrix begins, and
+        # DDP arranges the buckets anew after its first update.
+        wholes, bases = {}, {}
+        for name, matrix in matrices.items():
+            if name not in self._left_out:
+                self._left_out[name] = torch.zeros_like(matrix)
+                self._columns.setdefault(name, self._first_columns(name, matrix))
+            wholes[name] = matrix + self._left_out[name]
+            bases[name] = wholes[name] @ self._columns[name]
+        _sum(list(bases.values()))
+        for name, whole in wholes.items():
+            bases[name] = torch.linalg.qr(bases[name]).Q
+            self._columns[name] = whole.T @ bases[name]
+        _sum([self._columns[name] for name in wholes])
+        for name, whole in wholes.items():
+            columns = self._columns[name].div_(world_size)
+            approximate = bases[name] @ columns.T
+            self._left_out[name] = whole - approximate
+            matrices[name].copy_(approximate)
+
+    def _first_columns(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+        """Random, the same on every rank."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+
+    def on_save(self, state: MutableMapping[str, Any]) -> None:
+        """The columns, the same on every rank, and the error of each rank, one row per rank."""
+        state["updates"], state["columns"] = self._updates, dict(self._columns)
+        state["left_out"] = {}
+        for name, own in self._left_out.items():
+            mesh = init_device_mesh(own.device.type, (dist.get_world_size(),))
+            state["left_out"][name] = DTensor.from_local(own[None], mesh, [Shard(0)])
+
+    def on_load(self, module: torch.nn.Module, state: MutableMapping[str, Any]) -> None:
+        """Continue from there, on any number of ranks."""
+        self._updates = state["updates"]
+        devices = {name: parameter.device for name, parameter in module.named_parameters()}
+        self._columns = {name: columns.to(devices[name], copy=True) for name, columns in state["columns"].items()}
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._left_out = {
+            name: share(rows, rank, world_size).to(devices[name]) for name, rows in state["left_out"].items()
+        }
+
+
+def share(rows: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """The error with which `rank` continues. `rows` holds one per rank of the run before; on another number of ranks each takes
+    the mean, so that the average over ranks, and so the gradient, stays the same."""
+    return rows[rank] if len(rows) == world_size else rows.mean(0)
+
+
+def _sum(tensors: Sequence[torch.Tensor]) -> None:
+    """Sum each tensor over all ranks, in place, in one message."""
+    if tensors:
+        together = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(together)
+        for tensor, summed in zip(tensors, torch.split(together, [t.numel() for t in tensors]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+
+
+@hookimpl
+def register_strategies(register: Callable[..., None]) -> None:
+    register("powersgd", PowerSGD, summary="replicas that exchange low-rank approximations of gradients")

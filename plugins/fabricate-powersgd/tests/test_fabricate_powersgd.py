@@ -1,0 +1,112 @@
+"""The conformance kit; what is sent, and that a run resumes bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fabricate_powersgd import PowerSGD, share
+
+from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate.testing import check_strategy, run_ranks
+
+ROWS = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+STRATEGY = "powersgd:start=2,bucket_cap_mb=1"
+
+
+class Wide(TrainModule):
+    """Gradients of more than one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 9000), torch.nn.Linear(9000, 32)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.down(torch.tanh(self.up(batch))) - batch.flip(1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Gradients(Callback):
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_before_step(self, module: TrainModule) -> None:
+        self.steps.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
+
+
+def fit(
+    strategy: str, steps: int = 5, **arguments: Any
+) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    module, gradients = Wide(), Gradients()
+    trainer = Trainer(strategy=strategy, max_steps=steps, seed=3, progress=False, plugins=[gradients], **arguments)
+    trainer.fit(module, ROWS, batch_size=4)
+    return gradients.steps, {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def interrupted(root: Path, strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    options: dict[str, Any] = {"save_every": "4 steps", "keep": "all"}
+    _, straight = fit(strategy, 6, run_dir=root / "straight", **options)
+    fit(strategy, 4, run_dir=root / "halves", **options)
+    return straight, fit(strategy, 6, run_dir=root / "halves", **options)[1]
+
+
+def test_it_keeps_what_a_strategy_promises() -> None:
+    check_strategy("powersgd:start=1", equivalent=False)
+
+
+def test_thin_matrices_are_sent_after_the_first_updates() -> None:
+    for (found, _), (plain, _) in zip(run_ranks(fit, 2, STRATEGY), run_ranks(fit, 2, "ddp"), strict=True):
+        ranks = [int(torch.linalg.matrix_rank(step["up.weight"])) for step in found]
+        assert ranks[2:] == [1, 1, 1]
+        assert min(ranks[:2]) > 1
+        for name in ("up.weight", "up.bias"):
+            for step in (0, 1):
+                torch.testing.assert_close(found[step][name], plain[step][name])
+        near = torch.nn.functional.cosine_similarity(*(s[2]["up.weight"].flatten() for s in (found, plain)), dim=0)
+        assert near > 0.2
+        torch.testing.assert_close(found[2]["down.bias"], plain[2]["down.bias"])
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Two updates after the first approximation, with errors in the checkpoint."""
+    for straight, halves in run_ranks(interrupted, 2, tmp_path, STRATEGY):
+        assert straight.keys() == halves.keys()
+        assert all(torch.equal(straight[name], halves[name]) for name in straight)
+
+
+def test_the_error_of_a_rank_is_not_lost_on_another_number_of_ranks() -> None:
+    rows = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    for world_size in (1, 2, 3):
+        held = [share(rows, rank, world_size) for rank in range(world_size)]
+        torch.testing.assert_close(torch.stack(held).mean(0), rows.mean(0))
+    assert torch.equal(share(rows, 1, 2), rows[1])
+
+
+def refused(strategy: str, **arguments: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy=strategy, max_steps=1, progress=False, **arguments).plan(Wide(), ROWS, batch_size=4)
+    return str(caught.value)
+
+
+def test_what_would_keep_a_value_that_is_not_finite_is_refused() -> None:
+    for arguments in ({"nonfinite": "skip"}, {"precision": "fp16"}):
+        for message in run_ranks(refused, 2, "powersgd", **arguments):
+            assert "would stay in the error that is added to the next one" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank is at least 1"),
+        ({"start": -1}, "start at least 0"),
+        ({"communication_hook": "bf16"}, "leave it out"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PowerSGD(**options)
