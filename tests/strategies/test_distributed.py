@@ -219,6 +219,8 @@ class Heard(Callback):
 def train(name: str, strategy: str) -> tuple[list[float], Weights]:
     build, data, _, number = MODULES[name]
     kind, world_size = strategy.split()[0], WORLD_SIZE[strategy]
+    if kind == "ddp" and name in ("unused parameters", "two optimizers"):
+        kind = "ddp:find_unused_parameters=true"
     torch.manual_seed(3)
     module, heard = build(), Heard()
     trainer = Trainer(
