@@ -16,7 +16,8 @@ import torch
 from fabricate.configuration.arguments import Settings
 from fabricate.errors import ConfigurationError, first_line, size_text
 from fabricate.launch.ranks import Launch, detect
-from fabricate.launch.settings import Request, requests
+from fabricate.launch.settings import requests
+from fabricate.launch.variables import Request
 from fabricate.model.memory import Need, available, need_ahead, total
 from fabricate.module import TrainModule
 from fabricate.precisions.base import Precision

@@ -1,6 +1,6 @@
 """Configuration files: Accelerate's YAML and DeepSpeed's JSON, told apart by what is in them.
 
-Owns which of their keys fabricate honours, which mean nothing to it and which it refuses. Must not know who starts what.
+Owns which of their keys fabricate honours, which have no meaning here and which it refuses. Must not know ranks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fabricate.errors import ConfigurationError
-from fabricate.launch import fsdp_keys, mesh_keys
-from fabricate.launch.settings import deepspeed_strategy, read_file, requests
+from fabricate.launch import accelerate_fsdp, accelerate_mesh
+from fabricate.launch.deepspeed_file import deepspeed_strategy, read_file
+from fabricate.launch.settings import requests
 
-# Keys of an Accelerate YAML that ask for nothing here: torchrun's rendezvous replaces them.
+# Keys of an Accelerate YAML that have no effect here: torchrun's rendezvous replaces them.
 _NEUTRAL_KEYS = ("main_training_function", "rdzv_backend", "same_network")
 # Keys that travel as the variable that `accelerate launch` makes of them.
 _VARIABLES = {
@@ -27,8 +28,8 @@ _VARIABLES = {
     "deepspeed_config.offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
     "deepspeed_config.offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
     "deepspeed_config.zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    **fsdp_keys.VARIABLES,
-    **mesh_keys.VARIABLES,
+    **accelerate_fsdp.VARIABLES,
+    **accelerate_mesh.VARIABLES,
 }
 # Those that reach the ranks as they are; the others become the strategy and the precision.
 _PASSED_ON = (
@@ -49,7 +50,7 @@ _TYPES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What an Accelerate YAML or a DeepSpeed JSON asks for; None is unset.
+    """What an Accelerate YAML or a DeepSpeed JSON requests; None is unset.
 
     `num_processes` counts the ranks of all nodes. `variables` are for the script's environment. `unused` names settings
     that shape how Accelerate's own wrappers work and mean nothing here.
@@ -83,12 +84,7 @@ def read_config(path: str) -> ConfigFile:
 def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
     """An Accelerate YAML, through the variables that `accelerate launch` would export for it."""
     where = f"config file {path!r}"
-    kind = str(content.pop("distributed_type", None) or "NO").upper()  # an unquoted NO is false to YAML
-    if kind not in _TYPES:
-        raise ConfigurationError(f"{where}: distributed_type {kind} is not one of {', '.join(_TYPES)}")
-    place = content.pop("compute_environment", "LOCAL_MACHINE")
-    if place != "LOCAL_MACHINE":
-        raise ConfigurationError(f"{where}: compute_environment {place}: `fabricate run` starts on LOCAL_MACHINE only")
+    kind = _distributed_type(where, content)
     num_processes = _count(where, content, "num_processes")
     num_nodes = _count(where, content, "num_machines")
     node_rank = _count(where, content, "machine_rank")
@@ -98,14 +94,44 @@ def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
         raise ConfigurationError(
             f"{where}: num_processes is {num_processes}, and distributed_type NO runs one; use MULTI_GPU or MULTI_CPU"
         )
+    variables, unused = _variables(where, kind, _flat(content))
+    requested = requests(variables)
+    return ConfigFile(
+        path,
+        strategy=requested["strategy"].value if "strategy" in requested else None,
+        precision=requested["precision"].value if "precision" in requested else None,
+        num_processes=num_processes,
+        # One machine and rank 0 are what `accelerate config` writes by default.
+        num_nodes=None if num_nodes == 1 else num_nodes,
+        node_rank=node_rank or None,
+        master_addr=str(master_addr) if master_addr else None,
+        master_port=master_port,
+        variables={name: variables[name] for name in _PASSED_ON if name in variables},
+        unused=unused,
+    )
+
+
+def _distributed_type(where: str, content: dict[str, Any]) -> str:
+    """Take the kind of run out of `content`. Raises ConfigurationError for one that `fabricate run` cannot start."""
+    kind = str(content.pop("distributed_type", None) or "NO").upper()  # an unquoted NO is false to YAML
+    if kind not in _TYPES:
+        raise ConfigurationError(f"{where}: distributed_type {kind} is not one of {', '.join(_TYPES)}")
+    place = content.pop("compute_environment", "LOCAL_MACHINE")
+    if place != "LOCAL_MACHINE":
+        raise ConfigurationError(f"{where}: compute_environment {place}: `fabricate run` starts on LOCAL_MACHINE only")
+    return kind
+
+
+def _variables(where: str, kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The variables of `settings`, and the names of those that have no meaning here."""
     variables, unused = dict(_TYPES[kind]), []
-    for key, value in _flat(content).items():
+    for key, value in settings.items():
         section = key.partition(".")[0]
         if section in ("fsdp_config", "deepspeed_config") and section != f"{kind.lower()}_config":
             raise ConfigurationError(f"{where}: {key} is set, and distributed_type is {kind}; remove one of them")
         if key in _VARIABLES:
             variables[_VARIABLES[key]] = str(value)
-        elif section in ("deepspeed_config", "parallelism_config") or key in fsdp_keys.MEANINGLESS:
+        elif section in ("deepspeed_config", "parallelism_config") or key in accelerate_fsdp.MEANINGLESS:
             unused.append(key)
         elif key not in _NEUTRAL_KEYS:
             raise ConfigurationError(f"{where}: {key} ({value!r}) cannot be passed on by `fabricate run`; remove it")
@@ -113,29 +139,15 @@ def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
         variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     if variables.get("CUDA_VISIBLE_DEVICES") == "all":
         del variables["CUDA_VISIBLE_DEVICES"]
-    told = requests(variables)
-    return ConfigFile(
-        path,
-        strategy=told["strategy"].value if "strategy" in told else None,
-        precision=told["precision"].value if "precision" in told else None,
-        num_processes=num_processes,
-        # One machine and rank 0 are what `accelerate config` writes unasked.
-        num_nodes=None if num_nodes == 1 else num_nodes,
-        node_rank=node_rank or None,
-        master_addr=str(master_addr) if master_addr else None,
-        master_port=master_port,
-        variables={name: variables[name] for name in _PASSED_ON if name in variables},
-        unused=tuple(unused),
-    )
+    return variables, tuple(unused)
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that ask for something, sections as "section.key"."""
+    """The settings that request something, sections as "section.key"."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        section = value if isinstance(value, dict) else None
-        flat.update(
-            {key: value} if section is None else {f"{key}.{name}": setting for name, setting in section.items()}
+        flat |= (
+            {f"{key}.{name}": setting for name, setting in value.items()} if isinstance(value, dict) else {key: value}
         )
     return {
         key: value
@@ -147,7 +159,7 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _count(where: str, content: dict[str, Any], key: str) -> int | None:
     value = content.pop(key, None)
-    if value is None or value == -1:  # -1: Accelerate's word for "given on the command line"
+    if value is None or value == -1:  # -1 means "given on the command line" to Accelerate
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigurationError(f"{where}: {key} {value!r} is not a whole number")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fabricate.errors import RankError
-from fabricate.launch.settings import from_notebook
+from fabricate.launch.accelerate_variables import from_notebook
 
 _MPI = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # SLURM numbers its batch, interactive and extern steps from here: one process each

@@ -14,7 +14,8 @@ import pytest
 from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.launch.commands import command, environment, listed_plugins
 from fabricate.launch.ranks import Launch, detect
-from fabricate.launch.settings import Request, requests
+from fabricate.launch.settings import requests
+from fabricate.launch.variables import Request
 
 RANKED = {
     "RANK": "3",

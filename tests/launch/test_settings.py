@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fabricate.errors import ConfigurationError
-from fabricate.launch import fsdp_keys
+from fabricate.launch import accelerate_fsdp
 from fabricate.launch.config_files import read_config
-from fabricate.launch.settings import Request, requests
+from fabricate.launch.settings import requests
+from fabricate.launch.variables import Request
 
 
 def test_what_accelerate_exports_by_default_is_not_a_request() -> None:
@@ -205,9 +206,9 @@ def _fsdp_table() -> list[tuple[str, str, str]]:
     return re.findall(r"^\| `(fsdp_\w+)` \| `(.+?)` \| (.+) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_the_table_of_fsdp_keys_has_every_key() -> None:
+def test_the_table_of_accelerate_fsdp_has_every_key() -> None:
     keys = {key for key, _, _ in _fsdp_table()}
-    known = {name.removeprefix("fsdp_config.") for name in (*fsdp_keys.VARIABLES, *fsdp_keys.MEANINGLESS)}
+    known = {name.removeprefix("fsdp_config.") for name in (*accelerate_fsdp.VARIABLES, *accelerate_fsdp.MEANINGLESS)}
     assert keys == known
 
 
@@ -230,7 +231,7 @@ def test_a_key_of_fsdp_becomes_what_the_table_says(tmp_path: Path, key: str, val
     assert read.unused == ()
     assert read.strategy == ("fsdp" if options in ("fsdp", "wrap=auto") else f"fsdp:{options}")
     # The same by the variables that `accelerate launch` makes of it.
-    variable = fsdp_keys.VARIABLES[f"fsdp_config.{key}"]
+    variable = accelerate_fsdp.VARIABLES[f"fsdp_config.{key}"]
     environ = {"ACCELERATE_USE_FSDP": "true", variable: value} | (
         {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"} if also else {}
     )

@@ -1,6 +1,6 @@
-"""What Accelerate's settings for FSDP, most of them version 1's, mean for strategy="fsdp".
+"""What Accelerate's settings for FSDP, most of them of its version 1, mean for strategy="fsdp".
 
-`docs/strategies/fsdp.md` shows the same as a table. Must not know: launchers, files; how the strategy works.
+`docs/strategies/fsdp.md` shows the same as a table. Must not know launchers, files, or how the strategy works.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fabricate.errors import ConfigurationError, did_you_mean
+from fabricate.launch.variables import flag
 
 _SPELLED = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-_HEARD = (
+_HONOURED = (
     "fsdp_auto_wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap",
     "fsdp_min_num_params",
@@ -21,7 +22,7 @@ _HEARD = (
     "fsdp_activation_checkpointing_offload",
     "fsdp_ignored_modules",
 )
-VARIABLES = {f"fsdp_config.{key}": _SPELLED.get(key, key.upper()) for key in _HEARD}
+VARIABLES = {f"fsdp_config.{key}": _SPELLED.get(key, key.upper()) for key in _HONOURED}
 """Keys of an Accelerate YAML and the variable that `accelerate launch` makes of each."""
 
 MEANINGLESS = tuple(
@@ -37,22 +38,22 @@ MEANINGLESS = tuple(
         "fsdp_sync_module_states",
     )
 )
-"""Keys that shaped how version 1 worked, and ask for nothing here."""
+"""Keys that shaped how version 1 worked, and have no effect here."""
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_TRUE = ("1", "true", "yes", "on")
 
 
 def fsdp_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """Options of the strategy, as text, from the variables of `accelerate launch`. What it exports unasked asks for nothing.
+    """Options of the strategy, as text, from the variables of `accelerate launch`. What it exports by default
+    has no effect.
 
     Raises ConfigurationError for what the strategy does not do, naming the setting and what to use.
 
         fsdp_options({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}) == {"shard": "node"}
     """
     options = {}
-    if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+    if flag(environ, "FSDP_OFFLOAD_PARAMS"):
         options["offload"] = "cpu"
     sharding = _choice(environ, "FSDP_SHARDING_STRATEGY", _SHARDING)
     reshard = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").strip().upper()
@@ -68,7 +69,7 @@ def fsdp_options(environ: Mapping[str, str]) -> dict[str, str]:
         options["reshard_after_forward"] = "false"
     if sharding.startswith("HYBRID_SHARD"):
         options["shard"] = "node"
-    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
+    if flag(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         options["activation_checkpointing"] = "true"
     for name, instead in (
         ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "set it to false; what is kept is each unit's input, on the device"),
@@ -96,13 +97,6 @@ def _wrap(environ: Mapping[str, str]) -> str:
         return f"size:{number}"
     layers = [layer.strip() for layer in environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",")]
     return "+".join(filter(None, layers))
-
-
-def _is_true(environ: Mapping[str, str], name: str) -> bool:
-    value = environ.get(name, "").strip().lower()
-    if value not in ("", "0", "false", "no", "off", *_TRUE):
-        raise ConfigurationError(f"{name}={environ[name]!r} is neither true nor false; set it to true or unset it")
-    return value in _TRUE
 
 
 def _choice(environ: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:

@@ -1,6 +1,6 @@
-"""What Accelerate's ParallelismConfig, as `accelerate launch --use_parallelism_config` exports it, asks of a strategy.
+"""The device mesh in Accelerate's ParallelismConfig, as `accelerate launch --use_parallelism_config` exports it.
 
-Must not know: other settings of launchers, strategies.
+Must not know the other settings of launchers, nor strategies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """`replicate` copies of a model, each in `shard` shards of what `tp` ranks divide; 1 where nothing is asked for."""
+    """`replicate` copies of a model, each in `shard` shards of what `tp` ranks divide; 1 where nothing is requested."""
 
     replicate: int
     shard: int
@@ -49,7 +49,7 @@ class Mesh:
 
 
 def mesh(environ: Mapping[str, str]) -> Mesh:
-    """The mesh asked for. Raises ConfigurationError for a dimension that no strategy has, and for what is no number."""
+    """The requested mesh. Raises ConfigurationError for a dimension that no strategy has, and for what is not a number."""
     for word in ("cp", "sp"):
         name = f"PARALLELISM_CONFIG_{word.upper()}_SIZE"
         if (size := _size(environ, name)) > 1:
