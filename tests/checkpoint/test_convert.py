@@ -394,7 +394,7 @@ def test_nothing_resumes_from_imported_weights(run: Any, tmp_path: Path) -> None
     ("content", "options", "complaint"),
     [
         pytest.param([1, 2], {}, "holds a list, not a state dict", id="list"),
-        pytest.param({"w": torch.ones(1), "epoch": 3}, {}, "'epoch' is no tensor; remove it", id="number"),
+        pytest.param({"w": torch.ones(1), "epoch": 3}, {}, "'epoch' is not a tensor; remove it", id="number"),
         pytest.param({"ema": {"w": torch.ones(1)}}, {}, "the state dict may be one of its parts: key='ema'", id="part"),
         pytest.param({"ema": {"w": torch.ones(1)}}, {"key": "em"}, "did you mean 'ema'", id="key"),
         pytest.param({"w": torch.ones(1)}, {"rename": {"x.": ""}}, "no name begins so; the names are w", id="rule"),

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from fabricate.checkpoint.convert.contents import Contents
+from fabricate.checkpoint.convert.export_source import ExportSource
 from fabricate.checkpoint.format.directory import Reader, find, write_plain_safetensors
 from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
 
@@ -38,7 +38,7 @@ def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
     try:
         staging.mkdir(parents=True)
         with Reader(find(checkpoint)) as reader:
-            remarks = FORMATS[kind](Contents(reader), staging)
+            remarks = FORMATS[kind](ExportSource(reader), staging)
         for path in (*staging.rglob("*"), staging):
             _make_durable(path)
         (staging / _SINGLE[kind] if kind in _SINGLE else staging).rename(out)
@@ -58,31 +58,31 @@ def _make_durable(path: Path) -> None:
         os.close(descriptor)
 
 
-def _safetensors(contents: Contents, folder: Path) -> list[str]:
-    chunks = [contents.chunk(name, logical) for name, logical in contents.weights.items()]
+def _safetensors(source: ExportSource, folder: Path) -> list[str]:
+    chunks = [source.chunk(name, logical) for name, logical in source.weights.items()]
     write_plain_safetensors(folder / "model.safetensors", chunks)
-    shared = [f"{alias} is stored once, as {name}" for alias, name in contents.aliases.items()]
+    shared = [f"{alias} is stored once, as {name}" for alias, name in source.aliases.items()]
     return [f"shared tensors: {', '.join(shared)}"] if shared else []
 
 
-def _transformers(contents: Contents, folder: Path) -> list[str]:
-    """What `save_pretrained` writes, but for a tokenizer, which is no part of a checkpoint."""
-    pretrained = contents.pretrained
+def _transformers(source: ExportSource, folder: Path) -> list[str]:
+    """What `save_pretrained` writes, except a tokenizer, which is not part of a checkpoint."""
+    pretrained = source.pretrained
     if pretrained is None:
         raise ConfigurationError(
-            f"--format transformers: the module of {contents.reader.path} does not hold exactly one transformers model, so there is no "
+            f"--format transformers: the module of {source.reader.path} does not hold exactly one transformers model, so there is no "
             "configuration to write; use --format safetensors"
         )
     prefix = pretrained["prefix"]
-    inside = {name: logical for name, logical in contents.weights.items() if name.startswith(prefix)}
-    chunks = [contents.chunk(name.removeprefix(prefix), logical) for name, logical in inside.items()]
+    inside = {name: logical for name, logical in source.weights.items() if name.startswith(prefix)}
+    chunks = [source.chunk(name.removeprefix(prefix), logical) for name, logical in inside.items()]
     write_plain_safetensors(folder / "model.safetensors", chunks)
     for name in ("config", "generation_config"):
         if pretrained[name] is not None:
             text = json.dumps(pretrained[name], indent=2, sort_keys=True)
             (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    outside = [name for name in contents.weights if not name.startswith(prefix)]
-    remarks = ["a tokenizer is no part of a checkpoint; add its files if the model needs one"]
+    outside = [name for name in source.weights if not name.startswith(prefix)]
+    remarks = ["a tokenizer is not part of a checkpoint; add its files if the model needs one"]
     if outside:
         remarks.append(
             f"left out, not in the transformers model: {', '.join(outside[:5])}{' ...' if outside[5:] else ''}"
@@ -90,28 +90,28 @@ def _transformers(contents: Contents, folder: Path) -> list[str]:
     return remarks
 
 
-def _torch(contents: Contents, folder: Path) -> list[str]:
+def _torch(source: ExportSource, folder: Path) -> list[str]:
     from fabricate.checkpoint.convert import pickled
 
-    pickled.write_state_dict(contents, folder / _SINGLE["torch"])
+    pickled.write_state_dict(source, folder / _SINGLE["torch"])
     return [f"{_PICKLE}; torch.load(weights_only=True) is enough to read it"]
 
 
-def _accelerate(contents: Contents, folder: Path) -> list[str]:
+def _accelerate(source: ExportSource, folder: Path) -> list[str]:
     from fabricate.checkpoint.convert import pickled
 
-    return [f"{_PICKLE}, but for model.safetensors", *pickled.write_accelerate(contents, folder)]
+    return [f"{_PICKLE}, but for model.safetensors", *pickled.write_accelerate(source, folder)]
 
 
-def _deepspeed(contents: Contents, folder: Path) -> list[str]:
+def _deepspeed(source: ExportSource, folder: Path) -> list[str]:
     from fabricate.checkpoint.convert import pickled
 
-    return [_PICKLE, *pickled.write_deepspeed(contents, folder)]
+    return [_PICKLE, *pickled.write_deepspeed(source, folder)]
 
 
 _SINGLE = {"safetensors": "model.safetensors", "torch": "model.pt"}
-"""The one file of a format that is no folder."""
-FORMATS: dict[str, Callable[[Contents, Path], list[str]]] = {
+"""The one file of a format that is not a folder."""
+FORMATS: dict[str, Callable[[ExportSource, Path], list[str]]] = {
     "safetensors": _safetensors,
     "transformers": _transformers,
     "torch": _torch,

@@ -41,7 +41,7 @@ _ELSEWHERE: Final = {
 
 
 @dataclass
-class _Found:
+class _Weights:
     """What a source holds. chunks: whole tensors by their own names. aliases: further names of shared ones."""
 
     chunks: dict[str, Chunk] = field(default_factory=dict)
@@ -86,13 +86,13 @@ def import_checkpoint(
     if not source.exists():
         raise ConfigurationError(f"source {str(source)!r} does not exist; give a file or a folder")
     try:
-        found = _folder(source, key) if source.is_dir() else _file(source, key)
+        weights = _folder(source, key) if source.is_dir() else _file(source, key)
     except OSError as exc:
         raise CheckpointError(f"{source}: cannot be read: {exc.strerror or exc}") from exc
-    if not found.chunks:
+    if not weights.chunks:
         raise ConfigurationError(f"source {str(source)!r} holds no tensor")
-    names = _renamed([*found.chunks, *found.aliases], rename or {})
-    return _write(source, out, found, names, found.step if step is None else step)
+    names = _renamed([*weights.chunks, *weights.aliases], rename or {})
+    return _write(source, out, weights, names, weights.step if step is None else step)
 
 
 def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
@@ -114,22 +114,22 @@ def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
     return new
 
 
-def _write(source: Path, out: Path, found: _Found, names: Mapping[str, str], step: int) -> Path:
+def _write(source: Path, out: Path, weights: _Weights, names: Mapping[str, str], step: int) -> Path:
     nonce = secrets.token_hex(4)
     staging = format.stage(out.absolute().parent, step, nonce)
     try:
         chunks = [
-            Chunk(f"model/{names[name]}", 0, c.count, c.dtype, c.shape, c.data) for name, c in found.chunks.items()
+            Chunk(f"model/{names[name]}", 0, c.count, c.dtype, c.shape, c.data) for name, c in weights.chunks.items()
         ]
         state = {
             "module": {
                 "class": "",
-                "arguments": found.arguments,
+                "arguments": weights.arguments,
                 "unrecorded": [],
                 "transient": [],
                 "pretrained": None,
             },
-            "imported": {"kind": found.kind, "from": source.name},
+            "imported": {"kind": weights.kind, "from": source.name},
         }
         files = (
             format.write_tensors(staging / "data-00000-of-00001.safetensors", chunks),
@@ -142,7 +142,7 @@ def _write(source: Path, out: Path, found: _Found, names: Mapping[str, str], ste
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             tensors=format.tensors_of(files),
             files=files,
-            aliases={f"model/{names[alias]}": f"model/{names[name]}" for alias, name in found.aliases.items()},
+            aliases={f"model/{names[alias]}": f"model/{names[name]}" for alias, name in weights.aliases.items()},
         )
         return format.commit(staging, manifest, name=out.name)
     except BaseException:
@@ -153,7 +153,7 @@ def _write(source: Path, out: Path, found: _Found, names: Mapping[str, str], ste
 # -- which file
 
 
-def _folder(folder: Path, key: str | None) -> _Found:
+def _folder(folder: Path, key: str | None) -> _Weights:
     present = set(LOCAL.listdir(folder))
     if several := sorted(
         name for name in present if re.fullmatch(r"(model|pytorch_model)_\d+\.(safetensors|bin)", name)
@@ -175,7 +175,7 @@ def _folder(folder: Path, key: str | None) -> _Found:
     )
 
 
-def _sharded(folder: Path, index: str) -> _Found:
+def _sharded(folder: Path, index: str) -> _Weights:
     """The parts that an index lists, each with exactly the names that the index promises."""
     where = folder / index
     with LOCAL.open(where) as opened:
@@ -183,7 +183,7 @@ def _sharded(folder: Path, index: str) -> _Found:
     table = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(table, dict) or not all(isinstance(part, str) for part in table.values()):
         raise CheckpointError(f"{where}: weight_map is not a table of file names")
-    found = _Found(kind="sharded weights")
+    weights = _Weights(kind="sharded weights")
     for part in sorted(set(table.values())):
         if not _PART.fullmatch(part):
             raise CheckpointError(f"{where}: {part!r} is not the plain name of a file in this folder")
@@ -192,17 +192,17 @@ def _sharded(folder: Path, index: str) -> _Found:
         if piece.chunks.keys() | piece.aliases.keys() != promised:
             odd = sorted((piece.chunks.keys() | piece.aliases.keys()) ^ promised)
             raise CheckpointError(f"{folder / part} and {index} disagree about {odd[0]!r}")
-        found.chunks |= piece.chunks
-        found.aliases |= piece.aliases
-    return found
+        weights.chunks |= piece.chunks
+        weights.aliases |= piece.aliases
+    return weights
 
 
-def _file(path: Path, key: str | None) -> _Found:
+def _file(path: Path, key: str | None) -> _Weights:
     LOCAL.size(path)  # refuses links, pipes and devices
     if path.suffix == ".safetensors":
         if key is not None:
             raise ConfigurationError(f"key={key!r}: {path} is a safetensors file, which has no keys besides tensors")
-        return _Found(_safetensors(path), kind="safetensors")
+        return _Weights(_safetensors(path), kind="safetensors")
     return _torch(path, key)
 
 
@@ -224,7 +224,7 @@ def _safetensors(path: Path) -> dict[str, Chunk]:
         {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else None
     )
     if entries is None:
-        raise CheckpointError(f"{path}: its header is no JSON object")
+        raise CheckpointError(f"{path}: its header is not a JSON object")
     chunks, ranges = {}, []
     for name, entry in entries.items():
         match entry:
@@ -265,33 +265,42 @@ def _bytes_at(path: Path, start: int, count: int) -> Callable[[], bytes]:
 # -- torch's own files
 
 
-def _torch(path: Path, key: str | None) -> _Found:
+def _torch(path: Path, key: str | None) -> _Weights:
     tree = _load(path)
     if not isinstance(tree, Mapping):
         raise ConfigurationError(f"{path} holds a {type(tree).__name__}, not a state dict; save module.state_dict()")
-    lightning = "pytorch-lightning_version" in tree
-    found = _Found(kind="Lightning" if lightning else "state dict")
-    if lightning:
-        found.step = int(tree.get("global_step", 0))
-        found.arguments = _json_only(tree.get("hyper_parameters", {}))
-    inner = key if key is not None else "state_dict" if isinstance(tree.get("state_dict"), Mapping) else None
-    weights = tree if inner is None else tree.get(inner)
-    if not isinstance(weights, Mapping):
-        nested = [name for name, value in tree.items() if isinstance(value, Mapping)]
+    weights = _Weights(kind="state dict")
+    if "pytorch-lightning_version" in tree:
+        weights.kind = "Lightning"
+        weights.step = int(tree.get("global_step", 0))
+        weights.arguments = _json_only(tree.get("hyper_parameters", {}))
+    _fill(weights, path, _state_dict(path, tree, key))
+    return weights
+
+
+def _state_dict(path: Path, tree: Mapping[Any, Any], key: str | None) -> Mapping[str, torch.Tensor]:
+    """The state dict in the content of a file: its part `key`, else its "state_dict", else all of it."""
+    if key is None and isinstance(tree.get("state_dict"), Mapping):
+        key = "state_dict"
+    tensors = tree if key is None else tree.get(key)
+    if not isinstance(tensors, Mapping):
+        nested = _nested(tree)
         raise ConfigurationError(
             f"key={key!r}: {path} has no state dict there{did_you_mean(str(key), map(str, nested))}; it has {nested}"
         )
-    plain = [name for name, value in weights.items() if not isinstance(name, str) or not _is_tensor(value)]
-    if plain:
-        nested = [str(name) for name, value in weights.items() if isinstance(value, Mapping)]
-        where = (
-            f"; the state dict may be one of its parts: key={nested[0]!r}"
-            if nested
-            else "; remove it from the state dict"
+    others = [name for name, value in tensors.items() if not isinstance(name, str) or not _is_tensor(value)]
+    if others:
+        parts = list(map(str, _nested(tensors)))
+        remedy = (
+            f"the state dict may be one of its parts: key={parts[0]!r}" if parts else "remove it from the state dict"
         )
-        raise ConfigurationError(f"{path}: {plain[0]!r} is no tensor{where}")
-    _fill(found, path, weights)
-    return found
+        raise ConfigurationError(f"{path}: {others[0]!r} is not a tensor; {remedy}")
+    return tensors
+
+
+def _nested(tree: Mapping[Any, Any]) -> list[Any]:
+    """The names of the mappings in `tree`."""
+    return [name for name, value in tree.items() if isinstance(value, Mapping)]
 
 
 def _load(path: Path) -> Any:
@@ -319,13 +328,13 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _fill(found: _Found, path: Path, weights: Mapping[str, torch.Tensor]) -> None:
+def _fill(weights: _Weights, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from fabricate.checkpoint.state.logical import chunk
 
     seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in weights.items():
+    for name, tensor in tensors.items():
         if tensor.is_sparse or tensor.is_quantized or tensor.device.type != "cpu":
-            raise CheckpointError(f"{path}: {name!r} is no plain tensor; make it dense and save it again")
+            raise CheckpointError(f"{path}: {name!r} is not a plain tensor; make it dense and save it again")
         if math.prod(tensor.shape) * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(
                 f"{path}: {name!r} claims the shape {tuple(tensor.shape)}, and {tensor.untyped_storage().nbytes()} bytes are stored for it"
@@ -338,10 +347,10 @@ def _fill(found: _Found, path: Path, weights: Mapping[str, torch.Tensor]) -> Non
             tensor.dtype,
         )
         if tensor.numel() and place in seen:
-            found.aliases[name] = seen[place]
+            weights.aliases[name] = seen[place]
         else:
             seen[place] = name
-            found.chunks[name] = chunk(name, tensor)
+            weights.chunks[name] = chunk(name, tensor)
 
 
 def _json_only(parameters: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A checkpoint in torch's own file format, which is pickle: a state dict, an Accelerate folder, a DeepSpeed folder.
 
 Tensors pass through a memory-mapped file, so that torch writes them without having them in memory. Only written here;
-nothing of it is read.
+nothing of it is read. Must not know how an export is made durable (`exporting`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fabricate.checkpoint.convert.contents import Contents
+from fabricate.checkpoint.convert.export_source import ExportSource
 from fabricate.checkpoint.format.comparing import rank_files
 from fabricate.checkpoint.format.directory import write_plain_safetensors
 from fabricate.checkpoint.state.logical import decode_with, read_whole
@@ -24,45 +24,45 @@ __all__ = ["write_accelerate", "write_deepspeed", "write_state_dict"]
 
 
 @contextmanager
-def _mapped(contents: Contents, logical: Mapping[str, str], folder: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors by name, their memory a temporary file in `folder`. `logical`: the name in the checkpoint, by name."""
+def _mapped(source: ExportSource, logical: Mapping[str, str], folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors by name, their memory a temporary file in `folder`. `logical`: the name in the checkpoint, of each."""
     path = folder / "mapped.safetensors"
-    write_plain_safetensors(path, [contents.chunk(name, there) for name, there in logical.items()])
+    write_plain_safetensors(path, [source.chunk(name, there) for name, there in logical.items()])
     try:
         yield load_file(path)
     finally:
         path.unlink()
 
 
-def write_state_dict(contents: Contents, path: Path) -> None:
+def write_state_dict(source: ExportSource, path: Path) -> None:
     """The state dict as `torch.save` writes it; shared tensors stay shared."""
-    with _mapped(contents, contents.weights, path.parent) as tensors:
-        torch.save(tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}, path)
+    with _mapped(source, source.weights, path.parent) as tensors:
+        torch.save(tensors | {alias: tensors[name] for alias, name in source.aliases.items()}, path)
 
 
-def _optimizer_tensors(contents: Contents, label: str) -> dict[str, str]:
+def _optimizer_tensors(source: ExportSource, label: str) -> dict[str, str]:
     """Logical name by "PARAMETER/KEY", of every tensor in the state of an optimizer."""
     prefix = f"optimizer/{label}/"
-    return {n.removeprefix(prefix): n for n in contents.reader.manifest.tensors if n.startswith(prefix)}
+    return {n.removeprefix(prefix): n for n in source.reader.manifest.tensors if n.startswith(prefix)}
 
 
-def _groups(contents: Contents, label: str) -> list[tuple[list[str], dict[str, Any]]]:
+def _groups(source: ExportSource, label: str) -> list[tuple[list[str], dict[str, Any]]]:
     """The parameter names and the options of each group of an optimizer."""
-    optimizer = contents.state["optimizers"][label]
-    return [(list(g["names"]), dict(decode_with(contents.reader, g["options"]))) for g in optimizer["groups"]]
+    optimizer = source.state["optimizers"][label]
+    return [(list(g["names"]), dict(decode_with(source.reader, g["options"]))) for g in optimizer["groups"]]
 
 
-def write_accelerate(contents: Contents, folder: Path) -> list[str]:
+def write_accelerate(source: ExportSource, folder: Path) -> list[str]:
     """What `Accelerator.save_state` writes, in the order in which `load_state` expects it: one file per optimizer and
     scheduler, numbered from the second on, and the random states of each rank."""
-    chunks = [contents.chunk(name, logical) for name, logical in contents.weights.items()]
+    chunks = [source.chunk(name, logical) for name, logical in source.weights.items()]
     write_plain_safetensors(folder / "model.safetensors", chunks)
-    state, reader = contents.state, contents.reader
+    state, reader = source.state, source.reader
     if "optimizers" not in state:
         raise ConfigurationError(f"--format accelerate: {reader.path} holds weights only; use --format safetensors")
     for number, label in enumerate(state["optimizers"]):
-        with _mapped(contents, _optimizer_tensors(contents, label), folder) as tensors:
-            torch.save(_state_dict(contents, label, tensors), folder / _numbered("optimizer", number))
+        with _mapped(source, _optimizer_tensors(source, label), folder) as tensors:
+            torch.save(_state_dict(source, label, tensors), folder / _numbered("optimizer", number))
     for number, scheduler in enumerate(state["schedulers"].values()):
         torch.save(decode_with(reader, scheduler["state"]), folder / _numbered("scheduler", number))
     if state["scaler"]:
@@ -71,7 +71,7 @@ def write_accelerate(contents: Contents, folder: Path) -> list[str]:
         tree: Any = reader.json(name)
         rng = decode_with(reader, tree["rng"])
         states = {
-            "step": contents.step,
+            "step": source.step,
             "random_state": rng["python"],
             "numpy_random_seed": rng["numpy"],
             "torch_manual_seed": rng["torch"],
@@ -79,20 +79,20 @@ def write_accelerate(contents: Contents, folder: Path) -> list[str]:
         if "cuda" in rng:
             states["torch_cuda_manual_seed"] = [rng["cuda"]]
         torch.save(states, folder / f"random_states_{number}.pkl")
-    return ["the position in the data is no part of it"]
+    return ["the position in the data is not part of it"]
 
 
 def _numbered(name: str, number: int) -> str:
     return f"{name}_{number}.bin" if number else f"{name}.bin"
 
 
-def _state_dict(contents: Contents, label: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _state_dict(source: ExportSource, label: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """An optimizer's state dict: parameters are numbered through the groups."""
-    values = contents.state["optimizers"][label]["values"]
+    values = source.state["optimizers"][label]["values"]
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
-    for names, options in _groups(contents, label):
+    for names, options in _groups(source, label):
         start = len(numbers)
         numbers |= {name: start + offset for offset, name in enumerate(names)}
         groups.append(options | {"params": [numbers[name] for name in names]})
@@ -101,66 +101,30 @@ def _state_dict(contents: Contents, label: str, tensors: Mapping[str, torch.Tens
         state.setdefault(numbers[name], {})[slot] = tensor
     for name, slots in values.items():
         for slot, tree in slots.items():
-            state.setdefault(numbers[name], {})[slot] = decode_with(contents.reader, tree)
+            state.setdefault(numbers[name], {})[slot] = decode_with(source.reader, tree)
     return {"state": state, "param_groups": groups}
 
 
-def write_deepspeed(contents: Contents, folder: Path) -> list[str]:
+_DEEPSPEED_VERSION = "0.19.8"
+"""The version whose layout `write_deepspeed` writes; its engine compares it with what it knows."""
+
+
+def write_deepspeed(source: ExportSource, folder: Path) -> list[str]:
     """DeepSpeed's universal layout, which its engine loads at any ZeRO stage and number of ranks.
 
     ``zero/NAME/{fp32,exp_avg,...}.pt`` for each parameter that is trained, one tensor per file, and two files of totals.
     """
-    reader, state = contents.reader, contents.state
-    if len(state.get("optimizers", ())) != 1:
+    optimizers = source.state.get("optimizers", ())
+    if len(optimizers) != 1:
         raise ConfigurationError(
-            f"--format deepspeed: DeepSpeed's engine has one optimizer, {reader.path} has {len(state.get('optimizers', ()))}"
+            f"--format deepspeed: DeepSpeed's engine has one optimizer, {source.reader.path} has {len(optimizers)}"
         )
-    (label,) = state["optimizers"]
-    tag = f"global_step{contents.step}_universal"
-    zero = folder / tag / "zero"
-    groups = _groups(contents, label)
-    slots = _optimizer_tensors(contents, label)
-    step: Any = None
-    for name in (name for names, _ in groups for name in names):
-        if "/" in name or name in (".", ".."):  # a name is data, and must not lead out of the folder
-            raise ConfigurationError(f"--format deepspeed: the parameter name {name!r} cannot be the name of a folder")
-        (zero / name).mkdir(parents=True)
-        _save_tensor(contents, f"model/{name}", zero / name / "fp32.pt")
-        shape = reader.manifest.tensors[f"model/{name}"].shape
-        for key in [key for key in slots if key.rpartition("/")[0] == name]:
-            slot, logical = key.rpartition("/")[2], slots[key]
-            if slot == "step":
-                step = read_whole(reader, logical)
-                torch.save(step, zero / name / "step.pt")
-            elif reader.manifest.tensors[logical].shape == shape:
-                _save_tensor(contents, logical, zero / name / f"{slot}.pt")
-            else:
-                raise ConfigurationError(
-                    f"--format deepspeed: {slot} of {name} does not have the parameter's shape; DeepSpeed holds states like AdamW's only"
-                )
-    param_groups = [options | {"params": [number]} for number, (_, options) in enumerate(groups)]
-    totals = {
-        "ds_version": _DEEPSPEED_VERSION,
-        "param_groups": param_groups,
-        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": param_groups},  # stage 3 looks here
-    }
-    torch.save(totals, zero / "optimizer_state.pt")
-    schedulers = list(state["schedulers"].values())
-    engine = {
-        "ds_version": _DEEPSPEED_VERSION,
-        "global_steps": contents.step,
-        "global_samples": state["progress"]["samples"],
-        "skipped_steps": state["progress"]["skipped"],
-        "dp_world_size": int(reader.manifest.topology["world_size"]),  # type: ignore[arg-type]
-        "mp_world_size": 1,
-        "lr_scheduler": decode_with(reader, schedulers[0]["state"]) if schedulers else None,
-        "optimizer": None,
-    }
-    with _mapped(contents, contents.weights, folder) as tensors:
-        module = tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}
-        torch.save(engine | {"module": module}, folder / tag / "mp_rank_00_model_states.pt")
-    # Stage 3 looks for the totals under this name; the weights come from zero/ at every stage.
-    torch.save(engine | {"module": {}}, folder / tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    (label,) = optimizers
+    tag = f"global_step{source.step}_universal"
+    groups = _groups(source, label)
+    step = _write_parameters(source, label, [name for names, _ in groups for name in names], folder / tag / "zero")
+    _write_optimizer_totals([options for _, options in groups], step, folder / tag / "zero" / "optimizer_state.pt")
+    _write_engine_totals(source, folder / tag)
     (folder / "latest_universal").write_text(tag, encoding="utf-8")
     return [
         'it is in DeepSpeed\'s universal layout: load it with {"checkpoint": {"load_universal": true}}',
@@ -169,9 +133,60 @@ def write_deepspeed(contents: Contents, folder: Path) -> list[str]:
     ]
 
 
-_DEEPSPEED_VERSION = "0.19.8"
-"""The version whose layout this is; its engine compares it with what it knows."""
+def _write_parameters(source: ExportSource, label: str, names: list[str], zero: Path) -> Any:
+    """A folder in `zero` for each parameter, with its values and the optimizer's state of it; returns the optimizer's step."""
+    tensors, slots = source.reader.manifest.tensors, _optimizer_tensors(source, label)
+    step: Any = None
+    for name in names:
+        if "/" in name or name in (".", ".."):  # a name is data, and must not lead out of the folder
+            raise ConfigurationError(f"--format deepspeed: the parameter name {name!r} cannot be the name of a folder")
+        (zero / name).mkdir(parents=True)
+        _save_tensor(source, f"model/{name}", zero / name / "fp32.pt")
+        for key in [key for key in slots if key.rpartition("/")[0] == name]:
+            slot, logical = key.rpartition("/")[2], slots[key]
+            if slot == "step":
+                step = read_whole(source.reader, logical)
+                torch.save(step, zero / name / "step.pt")
+            elif tensors[logical].shape == tensors[f"model/{name}"].shape:
+                _save_tensor(source, logical, zero / name / f"{slot}.pt")
+            else:
+                raise ConfigurationError(
+                    f"--format deepspeed: {slot} of {name} does not have the parameter's shape; DeepSpeed holds states like AdamW's only"
+                )
+    return step
 
 
-def _save_tensor(contents: Contents, logical: str, path: Path) -> None:
-    torch.save({"param": read_whole(contents.reader, logical).float()}, path)
+def _save_tensor(source: ExportSource, logical: str, path: Path) -> None:
+    torch.save({"param": read_whole(source.reader, logical).float()}, path)
+
+
+def _write_optimizer_totals(options: list[dict[str, Any]], step: Any, path: Path) -> None:
+    """The options of each group, and the step for stage 3, which looks for it here."""
+    param_groups = [group | {"params": [number]} for number, group in enumerate(options)]
+    totals = {
+        "ds_version": _DEEPSPEED_VERSION,
+        "param_groups": param_groups,
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": param_groups},
+    }
+    torch.save(totals, path)
+
+
+def _write_engine_totals(source: ExportSource, folder: Path) -> None:
+    """The counters, the scheduler and the module's weights, under the names of both kinds of stages."""
+    state, reader = source.state, source.reader
+    schedulers = list(state["schedulers"].values())
+    engine = {
+        "ds_version": _DEEPSPEED_VERSION,
+        "global_steps": source.step,
+        "global_samples": state["progress"]["samples"],
+        "skipped_steps": state["progress"]["skipped"],
+        "dp_world_size": int(reader.manifest.topology["world_size"]),  # type: ignore[arg-type]
+        "mp_world_size": 1,
+        "lr_scheduler": decode_with(reader, schedulers[0]["state"]) if schedulers else None,
+        "optimizer": None,
+    }
+    with _mapped(source, source.weights, folder.parent) as tensors:
+        module = tensors | {alias: tensors[name] for alias, name in source.aliases.items()}
+        torch.save(engine | {"module": module}, folder / "mp_rank_00_model_states.pt")
+    # Stage 3 looks for the totals under this name; the weights come from zero/ at every stage.
+    torch.save(engine | {"module": {}}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")

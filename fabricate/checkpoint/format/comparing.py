@@ -1,13 +1,13 @@
 """Two checkpoints against each other: what differs, by component, down to the first element or value.
 
 Bitwise: -0.0 and 0.0 differ, a nan equals itself. Reads in slices, so that no tensor is in memory as a whole. Must not know
-torch, ranks, or who asks.
+torch, ranks, or its callers.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -82,8 +82,8 @@ def compare(a: Reader, b: Reader) -> list[Difference]:
     Raises CheckpointError where a block of either is damaged.
     """
     plugins = [name for reader in (a, b) for name in _plugins(reader)]
-    found = [*_tensors(a, b, plugins), *_values(a, b)]
-    return sorted(found, key=lambda difference: (_place(difference.component), difference.component))
+    differences = [*_tensors(a, b, plugins), *_values(a, b)]
+    return sorted(differences, key=lambda difference: (_place(difference.component), difference.component))
 
 
 def _place(component: str) -> int:
@@ -133,8 +133,8 @@ def _tensors(a: Reader, b: Reader, plugins: list[str]) -> Iterator[Difference]:
         elif one != other:
             text = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
             yield Difference(component, name, text)
-        elif found := _elements(a, b, component, name):
-            yield found
+        elif difference := _elements(a, b, component, name):
+            yield difference
     for alias in sorted(ours.aliases.keys() | theirs.aliases.keys()):
         left, right = ours.aliases.get(alias), theirs.aliases.get(alias)
         if left != right:
@@ -222,15 +222,15 @@ def _values(a: Reader, b: Reader) -> Iterator[Difference]:
 def _sections(reader: Reader, file: str) -> dict[tuple[str, str], Any]:
     """The values of one JSON file by (component, path); nothing where the checkpoint has no such file."""
     tree: Any = _plain(reader.json(file)) if _has(reader, file) else {}
-    found: dict[tuple[str, str], Any] = {}
+    sections: dict[tuple[str, str], Any] = {}
     for top, value in tree.items():
         if top == "imported":  # where it came from, not what it is
             continue
         if top in ("optimizers", "schedulers", "plugins"):
-            found |= {(f"{top[:-1]} {name}", f"{top}.{name}"): below for name, below in value.items()}
+            sections |= {(f"{top[:-1]} {name}", f"{top}.{name}"): below for name, below in value.items()}
         else:
-            found[_STATE.get(top, top), top] = value
-    return found
+            sections[_STATE.get(top, top), top] = value
+    return sections
 
 
 def _plain(tree: Any) -> Any:
@@ -253,26 +253,34 @@ def _plain(tree: Any) -> Any:
 def _paths(a: Any, b: Any, path: str) -> Iterator[tuple[str, str]]:
     """(path, text) of every leaf that differs."""
     if isinstance(a, dict) and isinstance(b, dict):
-        for key in dict.fromkeys([*a, *b]):
-            below = f"{path}.{key}" if path else key
-            if key not in a or key not in b:
-                yield below, f"only in the {'first' if key in a else 'second'}"
-            else:
-                yield from _paths(a[key], b[key], below)
-        if list(a) != list(b) and a.keys() == b.keys():
-            yield path, "another order of keys"
+        yield from _paths_of_objects(a, b, path)
     elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
-        pairs = [(number, one, other) for number, (one, other) in enumerate(zip(a, b, strict=True)) if one != other]
-        if len(pairs) > 1 and not any(isinstance(one, dict | list | tuple) for _, one, _ in pairs):
-            number, one, other = pairs[0]
-            text = f"{len(pairs)} of {len(a)} values; first at [{number}]: {_short(one)} against {_short(other)}"
-            yield path, text
-            return
+        yield from _paths_of_sequences(a, b, path)
+    elif a != b or type(a) is not type(b):
+        yield path, _against(a, b)
+
+
+def _paths_of_objects(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    for key in dict.fromkeys([*a, *b]):
+        below = f"{path}.{key}" if path else key
+        if key not in a or key not in b:
+            yield below, f"only in the {'first' if key in a else 'second'}"
+        else:
+            yield from _paths(a[key], b[key], below)
+    if list(a) != list(b) and a.keys() == b.keys():
+        yield path, "another order of keys"
+
+
+def _paths_of_sequences(a: Sequence[Any], b: Sequence[Any], path: str) -> Iterator[tuple[str, str]]:
+    """Of plain values that differ in several places one line; of containers every leaf."""
+    pairs = [(number, one, other) for number, (one, other) in enumerate(zip(a, b, strict=True)) if one != other]
+    if len(pairs) > 1 and not any(isinstance(one, dict | list | tuple) for _, one, _ in pairs):
+        number, one, other = pairs[0]
+        yield path, f"{len(pairs)} of {len(a)} values; first at [{number}]: {_against(one, other)}"
+    else:
         for number, one, other in pairs:
             yield from _paths(one, other, f"{path}[{number}]")
-    elif a != b or type(a) is not type(b):
-        yield path, f"{_short(a)} against {_short(b)}"
 
 
-def _short(value: object) -> str:
-    return reprlib.repr(value)
+def _against(a: object, b: object) -> str:
+    return f"{reprlib.repr(a)} against {reprlib.repr(b)}"

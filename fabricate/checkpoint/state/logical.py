@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 import mmap
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,10 @@ def named_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
 
 def transient_names(module: torch.nn.Module) -> set[str]:
     """Names of the buffers that `state_dict()` leaves out; a checkpoint holds them all the same."""
-    found: set[str] = set()
+    names: set[str] = set()
     for prefix, child in module.named_modules():
-        found |= {f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set}
-    return found
+        names |= {f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set}
+    return names
 
 
 class Saver:
@@ -233,28 +233,28 @@ class Saver:
                     self.whole(logical, value)
                 else:
                     values.setdefault(name, {})[key] = self.encode(value, logical, self.whole)
-        told = [
+        saved_groups = [
             {"options": self.encode({k: v for k, v in g.items() if k != "params"}, f"optimizer/{label}/group", self.whole),
              "names": list(names)}
             for g, names in zip(optimizer.param_groups, groups, strict=True)
         ]  # fmt: skip
-        return {"kind": type(optimizer).__name__, "groups": told, "values": values}
+        return {"kind": type(optimizer).__name__, "groups": saved_groups, "values": values}
 
     def encode(self, value: object, path: str, put: Callable[[str, torch.Tensor], None]) -> Any:
         """`value` as tagged JSON; tensors inside go to `put` under names that begin with `path`."""
 
-        def tensor(where: str, found: object) -> str | None:
-            if type(found).__module__ == "numpy" and hasattr(found, "tobytes"):
+        def tensor(where: str, leaf: object) -> str | None:
+            if type(leaf).__module__ == "numpy" and hasattr(leaf, "tobytes"):
                 return None  # small arrays stay in the JSON
-            if isinstance(found, Strategy.Part):
-                self.part(where, found)
+            if isinstance(leaf, Strategy.Part):
+                self.part(where, leaf)
                 return where
-            if not isinstance(found, torch.Tensor):
+            if not isinstance(leaf, torch.Tensor):
                 return None
-            if is_sharded(found):
-                self.shared(where, found)
+            if is_sharded(leaf):
+                self.shared(where, leaf)
             else:
-                put(where, found.detach())
+                put(where, leaf.detach())
             return where
 
         return encode(value, tensor, path)
@@ -289,9 +289,9 @@ def optimizer_groups(
 ) -> dict[str, Groups]:
     """The parameters that each optimizer holds. Raises `ConfigurationError` for one that is not the module's."""
     names = {id(p): n for n, p in module.named_parameters()}
-    found: dict[str, Groups] = {}
+    groups: dict[str, Groups] = {}
     for label, optimizer in optimizers.items():
-        found[label] = []
+        groups[label] = []
         for group in strategy.optimizer_groups(optimizer):
             for parameter in group:
                 if id(parameter) not in names:
@@ -299,8 +299,8 @@ def optimizer_groups(
                         f"optimizer {label!r} holds a parameter of shape {tuple(parameter.shape)} that is not a parameter of the module; "
                         "make it an attribute of the module, and take self.parameters() inside configure_optimizers"
                     )
-            found[label].append({names[id(p)]: p for p in group})
-    return found
+            groups[label].append({names[id(p)]: p for p in group})
+    return groups
 
 
 def frozen_digests(frozen: Mapping[str, torch.Tensor], strategy: Strategy) -> dict[str, str]:
@@ -314,8 +314,8 @@ def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) 
     parameters, _, others = named_tensors(module)
     left_out = _left_out(reader)
     names = {others.get(name, name): name for name in left_out}
-    found = frozen_digests({name: parameters[name] for name in names if name in parameters}, strategy)
-    wrong = [name for name, value in found.items() if value != left_out[names[name]]]
+    digests = frozen_digests({name: parameters[name] for name in names if name in parameters}, strategy)
+    wrong = [name for name, value in digests.items() if value != left_out[names[name]]]
     if wrong:
         raise CheckpointError(
             f"checkpoint {reader.path} was saved without the weights that were not trained (save_frozen=False), and this module has "
@@ -324,10 +324,11 @@ def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) 
 
 
 def _left_out(reader: Reader) -> dict[str, str]:
-    found = shared_state(reader)["module"].get("frozen", {})
-    if not isinstance(found, dict):
+    """Digests by name of the frozen parameters that the checkpoint does not hold."""
+    digests = shared_state(reader)["module"].get("frozen", {})
+    if not isinstance(digests, dict):
         raise CheckpointError(f"checkpoint {reader.path}: state.json: module: frozen: fabricate did not write it so")
-    return found
+    return digests
 
 
 def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> dict[str, str]:
@@ -338,32 +339,48 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
     """
     parameters, buffers, others = named_tensors(module)
     live = {f"model/{n}": strategy.local_part(t) for n, t in (*parameters.items(), *buffers.items())}
-    saved = {n: r for n, r in reader.manifest.tensors.items() if n.startswith("model/")}
-    where = f"checkpoint {reader.path}"
-    candidates = {name: [name, reader.manifest.aliases.get(name, name)] for name in live}
+    names = _possible_names(reader, live, others)
+    saved = {name for name in reader.manifest.tensors if name.startswith("model/")}
+    source = {name: there for name in live if (there := next((n for n in names[name] if n in saved), ""))}
+    _check_complete(reader, module, names, source, saved)
+    for name, there in source.items():
+        _check_fits(reader, name, there, live[name])
+    return source
+
+
+def _possible_names(reader: Reader, live: Iterable[str], others: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names that each live tensor may have in the checkpoint. `others`: the further names of shared tensors."""
+    names = {name: [name, reader.manifest.aliases.get(name, name)] for name in live}
     for other, name in others.items():
-        candidates[f"model/{name}"].append(f"model/{other}")
-    source = {name: next((n for n in names if n in saved), "") for name, names in candidates.items()}
+        names[f"model/{name}"].append(f"model/{other}")
+    return names
+
+
+def _check_complete(
+    reader: Reader, module: torch.nn.Module, names: Mapping[str, list[str]], source: Mapping[str, str], saved: set[str]
+) -> None:
+    """Every tensor of the module has a source, except transient ones and those left out on purpose; each saved one is used."""
     transient = {f"model/{n}" for n in transient_names(module)}
     left_out = {f"model/{n}" for n in _left_out(reader)}
-    outside = {name for name, names in candidates.items() if left_out.intersection(names)}
-    missing = [n for n in live if not source[n] and n not in transient and n not in outside]
-    surplus = [n for n in saved if n not in set(source.values())]
-    surplus += sorted(left_out.difference(*candidates.values()))
+    missing = [n for n in names if n not in source and n not in transient and not left_out.intersection(names[n])]
+    used = set(source.values())
+    surplus = [n for n in reader.manifest.tensors if n in saved and n not in used]
+    surplus += sorted(left_out.difference(*names.values()))
     if missing or surplus:
         raise CheckpointError(
-            f"{where} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
+            f"checkpoint {reader.path} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
             "module with the same arguments"
         )
-    source = {name: name_there for name, name_there in source.items() if name_there}
-    for name, name_there in source.items():
-        shape, dtype = tuple(saved[name_there].shape), _DTYPES[saved[name_there].dtype]
-        if shape != live[name].shape:
-            raise CheckpointError(f"{where}: {name} has shape {shape}, the module's has {live[name].shape}")
-        # Another width is another precision; a number of another kind is another number.
-        if _kind(dtype) != _kind(live[name].dtype):
-            raise CheckpointError(f"{where}: {name} is {dtype}, the module's is {live[name].dtype}")
-    return source
+
+
+def _check_fits(reader: Reader, name: str, there: str, live: Strategy.Part) -> None:
+    """The saved tensor `there` has the shape and the kind of numbers of the live one. Its width is a matter of precision."""
+    record, where = reader.manifest.tensors[there], f"checkpoint {reader.path}"
+    shape, dtype = tuple(record.shape), _DTYPES[record.dtype]
+    if shape != live.shape:
+        raise CheckpointError(f"{where}: {name} has shape {shape}, the module's has {live.shape}")
+    if _kind(dtype) != _kind(live.dtype):
+        raise CheckpointError(f"{where}: {name} is {dtype}, the module's is {live.dtype}")
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -476,8 +493,8 @@ def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[st
     in which a safetensors file holds them: wide elements first. Ranks that gather in this order meet the one that writes."""
     kept = set(module.state_dict(keep_vars=True))
     parameters, buffers, _ = named_tensors(module)
-    found = [(n, t) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
-    return sorted(found, key=lambda pair: -strategy.local_part(pair[1]).dtype.itemsize)
+    exported = [(n, t) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
+    return sorted(exported, key=lambda pair: -strategy.local_part(pair[1]).dtype.itemsize)
 
 
 def whole_chunk(name: str, tensor: torch.Tensor, strategy: Strategy) -> Chunk:

@@ -1,6 +1,6 @@
-"""A checkpoint as other tools think of one: names as in a state dict, without torch.
+"""What exporters read: an open checkpoint with the names of a state dict, without torch.
 
-Must not know: any of their formats.
+Must not know the formats that are written (`exporting`, `pickled`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from fabricate.checkpoint.format import codec
 from fabricate.checkpoint.format.directory import Chunk, Reader
 from fabricate.errors import CheckpointError
 
-__all__ = ["Contents"]
+__all__ = ["ExportSource"]
 
 
-class Contents:
-    """An open checkpoint as a state dict, and what fabricate knows besides.
+class ExportSource:
+    """An open checkpoint with the names of a state dict.
 
     weights: logical name by state-dict name, without buffers that a state dict leaves out; of shared tensors the first
     name. aliases: the other names of shared tensors, to that one.
@@ -30,7 +30,7 @@ class Contents:
         if frozen := module.get("frozen"):
             raise CheckpointError(
                 f"checkpoint {reader.path} holds the trained weights only (save_frozen=False: {len(frozen)} others are left out), which is "
-                "no whole model; the one in RUN_DIR/model is"
+                "not a whole model; the one in RUN_DIR/model is"
             )
         left_out = set(module.get("transient", ()))
         model = [n for n in reader.manifest.tensors if n.startswith("model/")]
