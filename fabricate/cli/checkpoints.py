@@ -1,7 +1,7 @@
 """`fabricate ckpt`: list, verify, look into, compare, export, import and prune checkpoints.
 
 Owns what is printed and the exit codes: 1 where a check fails or two checkpoints differ, 2 for a wrong command. Must not
-know the loop; imports no torch but for the formats that are torch's own.
+know the loop; imports no torch except for torch's own formats.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def verify(ctx: click.Context, path: Path) -> None:
       fabricate ckpt verify runs/first
       fabricate ckpt verify runs/first/checkpoints/step-00000500
     """
-    found = _checkpoints(path)
-    if not found:
+    checkpoints = _checkpoints(path)
+    if not checkpoints:
         raise CheckpointError(f"no checkpoints in {str(path)!r}; give a run directory or one checkpoint")
     damaged = False
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         if error := _damage(checkpoint):
             if ctx.find_root().params["debug"]:
                 raise error
@@ -113,28 +113,29 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
     from fabricate.checkpoint.format.directory import Reader, find
 
     with Reader(find(checkpoint)) as reader:
-        found = _contents(reader)
+        contents = _contents(reader)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(contents, indent=1))
         return
-    click.echo(found["path"])
+    click.echo(contents["path"])
     for topic in ("step", "run_id", "created", "topology", "versions", "progress", "metrics"):
-        click.echo(f"  {topic.replace('_', ' '):<10} {_line(found[topic])}")
-    click.echo(f"  {'size':<10} {size_text(found['size'])} in {len(found['files'])} files")
-    for name, optimizer in found["optimizers"].items():
+        click.echo(f"  {topic.replace('_', ' '):<10} {_line(contents[topic])}")
+    click.echo(f"  {'size':<10} {size_text(contents['size'])} in {len(contents['files'])} files")
+    for name, optimizer in contents["optimizers"].items():
         click.echo(f"  optimizer  {name}: {optimizer['kind']}")
         for number, group in enumerate(optimizer["groups"]):
             click.echo(f"    group {number}: {group['parameters']} parameters, {_line(group['options'])}")
     rows = [
-        (name, str(g["tensors"]), f"{g['elements']:,}", size_text(g["bytes"])) for name, g in found["groups"].items()
+        (name, str(g["tensors"]), f"{g['elements']:,}", size_text(g["bytes"])) for name, g in contents["groups"].items()
     ]
     print_table(("group", "tensors", "elements", "size"), rows)
-    tensors = [(n, t["dtype"], str(t["shape"]), size_text(t["bytes"])) for n, t in found["tensors"].items()]
-    tensors += [(alias, "", "", f"shared with {name}") for alias, name in found["aliases"].items()]
+    tensors = [(n, t["dtype"], str(t["shape"]), size_text(t["bytes"])) for n, t in contents["tensors"].items()]
+    tensors += [(alias, "", "", f"shared with {name}") for alias, name in contents["aliases"].items()]
     print_table(("tensor", "dtype", "shape", "size"), tensors)
 
 
 def _contents(reader: Reader) -> dict[str, Any]:
+    """What a checkpoint holds, as JSON values."""
     from fabricate.checkpoint.format.comparing import component_of
     from fabricate.checkpoint.format.directory import ITEM_SIZES
 
@@ -208,28 +209,30 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
 
     for component in only:
         if component.partition(" ")[0] not in {known.partition(" ")[0] for known in COMPONENTS}:
-            raise ConfigurationError(f"--only {component!r} is no component; give one of {', '.join(COMPONENTS)}")
+            raise ConfigurationError(f"--only {component!r} is not a component; give one of {', '.join(COMPONENTS)}")
     paths = find(first), find(second)
     with Reader(paths[0]) as a, Reader(paths[1]) as b:
-        found = [d for d in compare(a, b) if not only or d.component.startswith(only)]
+        differences = [d for d in compare(a, b) if not only or d.component.startswith(only)]
     if as_json:
         click.echo(
-            json.dumps({"first": str(paths[0]), "second": str(paths[1]), "differences": [d.to_json() for d in found]})
+            json.dumps(
+                {"first": str(paths[0]), "second": str(paths[1]), "differences": [d.to_json() for d in differences]}
+            )
         )
-    elif not found:
+    elif not differences:
         click.echo(f"no difference between {paths[0]} and {paths[1]}")
     else:
         click.echo(f"{paths[0]}\n{paths[1]}")
-        print_differences(found)
-    if found:
+        print_differences(differences)
+    if differences:
         ctx.exit(1)
 
 
-def print_differences(found: Sequence[Difference]) -> None:
+def print_differences(differences: Sequence[Difference]) -> None:
     """Print a table, with the first few of each component."""
     rows = []
-    for component, number in Counter(difference.component for difference in found).items():
-        some = [d for d in found if d.component == component][:_MOST_ROWS]
+    for component, number in Counter(difference.component for difference in differences).items():
+        some = [d for d in differences if d.component == component][:_MOST_ROWS]
         rows += [(component, d.name, d.text) for d in some]
         if number > len(some):
             rows.append((component, f"and {number - len(some)} more", "--json lists all"))
@@ -310,7 +313,7 @@ def import_(source: Path, out: Path, rename: tuple[str, ...], key: str | None, s
     required=True,
     help="last=N, best=N, and for best metric=NAME (default: val_loss) and mode=min or max, joined by commas.",
 )
-@click.option("--yes", is_flag=True, help="Delete. Without it, nothing is deleted, only told.")
+@click.option("--yes", is_flag=True, help="Delete. Without it, checkpoints are only listed.")
 def prune(run_dir: Path, keep: str, yes: bool) -> None:
     """Delete the checkpoints in RUN_DIR that RULE does not keep; a rehearsal unless --yes is given.
 
@@ -325,31 +328,38 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
     from fabricate.checkpoint.format.directory import committed
     from fabricate.checkpoint.format.directory import prune as delete
     from fabricate.checkpoint.format.lock import locked
-    from fabricate.checkpoint.format.retention import kept
 
     rule, root = _rule(keep), _root(run_dir)
     with locked(root.parent) if yes else contextlib.nullcontext():
-        found = committed(root)
-        good = [path for path in found if not _damage(path, thoroughly=False)]
-        _check_metric(good, rule)
-        verified: set[Path] = set()
-        while True:  # until all that the rule keeps is good: a damaged one gives its place to the next
-            held = kept(good, rule)
-            damaged = {path for path in held - verified if _damage(path)}
-            verified |= held - damaged
-            if not damaged:
-                break
-            good = [path for path in good if path not in damaged]
-        if not held:
+        checkpoints = committed(root)
+        good, kept = _good_and_kept(checkpoints, rule)
+        if not kept:
             raise CheckpointError(f"{str(run_dir)!r} has no good checkpoint to keep; nothing is deleted")
-        gone = [path for path in good if path not in held]
+        surplus = [path for path in good if path not in kept]
         if yes:
-            delete(gone)
-    for path in found:
-        fate = "deleted" if yes else "would be deleted"
-        click.echo(f"{path.name}: {'kept' if path in held else fate if path in gone else 'damaged, left as it is'}")
-    if gone and not yes:
+            delete(surplus)
+    fate = "deleted" if yes else "would be deleted"
+    for path in checkpoints:
+        state = "kept" if path in kept else fate if path in surplus else "damaged, left as it is"
+        click.echo(f"{path.name}: {state}")
+    if surplus and not yes:
         click.echo("nothing is deleted without --yes")
+
+
+def _good_and_kept(checkpoints: list[Path], rule: Mapping[str, Any]) -> tuple[list[Path], set[Path]]:
+    """The checkpoints without damage, and those of them that `rule` keeps, of which every byte was verified."""
+    from fabricate.checkpoint.format.retention import kept
+
+    good = [path for path in checkpoints if not _damage(path, thoroughly=False)]
+    _check_metric(good, rule)
+    verified: set[Path] = set()
+    while True:  # until all that the rule keeps is good: a damaged one gives its place to the next
+        keeps = kept(good, rule)
+        damaged = {path for path in keeps - verified if _damage(path)}
+        verified |= keeps - damaged
+        if not damaged:
+            return good, keeps
+        good = [path for path in good if path not in damaged]
 
 
 def _rule(text: str) -> dict[str, Any]:
@@ -369,14 +379,15 @@ def _rule(text: str) -> dict[str, Any]:
     return parse_keep("keep", rule)
 
 
-def _check_metric(found: list[Path], rule: Mapping[str, Any]) -> None:
+def _check_metric(checkpoints: list[Path], rule: Mapping[str, Any]) -> None:
+    """The metric that decides which checkpoint is best was recorded."""
     from fabricate.checkpoint.format.directory import Reader
 
     recorded: set[str] = set()
-    for path in found if "best" in rule else ():
+    for path in checkpoints if "best" in rule else ():
         with Reader(path) as reader:
             recorded |= reader.manifest.metrics.keys()
-    if "best" in rule and found and rule["metric"] not in recorded:
+    if "best" in rule and checkpoints and rule["metric"] not in recorded:
         raise ConfigurationError(
             f"--keep best={rule['best']}: no checkpoint recorded {rule['metric']!r}; add metric=NAME, one of "
             f"{', '.join(sorted(recorded)) or 'none'}"
@@ -403,11 +414,13 @@ def _fault(error: CheckpointError) -> str:
 
 
 def _root(path: Path) -> Path:
+    """The folder of checkpoints of a run directory, or `path`, which is that folder."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 
 
 def _checkpoints(path: Path) -> list[Path]:
+    """Those that `path` stands for: itself, or all of a run, oldest first."""
     from fabricate.checkpoint.format.directory import committed
 
     if path.name.startswith("step-") or (path / "manifest.json").exists():

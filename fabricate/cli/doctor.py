@@ -26,14 +26,14 @@ def doctor(ctx: click.Context, /, cpu: bool, as_json: bool) -> None:
     from fabricate.cli.doctor_checks import examine
 
     marks = {"good": "ok", "absent": "-", "broken": "BROKEN"}
-    found = []
+    findings = []
     for finding in examine("cpu" if cpu else None):
-        found.append(finding)
+        findings.append(finding)
         if not as_json:
             click.echo(f"{marks[finding.state]:<7} {finding.topic:<18} {finding.text}")
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=2))
-    if broken := [finding.topic for finding in found if finding.state == "broken"]:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    if broken := [finding.topic for finding in findings if finding.state == "broken"]:
         if not as_json:
             click.echo(f"broken: {'; '.join(broken)}", err=True)
         ctx.exit(1)

@@ -1,4 +1,4 @@
-"""What this machine and installation can do, found out by trying. `fabricate doctor` shows it.
+"""What this machine and installation can do, by trying it. `fabricate doctor` shows it.
 
 Owns the checks. `python -m fabricate.cli.doctor_checks` is one rank of the collective that it starts. Must not know: options and output,
 the loop, Accelerate.
@@ -64,11 +64,11 @@ def examine(device_type: str | None = None) -> Iterator[Finding]:
         topic = check.__name__.strip("_").replace("_", " ")
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what libraries print when they are imported is no finding
-                found = list(check(device_type))
+                findings = list(check(device_type))
         except Exception as exc:  # a check that fails is a finding: something that it needs is broken
             text = str(exc) if isinstance(exc, FabricateError) else f"{type(exc).__name__}: {exc}"
-            found = [Finding(topic, "broken", text.strip())]
-        yield from found
+            findings = [Finding(topic, "broken", text.strip())]
+        yield from findings
 
 
 def _versions(device_type: str | None) -> Iterator[Finding]:
@@ -110,9 +110,9 @@ def _devices(device_type: str | None) -> Iterator[Finding]:
         )
         return
     for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        capability = f"compute capability {found.major}.{found.minor}"
-        yield Finding(f"device {number}", "good", f"{found.name}, {size_text(found.total_memory)}, {capability}")
+        device = torch.cuda.get_device_properties(number)
+        capability = f"compute capability {device.major}.{device.minor}"
+        yield Finding(f"device {number}", "good", f"{device.name}, {size_text(device.total_memory)}, {capability}")
     count = torch.cuda.device_count()
     linked = [(a, b) for a in range(count) for b in range(a) if torch.cuda.can_device_access_peer(a, b)]
     if count > 1:
@@ -156,10 +156,10 @@ def _timed(layer: Any, x: Any, context: Any) -> tuple[Any, float]:
 
     def run() -> Any:
         with context or contextlib.nullcontext():
-            found = layer(x)
+            output = layer(x)
         if x.device.type == "cuda":
             torch.cuda.synchronize()
-        return found
+        return output
 
     result, best = run(), float("inf")
     for _ in range(5):
@@ -258,8 +258,8 @@ def _deepspeed_ops(device_type: str | None) -> Iterator[Finding]:
     if importlib.util.find_spec("deepspeed") is None:
         yield Finding("deepspeed ops", "absent", "DeepSpeed is not installed")
         return
-    found: Any = importlib.import_module("deepspeed.git_version_info")
-    ready = sorted(name for name, built in found.installed_ops.items() if built)
+    versions: Any = importlib.import_module("deepspeed.git_version_info")
+    ready = sorted(name for name, built in versions.installed_ops.items() if built)
     compiler = [tool for tool in ("ninja", "g++") if shutil.which(tool)]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     cached = sorted({path.stem for path in folder.rglob("*.so")}) if folder.exists() else []
@@ -272,12 +272,12 @@ def _deepspeed_ops(device_type: str | None) -> Iterator[Finding]:
 
 
 def _launcher(device_type: str | None) -> Iterator[Finding]:
-    found = detect(os.environ)
+    launch = detect(os.environ)
     asked = ", ".join(f"{name}={request.value} ({request.source})" for name, request in requests(os.environ).items())
     yield Finding(
         "launcher",
         "good",
-        f"{found.launcher}, rank {found.rank} of {found.world_size}; asked for: {asked or 'nothing'}",
+        f"{launch.launcher}, rank {launch.rank} of {launch.world_size}; asked for: {asked or 'nothing'}",
     )
 
 

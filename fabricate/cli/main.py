@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import click
 
 from fabricate.cli.checkpoints import ckpt
-from fabricate.cli.checks import check_invariance, verify_resume
 from fabricate.cli.doctor import doctor
 from fabricate.cli.launch import launching, prepared
 from fabricate.cli.plugins import PluginCommands, plugins
 from fabricate.cli.report import report
+from fabricate.cli.self_checks import check_invariance, verify_resume
 from fabricate.errors import FabricateError
 
 

@@ -94,9 +94,9 @@ def plugins(ctx: click.Context, /, as_json: bool, hook: str | None, names: tuple
     elif names:
         raise click.UsageError("--plugin belongs to --order HOOK")
     else:
-        found = Registry(tolerant=True).describe()
+        plugins = Registry(tolerant=True).describe()
         columns = ("name", "distribution", "version", "offers", "state", "reason")
-        rows = [{**dataclasses.asdict(row), "offers": list(row.offers)} for row in found]
+        rows = [{**dataclasses.asdict(row), "offers": list(row.offers)} for row in plugins]
     _show(columns, rows, as_json)
 
 
@@ -165,16 +165,16 @@ def check(ctx: click.Context, as_json: bool) -> None:
         from fabricate.distributed.engine import tracker_names
 
         taken["tracker"] = tracker_names()
-    found = registry.check(taken)
-    if not found and not as_json:
+    plugins = registry.check(taken)
+    if not plugins and not as_json:
         click.echo("no plugins are installed")
         return
     rows = [
         {**dataclasses.asdict(row), "milliseconds": round(row.milliseconds), "problems": list(row.problems)}
-        for row in found
+        for row in plugins
     ]
     _show(("name", "distribution", "version", "milliseconds", "problems"), rows, as_json)
-    if any(row.problems for row in found):
+    if any(row.problems for row in plugins):
         ctx.exit(1)
 
 

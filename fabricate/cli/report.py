@@ -1,7 +1,7 @@
 """`fabricate report`: what the files of a run directory say about the run, in a page of text or as JSON.
 
-Owns: how plan.json, metrics.jsonl, events.jsonl and the checkpoints are read and summed up. Only what they hold is told;
-what a run did not record is left out. Must not know how they are written; imports no torch.
+Owns how plan.json, metrics.jsonl, events.jsonl and the checkpoints are read and summed up. What a run did not record is left
+out. Must not know how they are written; imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fabricate.cli.tables import print_table
 from fabricate.errors import CheckpointError, FabricateError, size_text
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
-_ORDINARY = ("saved", "loss_weight", "observed")  # what every run tells; the rest is worth a line
+_ORDINARY = ("saved", "loss_weight", "observed")  # what every run records; the rest is worth a line
 
 
 @click.command()
@@ -36,21 +36,21 @@ def report(run_dir: Path, as_json: bool) -> None:
       fabricate report runs/first
       fabricate report runs/first --json
     """
-    found = summary(run_dir)
+    sums = summary(run_dir)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(sums, indent=1))
         return
     click.echo(str(run_dir))
     for topic in ("plan", "progress", "time", "rates", "shares", "checkpoints"):
-        if found[topic]:
-            parts = [f"{name.replace('_', ' ')} {_text(name, value)}" for name, value in found[topic].items()]
+        if sums[topic]:
+            parts = [f"{name.replace('_', ' ')} {_text(name, value)}" for name, value in sums[topic].items()]
             click.echo(f"  {topic:<11} {', '.join(parts)}")
-    for incident in found["incidents"]:
+    for incident in sums["incidents"]:
         details = ", ".join(f"{name} {value}" for name, value in incident.items() if name not in ("event", "count"))
         times = f" x {incident['count']}" if incident["count"] > 1 else ""
         click.echo(f"  {incident['event']:<11} {details}{times}")
     rows = []
-    for name, metric in found["metrics"].items():
+    for name, metric in sums["metrics"].items():
         lowest, highest = (f"{metric[end]['value']:.6g} at step {metric[end]['step']}" for end in ("lowest", "highest"))
         rows.append((name, f"{metric['last']['value']:.6g}", lowest, highest))
     if rows:
@@ -58,37 +58,48 @@ def report(run_dir: Path, as_json: bool) -> None:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """What the files in `run_dir` hold, as JSON values. Raises FabricateError where it is no run, or a file is damaged."""
+    """What the files in `run_dir` hold, as JSON values. Raises FabricateError where it is not a run, or a file is damaged."""
     plan = _plan(run_dir / "plan.json")
     lines, events = (_lines(run_dir / name) for name in ("metrics.jsonl", "events.jsonl"))
     checkpoints = _checkpoints(run_dir)
-    if not plan and not lines and not events and not checkpoints:
+    if not (plan or lines or events or checkpoints):
         raise FabricateError(
             f"{str(run_dir)!r} holds no run: no plan.json, metrics.jsonl, events.jsonl or checkpoints; give a run_dir"
         )
-    newest = checkpoints.pop("progress", {})
-    last = lines[-1] if lines else {}
-    reached = max(int(last.get("step", 0)), int(newest.get("step", 0)))
-    trained = [line for line in lines if line["stage"] == "train"]
-    times = [each["time"] for each in (*events, *(line["clock"] for line in lines))]
-    moments = {"from": _moment(min(times)), "to": _moment(max(times))} if times else {}
-    seconds = max(
-        (s for s in (last.get("clock", {}).get("seconds"), newest.get("seconds")) if s is not None), default=None
-    )
-    saving = [event["seconds"] for event in events if event["event"] == "saved" and "seconds" in event]
+    counters = checkpoints.pop("progress", {})
     return {
         "run_dir": str(run_dir),
         "plan": {name: plan[name] for name in _SHOWN_SETTINGS if plan.get(name) is not None},
-        "progress": {"steps": reached}
-        | {k: newest[k] for k in ("epoch", "samples", "tokens", "skipped") if k in newest},
-        "time": ({"in_fit": seconds} if seconds is not None else {})
-        | ({"saving": sum(saving)} if saving else {})
-        | moments,
-        **_rates(trained),
+        "progress": _progress(lines, counters),
+        "time": _time(lines, events, counters),
+        **_rates([line for line in lines if line["stage"] == "train"]),
         "checkpoints": checkpoints,
         "metrics": _metrics(lines),
         "incidents": _incidents(events),
     }
+
+
+def _progress(lines: list[dict[str, Any]], counters: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the run came: the last step that was logged or saved, and the counters of the newest checkpoint."""
+    logged = int(lines[-1].get("step", 0)) if lines else 0
+    shown = {name: counters[name] for name in ("epoch", "samples", "tokens", "skipped") if name in counters}
+    return {"steps": max(logged, int(counters.get("step", 0))), **shown}
+
+
+def _time(lines: list[dict[str, Any]], events: list[dict[str, Any]], counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds in `fit` and in saves, and the moments of the first and the last record."""
+    time: dict[str, Any] = {}
+    logged = lines[-1].get("clock", {}).get("seconds") if lines else None
+    in_fit = [seconds for seconds in (logged, counters.get("seconds")) if seconds is not None]
+    if in_fit:
+        time["in_fit"] = max(in_fit)
+    saving = [event["seconds"] for event in events if event["event"] == "saved" and "seconds" in event]
+    if saving:
+        time["saving"] = sum(saving)
+    moments = [each["time"] for each in (*events, *(line["clock"] for line in lines))]
+    if moments:
+        time |= {"from": _moment(min(moments)), "to": _moment(max(moments))}
+    return time
 
 
 def _plan(file: Path) -> dict[str, Any]:
@@ -104,7 +115,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl; one without an end was being written when the run was killed, or is just now."""
     if not file.exists():
         return []
-    found = []
+    lines = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if line.endswith("\n"):
             try:
@@ -117,8 +128,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
                 raise FabricateError(
                     f"{file}, line {number} is not what fabricate writes: {line.strip()[:80]!r}"
                 ) from exc
-            found.append(value)
-    return found
+            lines.append(value)
+    return lines
 
 
 def _moment(time: float) -> str:
@@ -180,33 +191,35 @@ def _checkpoints(run_dir: Path) -> dict[str, Any]:
 
 def _metrics(lines: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """Of every metric the last, the lowest and the highest value with its step. Values that are not finite are left out."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    metrics: dict[str, dict[str, dict[str, float]]] = {}
     for line in lines:
         for name, value in line["metrics"].items():
             if not isinstance(value, int | float) or not math.isfinite(value):
                 continue
             at = {"value": value, "step": line["step"]}
-            ends = found.setdefault(name, {"last": at, "lowest": at, "highest": at})
+            ends = metrics.setdefault(name, {"last": at, "lowest": at, "highest": at})
             ends["last"] = at
             ends["lowest"] = at if value < ends["lowest"]["value"] else ends["lowest"]
             ends["highest"] = at if value > ends["highest"]["value"] else ends["highest"]
-    return found
+    return metrics
 
 
 def _incidents(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What did not go by itself: resumed, rejected, skipped, ...; alike ones once, with the steps of the first and last."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    """What was out of the ordinary: resumed, rejected, skipped, ...; alike ones once, with the steps of the first and last."""
+    incidents: dict[tuple[str, str], dict[str, Any]] = {}
     for event in events:
         if event["event"] in _ORDINARY:
             continue
         reason = str(event.get("reason", event.get("text", "")))
         which: dict[str, Any] = {name: event[name] for name in ("reason", "text", "path") if name in event}
         place = (event["event"], reason)
-        incident = found.setdefault(place, {"event": event["event"], "step": event.get("step")} | which | {"count": 0})
+        incident = incidents.setdefault(
+            place, {"event": event["event"], "step": event.get("step")} | which | {"count": 0}
+        )
         incident["count"] += 1
         if incident["count"] > 1:
             incident["last_step"] = event.get("step")
-    return list(found.values())
+    return list(incidents.values())
 
 
 def _text(name: str, value: Any) -> str:

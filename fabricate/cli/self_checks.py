@@ -1,7 +1,7 @@
 """`fabricate verify-resume` and `check-invariance`: checks that start the user's own script.
 
-Owns what is printed and the exit codes: 1 where a check fails, 2 for a wrong command or a script that fails by itself. Must
-not know how the checks work; imports no torch.
+Owns what is printed and the exit codes: 1 where a check fails, 2 for a wrong command or a script that fails on its own. Must
+not know how the checks work (`fabricate.selfcheck`); imports no torch.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def check_invariance(
         raise ConfigurationError(f"--worlds {worlds!r}: give numbers of ranks joined by commas, such as 1,2,3")
     tell = (lambda text: None) if as_json else click.echo
     with tempfile.TemporaryDirectory(prefix="fabricate-invariance-") as folder:
-        found = measure(
+        measured = measure(
             script,
             arguments,
             Path(folder),
@@ -119,17 +119,17 @@ def check_invariance(
             tell=tell,
         )
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        click.echo(json.dumps(measured.to_json()))
     else:
-        rows = [(str(s), f"{s.loss:.1e}", f"{s.weights:.1e}", s.tensor) for s in found.splits]
+        rows = [(str(s), f"{s.loss:.1e}", f"{s.weights:.1e}", s.tensor) for s in measured.splits]
         print_table(("ranks x micro-batch x accumulation", "losses", "weights", "largest in"), rows)
-        for note in found.notes:
+        for note in measured.notes:
             click.echo(f"note: {note}")
-        verdict = "at most" if found.largest <= tolerance else "NOT at most"
+        verdict = "at most" if measured.largest <= tolerance else "NOT at most"
         click.echo(
-            f"largest relative difference over {found.steps} updates: {found.largest:.1e}, {verdict} {tolerance:.0e}"
+            f"largest relative difference over {measured.steps} updates: {measured.largest:.1e}, {verdict} {tolerance:.0e}"
         )
-    if found.largest > tolerance:
+    if measured.largest > tolerance:
         ctx.exit(1)
 
 
