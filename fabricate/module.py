@@ -17,7 +17,8 @@ import torch
 
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, did_you_mean
 from fabricate.hooks import Listener
-from fabricate.metrics.reduction import check_value, is_torchmetric
+from fabricate.metrics.reduction import check_value
+from fabricate.metrics.torchmetrics_objects import is_torchmetric
 from fabricate.optim.optimizers import parameter_groups
 
 if TYPE_CHECKING:
@@ -273,24 +274,27 @@ def overrides(module: TrainModule, method: str) -> bool:
 def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
     """The module's step for `stage` ("train", "validate", ...) as a function of (batch, batch_idx); signature checked once."""
     method = STEPS[stage]
-    bound = getattr(module, method)
+    step: Callable[..., Any] = getattr(module, method)
     if not overrides(module, method):
-        bound()  # raises the error that says what to define
-    parameters = list(inspect.signature(bound).parameters.values())
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+        step()  # raises the error that says what to define
+    if _takes_batch_idx(type(module).__name__, method, step):
+        return step
+    return lambda batch, batch_idx: step(batch)
+
+
+def _takes_batch_idx(kind: str, method: str, step: Callable[..., Any]) -> bool:
+    """Whether a step takes (batch, batch_idx), not only (batch). ConfigurationError for arguments that the loop does not pass."""
+    parameters = inspect.signature(step).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    names = [p.name for p in positional]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    where = f"{type(module).__name__}.{method}({', '.join(names)})"
+    where = f"{kind}.{method}({', '.join(names)})"
     if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
         raise ConfigurationError(f"{where}: the loop passes (batch) or (batch, batch_idx); remove the other arguments")
     if not names and not takes_any:
         raise ConfigurationError(f"{where} takes no batch; define {method}(self, batch)")
-    if (len(names) >= 2 and names[1] == "batch_idx") or len(required) == 2 or takes_any:
-        checked: Callable[[Any, int], Any] = bound
-        return checked
-    return lambda batch, batch_idx: bound(batch)
+    return names[1:2] == ["batch_idx"] or len(required) == 2 or takes_any
 
 
 def check_methods(module: object) -> None:

@@ -1,1 +1,3 @@
-"""Numbers about a run: metrics (`reduction`), counters (`counters`), what a loss is the mean of (`loss_weight`), time (`timing`)."""
+"""Numbers about a run: metrics (`reduction`, and `torchmetrics_objects` inside a module), counters (`counters`), what a loss is the
+mean of (`loss_weight`), time (`timing`).
+"""

@@ -17,7 +17,8 @@ from fabricate.data.batches import EvalBatch, rows_of, token_labels
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
-from fabricate.metrics.reduction import Metrics, snapshot_torchmetrics
+from fabricate.metrics.reduction import Metrics
+from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.run_state import Run

@@ -27,7 +27,8 @@ from fabricate.distributed.engine import Engine, check_trackers
 from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.metrics.counters import Progress
-from fabricate.metrics.reduction import Metrics, synchronise_torchmetrics
+from fabricate.metrics.reduction import Metrics
+from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
 from fabricate.model.building import build_model, check_has_values
 from fabricate.module import TrainModule
 from fabricate.registry.hook_calls import Calls, Manager, Origin

@@ -33,7 +33,7 @@ from fabricate.checkpoint.state.logical import (
 )
 from fabricate.data.user_data import fingerprint
 from fabricate.errors import CheckpointError
-from fabricate.metrics.reduction import load_torchmetrics_state, torchmetrics_state
+from fabricate.metrics.torchmetrics_objects import load_torchmetrics_state, torchmetrics_state
 from fabricate.model.building import pretrained_record
 from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state

@@ -10,14 +10,7 @@ import torch
 import torchmetrics
 
 from fabricate import ConfigurationError
-from fabricate.metrics.reduction import (
-    Metrics,
-    check_value,
-    is_torchmetric,
-    load_torchmetrics_state,
-    snapshot_torchmetrics,
-    torchmetrics_state,
-)
+from fabricate.metrics.reduction import Metrics, check_value
 from fabricate.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -150,11 +143,6 @@ def test_what_is_no_number_is_refused(value: object, message: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- torchmetrics
 
 
-def test_a_torchmetrics_object_is_recognised() -> None:
-    assert is_torchmetric(torchmetrics.MeanMetric())
-    assert not is_torchmetric(torch.tensor(1.0))
-
-
 def test_a_torchmetrics_object_is_computed_and_reset_at_the_end() -> None:
     metric = torchmetrics.MaxMetric()
     metric.update(torch.tensor(3.0))
@@ -171,38 +159,6 @@ def test_a_torchmetrics_object_that_computes_no_number_is_refused() -> None:
     metric.update(torch.tensor([1.0, 2.0]))
     with pytest.raises(ConfigurationError, match=r"log\('all'\): a metric is one number, this tensor has shape \(2,\)"):
         _metrics(("all", metric, None, "object")).finish()
-
-
-def test_a_snapshot_puts_back_every_torchmetrics_state() -> None:
-    module = torch.nn.Module()
-    module.mean, module.cat = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
-    module.mean.update(torch.tensor(1.0))
-    module.cat.update(torch.tensor(1.0))
-    restore = snapshot_torchmetrics(module)
-    module.mean.update(torch.tensor(9.0))
-    module.cat.update(torch.tensor(9.0))
-    module.cat.compute()
-    restore()
-    assert float(module.mean.compute()) == 1.0
-    assert float(module.cat.compute()) == 1.0
-    assert module.mean.update_count == module.cat.update_count == 1
-
-
-def test_the_state_of_torchmetrics_objects_goes_through_a_copy() -> None:
-    one: Any = torch.nn.Module()
-    two: Any = torch.nn.Module()
-    for module in (one, two):
-        module.inner = torch.nn.ModuleDict({"mean": torchmetrics.MeanMetric(), "cat": torchmetrics.CatMetric()})
-    one.inner["mean"].update(torch.tensor(2.0))
-    one.inner["cat"].update(torch.tensor([1.0, 2.0]))
-    state = torchmetrics_state(one)
-    assert list(state) == ["inner.mean", "inner.cat"]
-    one.inner["mean"].update(torch.tensor(100.0))
-    load_torchmetrics_state(two, state)
-    two.inner["mean"].update(torch.tensor(4.0))
-    two.inner["cat"].update(torch.tensor([3.0]))
-    assert float(two.inner["mean"].compute()) == 3.0
-    assert two.inner["cat"].compute().tolist() == [1.0, 2.0, 3.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- several ranks
