@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import xxhash
 
 from fabricate.distributed.group import Group
 from fabricate.errors import RankError
 
 
-def check_alike(group: Group, hooks: list[list[Any]], module: torch.nn.Module, settings: Mapping[str, Any]) -> None:
-    """Compare what ranks hear, train and run with. Raises `RankError`, the same on every rank. All ranks."""
+def check_alike(
+    group: Group, listeners: Mapping[str, Any], module: torch.nn.Module, settings: Mapping[str, Any]
+) -> None:
+    """Compare what ranks call, train and run with. Raises `RankError`, the same on every rank. All ranks.
+
+    listeners: the plugins that each hook calls. settings: other values that have to be the same, by name; both as JSON. Ranks
+    compare digests; what is behind one travels only where it differs.
+    """
     if group.world_size == 1:
         return
     parameters = {n: [list(p.shape), p.requires_grad] for n, p in module.named_parameters()}
-    mine: dict[str, Any] = {
-        "listeners of hooks": dict(hooks),
+    mine: dict[str, Mapping[str, Any]] = {
+        "listeners of hooks": listeners,
         "parameters (shape, whether trained)": parameters,
         "order of parameters": {"order": list(parameters)},
         "packages": {name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
-        "settings": dict(settings),
+        "settings": settings,
     }
-    everyone = group.gather_json(mine)
-    for topic in mine:
-        different = [rank for rank, theirs in enumerate(everyone) if theirs[topic] != everyone[0][topic]]
-        if different:
-            told = _first_difference(everyone[0][topic], everyone[different[0]][topic], different[0])
-            raise RankError(
-                f"ranks {different} have other {topic} than rank 0: {told}; start every rank with the same script, plugins and packages"
-            )
+    digests = [_digest(values) for values in mine.values()]
+    largest = group.agree([*digests, *(-digest for digest in digests)])
+    for topic, most, least in zip(mine, largest[: len(mine)], largest[len(mine) :], strict=True):
+        if most != -least:
+            _raise_difference(topic, group.gather_json(mine[topic]))
 
 
-def _first_difference(zero: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+def _digest(values: Mapping[str, Any]) -> int:
+    """Of 63 bits, so that it has a negative."""
+    return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True).encode()) >> 1
+
+
+def _raise_difference(topic: str, everyone: list[Mapping[str, Any]]) -> NoReturn:
+    zero = everyone[0]
+    different = [rank for rank, values in enumerate(everyone) if values != zero]
+    rank, other = different[0], everyone[different[0]]
     name = next(n for n in (*zero, *other) if zero.get(n) != other.get(n))
-    return f"{name} is {str(zero.get(name))[:200]} on rank 0 and {str(other.get(name))[:200]} on rank {rank}"
+    raise RankError(
+        f"ranks {different} have other {topic} than rank 0: {name} is {str(zero.get(name))[:200]} on rank 0 and "
+        f"{str(other.get(name))[:200]} on rank {rank}; start every rank with the same script, plugins and packages"
+    )

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, send_to_device
-from torch.distributed.distributed_c10d import Store
 
 from fabricate.data.transfer import Transfer
 from fabricate.distributed.fork import settle_fork
-from fabricate.distributed.group import Group, interface_towards, meet
+from fabricate.distributed.group import Group
 from fabricate.distributed.loss_scaling import Scaled, Unscaled
+from fabricate.distributed.meeting import interface_towards, open_process_group
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.launch.ranks import Launch
 from fabricate.model.building import blanks, fill, materialise, pretrained_models
@@ -138,7 +138,8 @@ class Engine(Group):
         if note := settle_fork(self.device):
             self.notes.append(note)
         with self._environment():
-            meeting = self._meet()
+            if self.world_size > 1 and not dist.is_initialized():
+                open_process_group(self.rank, self.world_size, self.device, self._timeout)
             try:
                 self.accelerator = Accelerator(
                     cpu=self._cpu,
@@ -149,11 +150,10 @@ class Engine(Group):
                     **arguments,
                 )
             except (ValueError, ImportError, RuntimeError) as exc:
-                self.__exit__()
+                self.__exit__(type(exc), exc, exc.__traceback__)
                 raise FabricateError(
                     f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
                 ) from exc
-            del meeting  # the process group has its own hold on the store by now
             with self._left_on_failure():
                 self.join(self._timeout)  # the others notice when this rank fails from here on
                 self._verify()
@@ -171,7 +171,8 @@ class Engine(Group):
     def __exit__(self, *exc: object) -> None:
         """Take the module out of the strategy and forget Accelerate's shared state; the process group stays for the next fit
         of this process."""
-        self.leave()
+        failure = exc[1] if any(exc) else None
+        self.leave(failure if isinstance(failure, BaseException) else None)
         self._compiled.close()
         try:
             if self._module is not None and self.strategy.release(self._module, clean=not any(exc)):
@@ -185,16 +186,9 @@ class Engine(Group):
     def _left_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            self.__exit__()
+        except BaseException as exc:
+            self.__exit__(type(exc), exc, exc.__traceback__)
             raise
-
-    def _meet(self) -> Store | None:
-        """Where ranks meet, once they are found to be of one kind; None where they met before, or there is one only."""
-        if self.world_size == 1 or dist.is_initialized():
-            return None
-        built = {"torch": torch.__version__, "the device": self.device.type}
-        return meet(self.rank, self.world_size, built, self._timeout)
 
     def topology(self) -> dict[str, Any]:
         """What a checkpoint says of how it was made."""

@@ -1,7 +1,7 @@
-"""The ranks of a run as one group: small agreements, JSON and bytes between them, failures told, leaving together.
+"""The ranks of a run as one group: what they agree on and send each other, and how a process leaves.
 
-Owns: when the ranks' connections are opened and closed, and how a process leaves its group. Must not know: strategies, hooks,
-the loop, how messages travel (`fabricate.distributed.control`). No pickle travels between ranks.
+Must not know: strategies, hooks, the loop, how connections are opened and broken (`fabricate.distributed.connections`). No pickle
+travels between ranks.
 """
 
 from __future__ import annotations
@@ -9,111 +9,54 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import itertools
 import json
-import os
 import socket
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import psutil  # type: ignore[import-untyped]
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
-from fabricate.distributed.control import Control, PeerLost, address_towards
+from fabricate.distributed.connections import Connections, PeerLost, break_connections, opened
+from fabricate.distributed.failures import Failures, is_echo
 from fabricate.errors import RankError
 
-_counterparts: dict[tuple[int, int], Any] = {}
-_alive: dict[int, Control] = {}
-"""Of the process group: connections on which nothing is ever said, so that one ends when its process does, and only then."""
 _exit_handlers: list[object] = []
-_failures: list[str] = []
-_opened = itertools.count()
-_ECHOES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "gloo",
-    "NCCL",
-    "Socket",
-    "Timed out",
-    "timed out",
-    "timeout",
-)
-_TOLD_SECONDS, _ANSWER_SECONDS = 5.0, 15.0
+_reported: list[str] = []
+"""Failures of this process since ranks last began to work together."""
+_MOST_NUMBERS = 16
+_VALUES, _VALUE, _BYTES, _BARRIER, _END = range(-1, -6, -1)
+_ROUNDS = {
+    _VALUES: "values",
+    _VALUE: "the value of rank 0",
+    _BYTES: "bytes for rank 0",
+    _BARRIER: "a barrier",
+    _END: "the end of its process",
+}
+"""The kinds of round among ranks; the kind of one that agrees on numbers is their count."""
+_BUFFER_BYTES = 2**26
 _TASKS, _QUIET_LOOKS, _REST_SECONDS = Path("/proc/self/task"), 3, 10.0
-_NEWLINE = "\n"
-
-
-def interface_towards(host: str) -> str | None:
-    """The network interface through which this host reaches `host`; None when that is itself, or not known. gloo would take
-    the interface of this host's name, which on many hosts is the loopback."""
-    address = address_towards(host)
-    if address is None or address.startswith("127."):
-        return None
-    return next((n for n, found in psutil.net_if_addrs().items() if any(a.address == address for a in found)), None)
-
-
-def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta) -> Store:
-    """Compare what ranks are built of before they open a process group, in which they would wait for each other without a
-    word. Returns the store at MASTER_ADDR, which rank 0 has to hold until the group is open. All ranks.
-
-    built: what has to be the same everywhere, by what it is called. Raises `RankError`, the same on every rank.
-    """
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    try:
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        compare_builds(store, rank, world_size, built)
-    except dist.DistError as exc:
-        raise RankError(
-            f"rank {rank} on {socket.gethostname()} did not meet all of {world_size} ranks at {address} within {timeout}: start one "
-            f"process per rank, with an address that every host reaches, and a free port. Here: {str(exc).partition(_NEWLINE)[0]}"
-        ) from exc
-    met: Store = store
-    return met
-
-
-def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, str]) -> None:
-    """See `meet`. Nothing but the store is needed. All ranks."""
-    store.set(f"fabricate/built/{rank}", json.dumps({"host": socket.gethostname(), **built}))
-    everyone = [json.loads(store.get(f"fabricate/built/{other}")) for other in range(world_size)]
-    store.set(f"fabricate/compared/{rank}", "")
-    for topic in built:
-        other = next((r for r, theirs in enumerate(everyone) if theirs[topic] != everyone[0][topic]), None)
-        if other is None:
-            continue
-        if rank == 0:  # with whose process the store would go, before others have read what is in it
-            with contextlib.suppress(dist.DistError):
-                store.wait([f"fabricate/compared/{r}" for r in range(world_size)], datetime.timedelta(seconds=30))
-        zero, theirs = everyone[0], everyone[other]
-        raise RankError(
-            f"{topic} is {zero[topic]} on rank 0 on {zero['host']} and {theirs[topic]} on rank {other} on {theirs['host']}; ranks that "
-            "train together have the same: install the same packages on every host, and show each of them its GPUs, or none "
-            "(CUDA_VISIBLE_DEVICES)"
-        )
 
 
 def leave_at_exit() -> None:
-    """Close the process group when the interpreter ends, once: left open, a rank may be torn down in the midst of it."""
+    """Close the process group when the interpreter ends, once: left open, a rank may be torn down while it is in use."""
     if dist.is_initialized() and not _exit_handlers:
         _exit_handlers.append(atexit.register(_leave))
 
 
 def _leave() -> None:
-    for control in _alive.values():
-        control.close()
-    if not dist.is_initialized():
-        return
-    if not _failures:  # after a failure others may be gone, and closing could wait for them
-        if dist.get_backend() == "gloo":
-            with contextlib.suppress(RuntimeError):  # a rank that is gone breaks the connection: nothing to wait for
-                dist.barrier()  # a rank that closes while another still talks to it aborts
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        connections = opened().connections.get("main")
+        if connections is not None and not connections.closed:
+            # A rank that closes while another still sends to it aborts that one.
+            with contextlib.suppress(RankError):  # one that is gone sends nothing
+                Group(dist.get_rank(), dist.get_world_size(), connections).wait_for_the_end()
+        opened().close()
+        if not _reported:  # after a failure others may be gone, and closing could wait for them
+            dist.destroy_process_group()
     _let_threads_rest()
 
 
@@ -140,82 +83,161 @@ def _gloo_works() -> bool:
 
 
 class Group:
-    """This rank among `world_size`; one process is a group too. Every method is called by all ranks, unless it says otherwise."""
+    """This rank among `world_size`; one process is a group too. Every method is called by all ranks, in the same order, unless its
+    text says otherwise.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    Whatever ranks send each other begins with a round: rank 0 gathers a row of each, which says what that rank is about to do, and
+    broadcasts its answer. Where ranks are about to do different things, every one raises `RankError`.
+    """
+
+    def __init__(self, rank: int, world_size: int, connections: Connections | None = None) -> None:
         self.rank, self.world_size = rank, world_size
-        self._controls: list[Control] = []
+        self._connections = connections
+        self._failures: Failures | None = None
 
     def join(self, timeout: datetime.timedelta) -> None:
-        """Begin a piece of work that ranks do together; failures told from here on are its own. `timeout`: how long a rank
-        waits for the others."""
-        self._name = f"fabricate/joined/{next(_opened)}"
-        self._failure = f"{self._name}/failure"
-        self._timeout = timeout
-        self.hosts = [socket.gethostname()]
-        _failures.clear()
+        """Begin a piece of work that ranks do together. `timeout`: how long a rank waits for the others."""
+        _reported.clear()
         if self.world_size == 1 or not dist.is_initialized():
             return
         leave_at_exit()
+        self._timeout = timeout
         dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # one that an earlier fit opened had another
-        number = id(dist.group.WORLD)
-        self._control = self._connect("main", _alive.get(number))
-        told = self.gather_json([self.rank, self.hosts[0], number in _alive])
-        if [rank for rank, _, _ in told] != list(range(self.world_size)):
-            raise RankError(f"the process group holds the ranks {told}, expected 0 to {self.world_size - 1}")
-        self.hosts = [host for _, host, _ in told]
-        if not all(known for _, _, known in told):
-            while _alive:
-                _alive.popitem()[1].close()
-            _alive[number] = self._connect("alive", self._control)
-            self._controls.pop()  # it outlives this work
+        self._connections = self._connect("main")
+        try:
+            self._failures = self._exchange_hosts(self._connections)
+            broken = self.agree([int(opened().broken)])[0]
+        except RuntimeError as exc:
+            raise RankError(f"rank 0, where ranks meet, is gone: {exc}") from exc
+        except PeerLost as exc:
+            raise RankError(self.report_failure(exc)) from exc
+        if broken:
+            raise RankError(
+                "the connections of torch's process group broke in an earlier fit of these processes; start the processes again"
+            )
 
-    def leave(self) -> None:
-        """End what `join` began: ranks that still wait for this one notice. One rank."""
-        while self._controls:
-            self._controls.pop().close()
+    def _connect(self, name: str, watched: str = "") -> Connections:
+        try:
+            return opened().connect(name, self.rank, socket.gethostname(), self._timeout, watched)
+        except RuntimeError as exc:
+            raise RankError(
+                f"rank {self.rank} on {socket.gethostname()} could not open connections to the other ranks; ranks need a network on which "
+                f"all ports of their hosts are open to each other. Here: {exc}"
+            ) from exc
 
-    def _connect(self, name: str, known: Control | None) -> Control:
-        store = dist.distributed_c10d._get_default_store()
-        name = f"{self._name}/{name}"
-        self._controls.append(Control(self.rank, self.world_size, store, name, self._timeout, known))
-        return self._controls[-1]
+    def _exchange_hosts(self, connections: Connections) -> Failures:
+        """Leave this rank's host in the store, for errors that name it; all of them are read only then."""
+        store, name = dist.distributed_c10d._get_default_store(), f"fabricate/{connections.group.group_name}"
+        host = socket.gethostname()
+        store.set(f"{name}/host/{self.rank}", host)
+        hosts = {0: store.get(f"{name}/host/0").decode(), self.rank: host}
+        return Failures(store, name, connections.watched, self.rank, self.world_size, hosts)
+
+    def leave(self, exc: BaseException | None = None) -> None:
+        """End what `join` began. After a failure `exc` the connections are closed, and ranks that still wait for this one notice. One
+        rank."""
+        if exc is None or self.world_size == 1 or not dist.is_initialized():
+            return
+        if not _reported:
+            self.report_failure(exc)
+        opened().close()
 
     def agree(self, flags: list[int]) -> list[int]:
-        """Element-wise maximum of small integers over all ranks. All ranks; no wait for the device."""
-        return flags if self.world_size == 1 else self._control.maximum(flags)
+        """Element-wise maximum of up to 16 integers of 64 bits over all ranks. No wait for the device."""
+        if self.world_size == 1:
+            return flags
+        return self._round(len(flags), flags)[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            self._round(_BARRIER, [])
+
+    def wait_for_the_end(self) -> None:
+        """Wait until every rank is about to end."""
+        self._round(_END, [])
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on every rank. All ranks. No pickle."""
+        """Every rank's JSON value, in rank order, on every rank. No pickle."""
         if self.world_size == 1:
             return [value]
-        return [json.loads(bytes(part)) for part in self._control.gather(json.dumps(value).encode(), everywhere=True)]
+        data = json.dumps(value).encode()
+        (longest,), _ = self._round(_VALUES, [len(data)])
+        rows = self._links.all_gather(_row(data.ljust(longest), longest))
+        return [json.loads(row.numpy().tobytes()) for row in rows]
+
+    def send_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on rank 0; nothing elsewhere. No pickle."""
+        return (
+            [value] if self.world_size == 1 else [json.loads(bytes(p)) for p in self.send(json.dumps(value).encode())]
+        )
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank. All ranks."""
-        return self.gather_json(value if self.rank == 0 else None)[0]
+        """Rank 0's JSON value on every rank. What the others give is not used. No pickle."""
+        if self.world_size == 1:
+            return value
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        (size,), _ = self._round(_VALUE, [len(data)])
+        return json.loads(self._links.broadcast(_row(data, size)).numpy().tobytes())
+
+    def send(self, data: bytes | memoryview) -> list[memoryview]:
+        """Every rank's bytes, in rank order, on rank 0; nothing elsewhere. They travel in pieces, so that rank 0 needs little more
+        memory than for what it returns."""
+        mine = memoryview(data).cast("B")
+        if self.world_size == 1:
+            return [mine]
+        (longest,), rows = self._round(_BYTES, [len(mine)])
+        sizes = [] if rows is None else [int(size) for size in rows[:, 1]]
+        parts = [memoryview(bytearray(size)) for size in sizes]
+        step = max(_BUFFER_BYTES // self.world_size, 1)
+        for begin in range(0, longest, step):
+            pieces = self._links.gather(_row(mine[begin : begin + step], min(step, longest - begin)))
+            for part, size, piece in zip(parts, sizes, () if pieces is None else pieces.numpy(), strict=False):
+                part[begin : begin + step] = piece[: max(size - begin, 0)].data
+        return parts
+
+    @property
+    def _links(self) -> Connections:
+        assert self._connections is not None
+        return self._connections
+
+    def _round(self, kind: int, numbers: list[int]) -> tuple[list[int], torch.Tensor | None]:
+        """The maximum of each number over ranks that are all about to do the same; on rank 0 also every rank's row: kind, numbers."""
+        assert len(numbers) <= _MOST_NUMBERS
+        row = torch.tensor([kind, *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])
+        rows = self._links.gather(row)
+        if rows is None:
+            answer = torch.empty(3 + _MOST_NUMBERS, dtype=torch.int64)
+        else:
+            kinds = rows[:, 0].tolist()
+            other = next((rank for rank, found in enumerate(kinds) if found != kind), 0)
+            answer = torch.tensor([other, kinds[other], kind, *rows[:, 1:].amax(0).tolist()])
+        other, sent, due, *largest = self._links.broadcast(answer).tolist()
+        if other:
+            _apart(other, sent, due)
+        return largest[: len(numbers)], rows
 
     def counterparts(self, number: int) -> Any:
-        """The process group of the ranks that stand where this one does among `number` successive ones. All ranks; kept as
-        long as the process group."""
-        key = (id(dist.group.WORLD), number)
-        if key not in _counterparts:
+        """The process group of the ranks that stand where this one does among `number` successive ones; kept as long as the
+        process group."""
+        known = opened().counterparts
+        if number not in known:
             for place in range(number):
-                group = dist.new_group(list(range(place, self.world_size, number)))
+                group = opened().new_group(list(range(place, self.world_size, number)))
                 if self.rank % number == place:
-                    _counterparts[key] = group
-        return _counterparts[key]
+                    known[number] = group
+        dist.distributed_c10d._set_pg_timeout(self._timeout, known[number])
+        return known[number]
 
     def beside(self) -> Group:
-        """The same ranks once more, for a thread of each: its messages do not meet those of the main thread. All ranks."""
-        other = Group(self.rank, self.world_size)
-        if self.world_size > 1:
-            other._control = self._connect("beside", self._control)
-        return other
+        """The same ranks once more, for a thread of each: its messages do not meet those of the main thread."""
+        if self.world_size == 1:
+            return Group(self.rank, self.world_size)
+        return Group(self.rank, self.world_size, self._connect("beside", self._links.watched))
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
         """Give every rank rank 0's buffers (running statistics differ between ranks); the returned function puts this
-        rank's own back, so that evaluating changes nothing. All ranks."""
+        rank's own back, so that evaluating changes nothing."""
         if self.world_size == 1:
             return lambda: None
         buffers = list(module.buffers())
@@ -229,72 +251,42 @@ class Group:
 
         return restore
 
-    def send(self, data: memoryview) -> list[memoryview]:
-        """Every rank's bytes, in rank order, on rank 0; nothing elsewhere. All ranks."""
-        return [data] if self.world_size == 1 else self._control.gather(data, everywhere=False)
-
     def report_failure(self, exc: BaseException) -> str:
         """Leave this rank's failure where the others find it. When `exc` is only an echo of what happened elsewhere (a broken
         connection, a collective that nobody answered), returns what did, waiting some seconds for it; else empty. One rank,
         never raises."""
-        if self.world_size == 1 or not dist.is_initialized():
+        if self._failures is None:
             return ""
-        _failures.append(type(exc).__name__)
-        said: list[str] = []
-        echo = isinstance(exc, PeerLost) or (
-            isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
-        )
-        if echo:
-            self._control.close()  # the others notice as well, and ask while this rank does
-        # A store on a host that is gone answers nothing and ends no call: hence a thread, which is left behind then.
-        telling = self._ask if echo else self._tell
-        asking = threading.Thread(target=telling, args=(exc, said), daemon=True)
-        try:
-            asking.start()
-        except RuntimeError:  # no memory for a thread
-            telling(exc, said)
-        else:
-            asking.join(_ANSWER_SECONDS + 5)
-        self._control.close()  # not later: a save in the background may have its time yet
-        if said or not echo:
-            return "".join(said)
-        return (
-            f"rank {self.rank} on {self.hosts[self.rank]} lost rank 0 on {self.hosts[0]}, where ranks meet: that process or host is gone "
-            f"(look at its output). Here: {str(exc).partition(_NEWLINE)[0]}"
-        )
+        _reported.append(type(exc).__name__)
+        kept = opened()
+        if not is_echo(exc):
+            self._failures.tell(exc)
+            self._links.close()
+            return ""
+        self._links.close()  # the others notice as well, and ask while this rank does
+        kept.broken = kept.broken or not isinstance(exc, PeerLost)
 
-    def _tell(self, exc: BaseException, said: list[str]) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone with its owner: nobody is left to be told
-            store = dist.distributed_c10d._get_default_store()
-            if not store.check([self._failure]):
-                text = "".join(traceback.format_exception_only(exc))
-                store.set(self._failure, json.dumps({"rank": self.rank, "error": text[-8000:]}))
+        def release_others() -> None:
+            """Those that wait in a sum of gradients."""
+            kept.broken = True
+            break_connections(dist.distributed_c10d._get_default_group())
 
-    def _ask(self, exc: BaseException, said: list[str]) -> None:
-        """Who failed first, or who does not answer any more; nothing is said when the store is gone."""
-        with contextlib.suppress(RuntimeError):
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{self._failure}/{self.rank}", "here")
-            silent = set(range(self.world_size)) - {self.rank}
-            begin = time.monotonic()
-            while time.monotonic() < begin + (_ANSWER_SECONDS if silent else _TOLD_SECONDS):
-                if store.check([self._failure]):
-                    found: dict[str, Any] = json.loads(store.get(self._failure))
-                    said.append(
-                        f"rank {found['rank']} failed first, this rank {self.rank} stopped with it (the traceback is in the "
-                        f"output of rank {found['rank']}):\n{found['error']}"
-                    )
-                    return
-                silent = {rank for rank in silent if not store.check([f"{self._failure}/{rank}"])}
-                time.sleep(0.1)
-            names = " and ".join(f"rank {rank} on {self.hosts[rank]}" for rank in sorted(silent))
-            said.append(
-                f"{names} did not answer rank {self.rank} on {self.hosts[self.rank]}: dead, unreachable or stuck (look at its output; a "
-                f"rank that only needs longer gets it with Trainer(timeout=...)). Here: {str(exc).partition(_NEWLINE)[0]}"
-                if silent
-                else ""
-            )
+        return self._failures.ask(exc, release_others)
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.agree([0])
+
+def _row(data: bytes | memoryview, size: int) -> torch.Tensor:
+    """`size` bytes as a tensor, which begin with `data`."""
+    row = np.zeros(size, np.uint8)
+    row[: len(data)] = np.frombuffer(data, np.uint8)
+    return torch.from_numpy(row)
+
+
+def _apart(other: int, sent: int, due: int) -> NoReturn:
+    if sent > 0 and due > 0:
+        there, here = f"{sent} numbers", str(due)
+    else:
+        there, here = (_ROUNDS.get(kind, "numbers") for kind in (sent, due))
+    raise RankError(
+        f"ranks are not at the same place: rank {other} sent {there} where rank 0 expects {here}; call the same methods of "
+        "the trainer on every rank, in the same order"
+    )

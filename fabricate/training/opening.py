@@ -204,7 +204,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     # Before anything is broadcast.
     check_alike(
         engine,
-        run.calls.manager.table(),
+        dict(run.calls.manager.table()),
         module,
         {"seed": seed, "run_dir": str(run.settings.run_dir), "total steps": run.total_steps},
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fabricate import Callback, RankError, Trainer, TrainModule
-from fabricate.distributed.group import compare_builds, meet
+from fabricate.distributed.meeting import compare_builds, meet
 from fabricate.testing import run_ranks
 from fabricate.testing.ranks import free_port
 

@@ -123,15 +123,16 @@ def uses(names: set[str]) -> list[str]:
 
 
 def transport() -> list[str]:
-    """Modules of the package that open a socket to talk to other ranks."""
-    talk = {"socket.socket", "socket.create_connection", "socket.create_server", "selectors"}
-    return [name for name in MODULES if room(name) in ("distributed", "training") and _mentions(MODULES[name], talk)]
+    """Modules of the rooms of a run that talk over sockets themselves. (Asking which address leads to a host sends nothing.)"""
+    talks = {"listen", "accept", "sendall", "sendmsg", "recv_into", "create_server", "create_connection", "selectors"}
+    return [name for name in MODULES if room(name) in ("distributed", "training") and talks & _names(MODULES[name])]
 
 
-def _mentions(path: Path, names: set[str]) -> bool:
+def _names(path: Path) -> set[str]:
+    """The attributes and modules that a file mentions."""
     nodes = list(ast.walk(_tree(path)))
-    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-    return bool(names & (attributes | {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}))
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return modules | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def _tree(path: Path) -> ast.Module:

@@ -27,29 +27,37 @@ from fabricate.errors import CheckpointError
 
 
 class Ranks(Protocol):
-    """What committing needs of the ranks; `fabricate.distributed.group.Group` has it."""
+    """What committing needs of the ranks; `fabricate.distributed.group.Group` has it. Every method is called by all ranks."""
 
     rank: int
     world_size: int
 
+    def agree(self, flags: list[int]) -> list[int]:
+        """Element-wise maximum over all ranks."""
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank."""
+
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on every rank; all ranks."""
+        """Every rank's JSON value, in rank order, on every rank."""
+
+    def send_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on rank 0; nothing elsewhere."""
 
 
 _MARGIN = 2**20  # for what a file system needs besides the data, and for the JSON files
 
 
-def agree(group: Ranks, path: Path, failure: BaseException | None, value: Any = None) -> list[Any]:
-    """Every rank's `value`, if no rank failed. All ranks.
+def agree(group: Ranks, path: Path, failure: BaseException | None) -> None:
+    """Return if no rank failed; reasons travel only where one did. All ranks.
 
     Raises, on every rank, that the checkpoint `path` was not written and why: a rank's own failure on that rank where it
     is not about the checkpoint, else `StorageError` where nothing but the file system refused, else `CheckpointError`.
     """
-    told = None if failure is None else [isinstance(failure, OSError | StorageError), _text(failure)]
-    answers = group.gather_json([told, None if failure else value])
-    failed = [(rank, *told) for rank, (told, _) in enumerate(answers) if told]
-    if not failed:
-        return [value for _, value in answers]
+    if not group.agree([int(failure is not None)])[0]:
+        return
+    mine = None if failure is None else [isinstance(failure, OSError | StorageError), _text(failure)]
+    failed = [(rank, *reason) for rank, reason in enumerate(group.gather_json(mine)) if reason]
     if failure is not None and not isinstance(failure, OSError | CheckpointError):
         raise failure
     kind = StorageError if all(storage for _, storage, _ in failed) else CheckpointError
@@ -65,45 +73,56 @@ def write(
     logs: files that the checkpoint refers to by their size; made durable before it. before: called on this rank
     before it writes, and what it raises fails the save. Raises as `agree`; nothing is left.
     """
+    size = sum(each.count * ITEM_SIZES[each.dtype] for each in content.chunks)
+    nonce, needed = group.broadcast_json([secrets.token_hex(4), sum(group.send_json(size))])
     failure: BaseException | None = None
     staging: Path | None = None
     records: list[FileRecord] = []
-    size = sum(each.count * ITEM_SIZES[each.dtype] for each in content.chunks)
-    nonce, needed = secrets.token_hex(4), 0
-    for told, bytes_of_rank in reversed(group.gather_json([nonce, size])):
-        nonce, needed = told, needed + bytes_of_rank
-    step = content.manifest["step"]
     try:
-        staging = format.stage(path.parent, step, nonce)
+        staging = format.stage(path.parent, content.manifest["step"], nonce)
         before()  # with the directory known, which rank 0 takes away: other ranks may be writing there
         _check_space(staging, needed + _MARGIN)
-        name = f"data-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
-        records.append(format.write_tensors(staging / name, content.chunks))
-        records.append(format.write_json(staging / f"rank-{group.rank:05d}.json", content.own))
-        if group.rank == 0:
-            records.append(format.write_json(staging / "state.json", content.shared))
-            for log in logs:
-                with files.explained("write", log):
-                    LOCAL.fsync_path(log)
+        records = _write_part(group, content, staging, logs)
     except Exception as exc:
         failure = exc
     try:
-        parts = agree(group, path, failure, [record.to_json() for record in records])
+        agree(group, path, failure)
+        parts = group.send_json([record.to_json() for record in records])
         if group.rank == 0:
             try:
                 assert staging is not None
-                every = tuple(FileRecord.from_json(record) for part in parts for record in part)
-                tensors = content.tensors | format.tensors_of(every)
-                manifest = Manifest(**content.manifest, nonce=nonce, tensors=tensors, files=every)
-                format.commit(staging, manifest, name=path.name)
+                _commit(content, staging, path.name, nonce, parts)
             except Exception as exc:
                 failure = exc
         agree(group, path, failure)
     except Exception:
         if group.rank == 0 and staging is not None:  # no rank writes there any more
-            with contextlib.suppress(CheckpointError):  # the next fit here cleans up; told is why the save failed
+            with contextlib.suppress(CheckpointError):  # the next fit here cleans up; reported is why the save failed
                 format.discard(staging)
         raise
+
+
+def _write_part(group: Ranks, content: Content, staging: Path, logs: list[Path]) -> list[FileRecord]:
+    """This rank's files, and on rank 0 what is one for all ranks."""
+    name = f"data-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+    records = [
+        format.write_tensors(staging / name, content.chunks),
+        format.write_json(staging / f"rank-{group.rank:05d}.json", content.own),
+    ]
+    if group.rank == 0:
+        records.append(format.write_json(staging / "state.json", content.shared))
+        for log in logs:
+            with files.explained("write", log):
+                LOCAL.fsync_path(log)
+    return records
+
+
+def _commit(content: Content, staging: Path, name: str, nonce: str, parts: list[list[dict[str, Any]]]) -> None:
+    """Rank 0, once every rank has written. parts: the records of each rank's files."""
+    every = tuple(FileRecord.from_json(record) for part in parts for record in part)
+    tensors = content.tensors | format.tensors_of(every)
+    manifest = Manifest(**content.manifest, nonce=nonce, tensors=tensors, files=every)
+    format.commit(staging, manifest, name=name)
 
 
 def _check_space(staging: Path, needed: int) -> None:

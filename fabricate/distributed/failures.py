@@ -1,0 +1,129 @@
+"""Which rank failed first, or does not answer: ranks leave it in torch's store, where the others look when they lose a connection.
+
+Must not know: how connections are opened, what ranks send each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from fabricate.distributed.connections import PeerLost
+
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo",
+    "NCCL",
+    "Socket",
+    "Timed out",
+    "timed out",
+    "timeout",
+)
+_REPORT_SECONDS, _BREAK_SECONDS, _ANSWER_SECONDS = 5.0, 2.0, 15.0
+_NEWLINE = "\n"
+
+
+def is_echo(exc: BaseException) -> bool:
+    """Whether `exc` only follows from what happened on another rank: a broken connection, a message that nobody answered."""
+    return isinstance(exc, PeerLost | dist.DistError) or (
+        isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
+    )
+
+
+class Failures:
+    """The failures of one piece of work that ranks do together. `name` is new in the store, `over` the key that ends others' waits."""
+
+    def __init__(self, store: Store, name: str, over: str, rank: int, world_size: int, hosts: dict[int, str]) -> None:
+        self._store, self._name, self._over = store, name, over
+        self._rank, self._world_size, self._hosts = rank, world_size, hosts
+
+    def tell(self, exc: BaseException) -> None:
+        """Leave this rank's failure where the others find it. One rank, never raises."""
+
+        def leave() -> None:
+            text = "".join(traceback.format_exception_only(exc))[-8000:]
+            self._store.compare_set(f"{self._name}/first", "", json.dumps({"rank": self._rank, "error": text}))
+            self._store.set(self._over, "")
+
+        self._aside(leave)
+
+    def ask(self, exc: BaseException, break_connections: Callable[[], None]) -> str:
+        """What happened on the other ranks, where `exc` is an echo of it; waits some seconds for it. One rank, never raises.
+
+        break_connections: called after some seconds when a rank did not answer, because it may wait for this one."""
+        answer: list[str] = []
+
+        def look() -> None:
+            self._store.set(f"{self._name}/here/{self._rank}", "")
+            self._store.set(self._over, "")
+            answer.append(self._first() or self._silent(_reason(exc), break_connections))
+
+        self._aside(look)
+        if answer:
+            return answer[0]
+        return (
+            f"rank {self._rank} on {self._hosts[self._rank]} lost rank 0 on {self._hosts[0]}, where ranks meet: that process or "
+            f"host is gone (look at its output). Here: {_reason(exc)}"
+        )
+
+    def _aside(self, work: Callable[[], None]) -> None:
+        """In a thread, which is left behind where the store is on a host that is gone: it answers nothing and ends no call."""
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
+                work()
+
+        thread = threading.Thread(target=run, name="fabricate-failures", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for a thread
+            run()
+        else:
+            thread.join(_ANSWER_SECONDS + 5)
+
+    def _first(self) -> str:
+        if not self._store.check([f"{self._name}/first"]):
+            return ""
+        found = json.loads(self._store.get(f"{self._name}/first"))
+        return (
+            f"rank {found['rank']} failed first, this rank {self._rank} stopped with it (the traceback is in the "
+            f"output of rank {found['rank']}):\n{found['error']}"
+        )
+
+    def _silent(self, reason: str, break_connections: Callable[[], None]) -> str:
+        """Wait until a failure is reported or every rank has answered; else who has not."""
+        silent = set(range(self._world_size)) - {self._rank}
+        begin, broken = time.monotonic(), False
+        while (waited := time.monotonic() - begin) < (_ANSWER_SECONDS if silent else _REPORT_SECONDS):
+            if first := self._first():
+                return first
+            silent = {rank for rank in silent if not self._store.check([f"{self._name}/here/{rank}"])}
+            if silent and waited > _BREAK_SECONDS and not broken:
+                broken = True
+                break_connections()
+            time.sleep(0.1)
+        if not silent:
+            return (
+                f"all ranks still answer and none reported an error: they waited for each other at different places, or the network "
+                f"between them failed. Rank {self._rank} on {self._hosts[self._rank]}: {reason}"
+            )
+        names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in sorted(silent))
+        return (
+            f"{names} did not answer rank {self._rank} on {self._hosts[self._rank]}: dead, unreachable or stuck (look at its output; a "
+            f"rank that only needs longer gets it with Trainer(timeout=...)). Here: {reason}"
+        )
+
+    def _host(self, rank: int) -> str:
+        return self._store.get(f"{self._name}/host/{rank}").decode()
+
+
+def _reason(exc: BaseException) -> str:
+    return str(exc).partition(_NEWLINE)[0]
