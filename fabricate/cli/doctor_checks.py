@@ -182,9 +182,11 @@ def _network(device_type: str | None) -> Iterator[Finding]:
         reason = f"{name} is {', '.join(addresses)}"
     interfaces = sorted(n for _, n in socket.if_nameindex() if n != "lo")
     chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
-    told = f"; {chosen} is chosen by the environment" if chosen else ""
+    choice = f"; {chosen} is chosen by the environment" if chosen else ""
     yield Finding(
-        "network", "good" if addresses else "absent", f"{reason}; interfaces {', '.join(interfaces) or 'lo only'}{told}"
+        "network",
+        "good" if addresses else "absent",
+        f"{reason}; interfaces {', '.join(interfaces) or 'lo only'}{choice}",
     )
     adapters = sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))
     yield Finding("infiniband", "good" if adapters else "absent", ", ".join(adapters) or "no adapter")
@@ -216,8 +218,8 @@ def _collective(device_type: str | None) -> Iterator[Finding]:
             continue
         lines = [line for line in done.stdout.splitlines() if line.startswith("2 ranks")]
         if done.returncode or not lines:
-            told = _ERROR.findall(done.stderr) or done.stderr.strip().splitlines() or ["no output"]
-            yield Finding(f"2 ranks, {backend}", "broken", f"exit code {done.returncode}: {told[0]}")
+            errors = _ERROR.findall(done.stderr) or done.stderr.strip().splitlines() or ["no output"]
+            yield Finding(f"2 ranks, {backend}", "broken", f"exit code {done.returncode}: {errors[0]}")
         else:
             yield Finding(f"2 ranks, {backend}", "good", lines[0].removeprefix("2 ranks "))
 
@@ -263,21 +265,23 @@ def _deepspeed_ops(device_type: str | None) -> Iterator[Finding]:
     compiler = [tool for tool in ("ninja", "g++") if shutil.which(tool)]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     cached = sorted({path.stem for path in folder.rglob("*.so")}) if folder.exists() else []
-    made = f"built with it: {', '.join(ready) or 'none'}; compiled before: {', '.join(cached) or 'none'}"
+    ops = f"built with it: {', '.join(ready) or 'none'}; compiled before: {', '.join(cached) or 'none'}"
     if len(compiler) == 2:
-        yield Finding("deepspeed ops", "good", f"{made}; others are compiled when first used")
+        yield Finding("deepspeed ops", "good", f"{ops}; others are compiled when first used")
     else:
         missing = " and ".join({"ninja", "g++"} - set(compiler))
-        yield Finding("deepspeed ops", "absent", f"{made}; others cannot be compiled: {missing} missing")
+        yield Finding("deepspeed ops", "absent", f"{ops}; others cannot be compiled: {missing} missing")
 
 
 def _launcher(device_type: str | None) -> Iterator[Finding]:
     launch = detect(os.environ)
-    asked = ", ".join(f"{name}={request.value} ({request.source})" for name, request in requests(os.environ).items())
+    requested = ", ".join(
+        f"{name}={request.value} ({request.source})" for name, request in requests(os.environ).items()
+    )
     yield Finding(
         "launcher",
         "good",
-        f"{launch.launcher}, rank {launch.rank} of {launch.world_size}; asked for: {asked or 'nothing'}",
+        f"{launch.launcher}, rank {launch.rank} of {launch.world_size}; asked for: {requested or 'nothing'}",
     )
 
 
@@ -290,14 +294,14 @@ def _accelerate_config(device_type: str | None) -> Iterator[Finding]:
         yield Finding(topic, "absent", f"none at {files[0]}")
         return
     config = read_config(str(file))
-    told = {
+    values = {
         "strategy": config.strategy,
         "precision": config.precision,
         "processes": config.num_processes,
         "nodes": config.num_nodes,
         **config.variables,
     }
-    text = ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
+    text = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
     how = f"in force under `accelerate launch`; `fabricate run --config {file}` reads it"
     yield Finding(topic, "good", f"{file}: {text or 'asks for nothing'}; {how}")
 

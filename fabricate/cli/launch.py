@@ -111,7 +111,7 @@ def prepared(
         plan_only=plan_only,
         variables=file.variables,
     )
-    requests(environment)  # what contradicts itself is told here, once, and not by every rank
+    requests(environment)  # contradictions are reported here, once, not by every rank
     if file.unused:
         click.echo(f"note: {file.path}: not used by fabricate: {', '.join(file.unused)}", err=True)
     return command, environment

@@ -43,12 +43,12 @@ def _offered_command(name: str) -> click.Command | None:
         return None
     try:
         offer = registry.find("command", name)
-        made = offer.load()()
-        if not isinstance(made, click.Command):
-            raise PluginError(f"made a {type(made).__name__}, not a click.Command")
+        command = offer.load()()
+        if not isinstance(command, click.Command):
+            raise PluginError(f"made a {type(command).__name__}, not a click.Command")
     except (Exception, SystemExit) as exc:
         return _broken_command(name, exc)
-    return made
+    return command
 
 
 def _broken_command(name: str, reason: BaseException) -> click.Command:
@@ -120,14 +120,14 @@ def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[st
     def stand_in(kind: type) -> Any:
         """An object that hears the hook as a module would, or does its work last as the loop does."""
 
-        def heard(self: object) -> None: ...
+        def listener(self: object) -> None: ...
 
-        return type("StandIn", (kind,), {hook: heard if kind is Callback else hookimpl(trylast=True)(heard)})()
+        return type("StandIn", (kind,), {hook: listener if kind is Callback else hookimpl(trylast=True)(listener)})()
 
     listeners = []
     for kind, text in parts.items():
-        made, offer = registry.resolve(kind, text)
-        listeners.append((f"{kind}/{made.name}", made, offer.origin if offer else Origin()))
+        part, offer = registry.resolve(kind, text)
+        listeners.append((f"{kind}/{part.name}", part, offer.origin if offer else Origin()))
     listeners.append(("module", stand_in(Callback), Origin()))
     if hook in ACTIONS:
         registry.manager.add(stand_in(object), PROJECT)

@@ -85,8 +85,8 @@ def live_with(main: int) -> None:
 
     def wait() -> None:
         while os.getppid() == parent:
-            told = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)
-            if told is not None and told.si_pid == main:
+            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)
+            if received is not None and received.si_pid == main:
                 break
         os._exit(0)
 

@@ -99,13 +99,13 @@ def _wrap(environ: Mapping[str, str]) -> str:
     return "+".join(filter(None, layers))
 
 
-def _choice(environ: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
-    """One of `known` by name, or by number from 1; empty when unset."""
+def _choice(environ: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    """One of `choices` by name, or by number from 1; empty when unset."""
     value = environ.get(name, "").strip().upper()
-    if value.isdecimal() and 1 <= int(value) <= len(known):
-        return known[int(value) - 1]
-    if value not in ("", *known):
+    if value.isdecimal() and 1 <= int(value) <= len(choices):
+        return choices[int(value) - 1]
+    if value not in ("", *choices):
         raise ConfigurationError(
-            f"{name}={environ[name]!r} is not one of {', '.join(known)}{did_you_mean(value, known)}"
+            f"{name}={environ[name]!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
         )
     return value

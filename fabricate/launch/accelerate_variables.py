@@ -26,8 +26,8 @@ def precision(environ: Mapping[str, str]) -> Request | None:
     name = "MIXED_PRECISION" if from_notebook(environ) else "ACCELERATE_MIXED_PRECISION"
     value = environ.get(name, "no").strip().lower()
     if value not in _PRECISIONS:
-        known = f"{', '.join(_PRECISIONS)}{did_you_mean(value, _PRECISIONS)}"
-        raise ConfigurationError(f"{name}={environ[name]!r} is not one of {known}")
+        choices = f"{', '.join(_PRECISIONS)}{did_you_mean(value, _PRECISIONS)}"
+        raise ConfigurationError(f"{name}={environ[name]!r} is not one of {choices}")
     return Request(value, name) if value != "no" else None
 
 

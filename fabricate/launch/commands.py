@@ -1,6 +1,6 @@
-"""Starting one process per rank: the command line, the environment it gets, and what a fit tells its launcher at the end.
+"""Starting one process per rank: the command line, its environment, and what a fit reports to its launcher at the end.
 
-Must not know how a rank finds its place again (`places`), nor devices; `fabricate.cli.runner` is what is started.
+Must not know how a rank finds its place again (`ranks`), nor devices; `fabricate.cli.runner` is what is started.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from fabricate.errors import ConfigurationError
 
 PREEMPTED_FILE = "FABRICATE_PREEMPTED_FILE"
-"""The variable that names the file by which a fit tells `fabricate.cli.runner`, its launcher, that it was told to end."""
+"""The variable that names the file by which a fit reports to `fabricate.cli.runner`, its launcher, that a signal ended it."""
 
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""torchrun's variable: the seconds that ranks have to end, once they are told to, before they are killed."""
+"""torchrun's variable: the seconds that ranks have to end after the signal to do so, before they are killed."""
 
 
 def tell_preempted(environ: Mapping[str, str], by: str) -> None:
-    """Leave `by`, the signal that ended a fit, where `fabricate.cli.runner` finds it; empty: the last fit was not told to end.
+    """Leave `by`, the signal that ended a fit, where `fabricate.cli.runner` finds it; empty: no signal ended the last fit.
 
     Nothing happens under other launchers. One process of each node calls it.
     """
@@ -71,15 +71,15 @@ def listed_plugins(text: str) -> list[str]:
 
     listed_plugins("ema:decay=0.9,start=10; no:wandb") == ["ema:decay=0.9,start=10", "no:wandb"]
     """
-    found = [plugin.strip() for plugin in text.split(";") if plugin.strip()]
-    for plugin in found:
+    plugins = [plugin.strip() for plugin in text.split(";") if plugin.strip()]
+    for plugin in plugins:
         name, comma, _ = plugin.partition(",")
         if comma and ":" not in name.removeprefix("no:"):
             raise ConfigurationError(
-                f"plugins: {plugin!r} is no name; put ; between plugins (FABRICATE_PLUGINS='ema:decay=0.9,start=10;wandb'), or "
+                f"plugins: {plugin!r} is not a name; put ; between plugins (FABRICATE_PLUGINS='ema:decay=0.9,start=10;wandb'), or "
                 "repeat --plugin"
             )
-    return found
+    return plugins
 
 
 def environment(

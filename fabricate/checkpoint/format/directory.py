@@ -142,8 +142,8 @@ def discard(staging: Path, files: Files = LOCAL) -> None:
 
 def committed(root: Path, files: Files = LOCAL) -> list[Path]:
     """Return the checkpoints in `root` by rising step, none where `root` does not exist. None is opened."""
-    found = [(int(match[1]), name) for name in _names(root, files) if (match := _STEP_NAME.fullmatch(name))]
-    return [root / name for step, name in sorted(found) if name == _step_name(step)]
+    numbered = [(int(match[1]), name) for name in _names(root, files) if (match := _STEP_NAME.fullmatch(name))]
+    return [root / name for step, name in sorted(numbered) if name == _step_name(step)]
 
 
 def find(path: Path, files: Files = LOCAL) -> Path:
@@ -154,12 +154,12 @@ def find(path: Path, files: Files = LOCAL) -> Path:
     """
     if MANIFEST_NAME in _names(path, files):
         return path
-    found = committed(path / "checkpoints", files)
-    if not found:
+    checkpoints = committed(path / "checkpoints", files)
+    if not checkpoints:
         raise CheckpointError(
             f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-..."
         )
-    return found[-1]
+    return checkpoints[-1]
 
 
 def clean(root: Path, files: Files = LOCAL) -> list[Path]:
@@ -243,11 +243,11 @@ def _check_directory(directory: Path, records: Iterable[FileRecord], files: File
         raise CheckpointError(f"{name} is not listed in the manifest")
     for name, size in sizes.items():
         try:
-            found = files.size(directory / name)
+            actual = files.size(directory / name)
         except OSError as exc:
             raise CheckpointError(f"{name}: {exc.strerror or exc}") from exc
-        if found != size:
-            raise CheckpointError(f"{name} has {found} bytes, the manifest says {size}")
+        if actual != size:
+            raise CheckpointError(f"{name} has {actual} bytes, the manifest says {size}")
 
 
 # -- reading
@@ -342,10 +342,10 @@ class Reader:
             (length,) = struct.unpack_from("<Q", head)
             if 8 + length != end:
                 raise CheckpointError(f"its header claims {length} bytes, the manifest leaves it {end - 8}")
-            found = canonical_json.loads(bytes(head[8:]))
-            if isinstance(found, dict):
-                found.pop("__metadata__", None)
-            if found != wanted:
+            header = canonical_json.loads(bytes(head[8:]))
+            if isinstance(header, dict):
+                header.pop("__metadata__", None)
+            if header != wanted:
                 raise CheckpointError("its header and the manifest do not say the same")
 
     def json(self, name: str) -> JsonValue:
@@ -393,8 +393,8 @@ class Reader:
     def _tensor(self, tensor: str) -> TensorRecord:
         record = self.manifest.tensors.get(self.manifest.aliases.get(tensor, tensor))
         if record is None:
-            known = [*self.manifest.tensors, *self.manifest.aliases]
-            raise CheckpointError(f"checkpoint {self.path} holds no tensor {tensor!r}{did_you_mean(tensor, known)}")
+            names = [*self.manifest.tensors, *self.manifest.aliases]
+            raise CheckpointError(f"checkpoint {self.path} holds no tensor {tensor!r}{did_you_mean(tensor, names)}")
         return record
 
     def _check_range(self, tensor: str, start: int, count: int) -> None:
@@ -435,12 +435,12 @@ class Reader:
                 self._source = self._files.open(self.path / record.name)
             start = index * record.block_size
             wanted = buffer[: min(record.block_size, record.size - start)]
-            found = self._source.read_into(start, wanted)
-            if xxhash.xxh3_128_hexdigest(wanted[:found]) != record.block_digests[index]:
+            count = self._source.read_into(start, wanted)
+            if xxhash.xxh3_128_hexdigest(wanted[:count]) != record.block_digests[index]:
                 raise CheckpointError(
-                    f"block {index} (bytes {start} to {start + found}) is damaged: its digest is another"
+                    f"block {index} (bytes {start} to {start + count}) is damaged: its digest is another"
                 )
-        return found
+        return count
 
     def _manifest_bytes(self) -> bytes:
         with self._files.open(self.path / MANIFEST_NAME) as source:

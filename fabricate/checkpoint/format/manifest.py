@@ -177,8 +177,8 @@ class FileRecord:
         require(self.name != MANIFEST_NAME, "a file name", self.name, "another: the manifest does not list itself")
         integer(self.size, f"size of {self.name}", 0, _LARGEST)
         integer(self.block_size, f"block_size of {self.name}", *_BLOCK_SIZES)
-        found, wanted = len(self.block_digests), -(-self.size // self.block_size)
-        require(found == wanted, f"number of block digests of {self.name}", found, wanted)
+        actual, wanted = len(self.block_digests), -(-self.size // self.block_size)
+        require(actual == wanted, f"number of block digests of {self.name}", actual, wanted)
         for digest in self.block_digests:
             text(digest, f"a block digest of {self.name}", _XXH3)
         tensor_file = self.name.endswith(".safetensors")
@@ -329,10 +329,10 @@ def tensors_of(files: Iterable[FileRecord]) -> dict[str, TensorRecord]:
     tensors: dict[str, TensorRecord] = {}
     for record in files:
         for chunk in record.chunks:
-            known = tensors.setdefault(chunk.tensor, chunk.whole)
-            if known != chunk.whole:
+            whole = tensors.setdefault(chunk.tensor, chunk.whole)
+            if whole != chunk.whole:
                 raise CheckpointError(
-                    f"{record.name}: {chunk.tensor!r} is {chunk.whole} here and {known} in another chunk"
+                    f"{record.name}: {chunk.tensor!r} is {chunk.whole} here and {whole} in another chunk"
                 )
     return tensors
 

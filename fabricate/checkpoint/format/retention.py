@@ -15,24 +15,26 @@ from fabricate.errors import CheckpointError
 __all__ = ["best_checkpoints", "kept"]
 
 
-def kept(found: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
-    """Those of `found` (by rising step) that `keep` holds: `Trainer(keep=)` as `settings.parse_keep` returns it."""
+def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
+    """Those of `checkpoints` (by rising step) that `keep` holds: `Trainer(keep=)` as `arguments.parse_keep` returns it."""
     last, best = keep["last"], keep.get("best")
     if last is None:
-        return set(found)
-    chosen = set(found[-last:])
+        return set(checkpoints)
+    chosen = set(checkpoints[-last:])
     if best:
         unreadable: list[Path] = []
-        chosen |= set(best_checkpoints(found, keep["metric"], keep["mode"], unreadable)[:best])
-        chosen |= set(unreadable)  # it may be the best one: whoever resumes from it is told what is wrong
+        chosen |= set(best_checkpoints(checkpoints, keep["metric"], keep["mode"], unreadable)[:best])
+        chosen |= set(unreadable)  # it may be the best one: a resume from it reports what is wrong
     return chosen
 
 
-def best_checkpoints(found: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None) -> list[Path]:
+def best_checkpoints(
+    checkpoints: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None
+) -> list[Path]:
     """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first, since a checkpoint between
     two evaluations repeats the value of the one before it. A damaged one goes to `unreadable`; without it, it is an error."""
     scored = []
-    for path in found:
+    for path in checkpoints:
         try:
             with Reader(path) as reader:
                 metrics, step = reader.manifest.metrics, reader.manifest.step

@@ -57,9 +57,9 @@ def shared_state(reader: Reader) -> Any:
 
 def saved_world_size(reader: Reader) -> int:
     """How many ranks wrote the checkpoint, each of which left a file of its own."""
-    found: Any = reader.manifest.topology.get("world_size")
-    _kind(found, int, f"checkpoint {reader.path}: world_size in its manifest")
-    return int(found)
+    size: Any = reader.manifest.topology.get("world_size")
+    _kind(size, int, f"checkpoint {reader.path}: world_size in its manifest")
+    return int(size)
 
 
 def own_state(reader: Reader, rank: int) -> Any:

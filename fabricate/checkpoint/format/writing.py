@@ -56,8 +56,8 @@ def write_plain_safetensors(
     """
     entries = []
     for chunk in chunks:
-        whole, found = (0, math.prod(chunk.shape)), (chunk.start, chunk.count)
-        require(found == whole, f"(start, count) of {chunk.tensor!r}", found, f"{whole}: exports hold whole tensors")
+        whole, actual = (0, math.prod(chunk.shape)), (chunk.start, chunk.count)
+        require(actual == whole, f"(start, count) of {chunk.tensor!r}", actual, f"{whole}: exports hold whole tensors")
         entries.append((chunk.tensor, list(chunk.shape), chunk))
     return _write_safetensors(path, entries, files, {"format": "pt"} if metadata is None else metadata)
 
