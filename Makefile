@@ -1,14 +1,15 @@
-# `make test` is all that CI runs. PYTHON chooses the interpreter that creates .venv.
+# CI runs `make test test-extras`. PYTHON chooses the interpreter that creates .venv.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEER_VENV := .venv-peers
 PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabricate-fp8[torchao]' \
 	-e plugins/fabricate-deepspeed -e plugins/fabricate-powersgd
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env lint test demo bench bench-peers campaign clean
+.PHONY: env lint test test-extras demo bench bench-peers campaign clean
 
 env: $(INSTALLED)
 
@@ -29,6 +30,10 @@ lint: env
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# What needs packages that neither fabricate nor its plugins need: other frameworks.
+test-extras: bench-peers
+	$(PEER_VENV)/bin/python -m pytest tests/extras
+
 # Two ranks stop half way, the same command resumes and finishes, and transformers alone reads the result.
 demo: train := $(BIN)/fabricate run examples/demo.py --nproc 2 -- --run-dir runs/demo --stop-at 300
 demo: env
@@ -39,7 +44,6 @@ demo: env
 
 # Every benchmark, or PARTS of them; tables to docs/benchmarks.md. `make bench-peers` once, then PEERS=1 compares with other
 # frameworks too.
-PEER_VENV := .venv-peers
 bench: env
 	$(if $(PEERS),$(PEER_VENV),$(VENV))/bin/python -m benchmarks $(PARTS)
 

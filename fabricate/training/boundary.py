@@ -215,10 +215,10 @@ class ManyRanks:
         used = int(run.module._uses_trainer)
         *flags, largest, least, slowest, uses = engine.agree([*map(int, own), route, -route, microseconds, used])
         if largest != -least:
+            before = f" or the {self._silent - 1} before it" if self._silent > 1 else ""
             raise RankError(
-                f"ranks ran different layers in the {f'{self._silent} updates' if self._silent > 1 else 'update'} to step "
-                f"{run.progress.step}, which strategy={engine.strategy.name!r} turns "
-                "into wrong weights; let every rank run every layer (add 0 * output of one that is not needed), or use strategy='ddp'"
+                f"ranks ran different layers in the update to step {run.progress.step}{before}, which strategy={engine.strategy.name!r} "
+                "turns into wrong weights; let every rank run every layer (add 0 * output of one that is not needed), or use strategy='ddp'"
             )
         self._plan_next(slowest, bool(uses))
         wanted = Wanted(*map(bool, flags))

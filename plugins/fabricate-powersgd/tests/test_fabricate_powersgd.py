@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fabricate_powersgd import PowerSGD, share
+from fabricate_powersgd.strategy import PowerSGD, share
 
 from fabricate import Callback, ConfigurationError, Trainer, TrainModule
 from fabricate.testing import check_strategy, run_ranks

@@ -7,7 +7,7 @@ bucket, which does not fit the buckets of the first update after a resume. This 
 
 import dataclasses
 import zlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fabricate import DDP, ConfigurationError, Strategy, hookimpl
+from fabricate import DDP, ConfigurationError, Strategy
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -151,8 +151,3 @@ def _sum(tensors: Sequence[torch.Tensor]) -> None:
         dist.all_reduce(together)
         for tensor, summed in zip(tensors, torch.split(together, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(summed.view_as(tensor))
-
-
-@hookimpl
-def register_strategies(register: Callable[..., None]) -> None:
-    register("powersgd", PowerSGD, summary="replicas that exchange low-rank approximations of gradients")
