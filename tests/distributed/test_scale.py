@@ -1,0 +1,233 @@
+"""What ranks send each other when a run begins, agrees and saves: counted on up to 64 ranks, each of which is a thread."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabricate import CheckpointError, RankError
+from fabricate.checkpoint.format.directory import Chunk, TensorRecord, committed
+from fabricate.checkpoint.state import commit
+from fabricate.checkpoint.state.contents import Content
+from fabricate.distributed.connections import await_all
+from fabricate.distributed.consistency import check_alike
+from fabricate.distributed.group import Group
+from fabricate.distributed.meeting import compare_builds
+
+SIZES = (16, 32, 64)
+BUILT = {"torch": "2.13.0", "the device": "cpu"}
+TIMEOUT = datetime.timedelta(seconds=60)
+MANIFEST = {"step": 5, "run_id": "a run", "created": "2031-05-01T12:00:00Z"}
+
+
+class Traffic:
+    """Messages and bytes of one rank, in both directions."""
+
+    def __init__(self) -> None:
+        self.messages = self.bytes = 0
+
+    def count(self, messages: int, size: int) -> None:
+        self.messages += messages
+        self.bytes += messages * size
+
+
+class Exchange:
+    """Where the threads of all ranks meet."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.rows: list[torch.Tensor] = [torch.empty(0)] * world_size
+
+    def swap(self, rank: int, row: torch.Tensor) -> torch.Tensor:
+        self.rows[rank] = row
+        self.barrier.wait()
+        rows = torch.stack(self.rows)
+        self.barrier.wait()
+        return rows
+
+
+class Counted:
+    """In place of `Connections`: the same messages, between threads."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.exchange, self.rank, self.traffic = exchange, rank, Traffic()
+        self.peers = len(exchange.rows) - 1
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor | None:
+        self.traffic.count(1 if self.rank else self.peers, row.nbytes)
+        rows = self.exchange.swap(self.rank, row)
+        return None if self.rank else rows
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        self.traffic.count(self.peers, row.nbytes)
+        return self.exchange.swap(self.rank, row)
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        self.traffic.count(1 if self.rank else self.peers, values.nbytes)
+        return self.exchange.swap(self.rank, values)[0]
+
+
+class CountedStore:
+    """torch's store, as one rank uses it: each call is a message there and one back."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.traffic = store, Traffic()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            answer = getattr(self.store, name)(*arguments)
+            self.traffic.count(2, (len(str(arguments)) + len(str(answer))) // 2)
+            return answer
+
+        return call
+
+
+def on_each(world_size: int, work: Callable[[Group], Any]) -> tuple[list[Any], list[Traffic]]:
+    """What `work` returned, or raised, on each rank, and what it sent and received."""
+    exchange = Exchange(world_size)
+    connections: list[Any] = [Counted(exchange, rank) for rank in range(world_size)]
+
+    def run(rank: int) -> Any:
+        try:
+            return work(Group(rank, world_size, connections[rank]))
+        except Exception as exc:
+            return exc
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size))), [each.traffic for each in connections]
+
+
+def on_each_at_the_store(world_size: int, work: Callable[[Any, int], None]) -> list[Traffic]:
+    store = dist.HashStore()
+    stores: list[Any] = [CountedStore(store) for _ in range(world_size)]
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(work, stores, range(world_size)))
+    return [each.traffic for each in stores]
+
+
+def alike(group: Group, settings: Mapping[str, Any]) -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(50)))
+    check_alike(group, {"on_step": ["Progress", "Ema"]}, module, settings)
+
+
+def save(group: Group, folder: Path, before: Callable[[], None] = lambda: None) -> None:
+    shape = (4 * group.world_size,)
+    chunk = Chunk("model/w", start=4 * group.rank, count=4, dtype="F32", shape=shape, data=lambda: bytes(16))
+    content = Content([chunk], {}, {}, {"model/w": TensorRecord("F32", shape)}, dict(MANIFEST), [])
+    commit.write(group, content, folder / "step-00000005", [], before)
+
+
+def settle(traffic: Mapping[int, list[Traffic]]) -> None:
+    """Rank 0 sends and receives in proportion to the number of ranks; each of the others the same on any number."""
+    zero = {size: ranks[0] for size, ranks in traffic.items()}
+    assert zero[64].messages - zero[32].messages <= 2 * (zero[32].messages - zero[16].messages)
+    assert zero[64].bytes / 64 <= 1.1 * zero[16].bytes / 16
+    others = [rank for ranks in traffic.values() for rank in ranks[1:]]
+    assert len({rank.messages for rank in others}) == 1
+    assert max(rank.bytes for rank in others) <= 1.1 * min(rank.bytes for rank in others)
+
+
+def test_agreeing_takes_one_row_of_each_rank_and_one_answer() -> None:
+    traffic = {}
+    for size in SIZES:
+        answers, traffic[size] = on_each(size, lambda group: group.agree([group.rank, -group.rank, 2**62, -(2**62)]))
+        assert answers == [[size - 1, 0, 2**62, -(2**62)]] * size
+        assert (traffic[size][0].messages, traffic[size][-1].messages) == (2 * (size - 1), 2)
+        assert traffic[size][-1].bytes < 300
+    settle(traffic)
+
+
+def test_values_of_rank_0_and_values_for_rank_0_travel_no_further() -> None:
+    def work(group: Group) -> list[Any]:
+        return [group.broadcast_json("x" * 1000 if group.rank == 0 else "y"), group.send_json([group.rank % 7] * 100)]
+
+    traffic = {}
+    for size in SIZES:
+        answers, traffic[size] = on_each(size, work)
+        assert [value for value, _ in answers] == ["x" * 1000] * size
+        assert answers[0][1] == [[rank % 7] * 100 for rank in range(size)]
+        assert all(sent == [] for _, sent in answers[1:])
+    settle(traffic)
+
+
+def test_ranks_compare_digests_when_a_run_begins() -> None:
+    traffic = {}
+    for size in SIZES:
+        answers, traffic[size] = on_each(size, lambda group: alike(group, {"seed": 1}))
+        assert answers == [None] * size
+        assert traffic[size][-1].messages == 2
+    settle(traffic)
+
+
+def test_what_differs_travels_and_is_named_on_every_rank() -> None:
+    answers, traffic = on_each(64, lambda group: alike(group, {"seed": int(group.rank in (40, 50))}))
+    assert {type(answer) for answer in answers} == {RankError}
+    wanted = "ranks [40, 50] have other settings than rank 0: seed is 0 on rank 0 and 1 on rank 40; start every rank"
+    assert all(str(answer).startswith(wanted) for answer in answers)
+    assert max(each.bytes for each in traffic[1:]) < 64 * 1000, "the table of parameters, which is the same, is longer"
+
+
+def test_builds_are_compared_at_the_store() -> None:
+    """With the same number of calls on each rank, but for the last one, which leaves the result."""
+    for size in SIZES:
+        traffic = on_each_at_the_store(size, lambda store, rank, size=size: compare_builds(store, rank, size, BUILT))
+        assert max(rank.messages for rank in traffic) <= 10
+        assert sum(rank.messages for rank in traffic) == 2 * 3 * size + 2 * 2 + 2
+
+
+def test_ranks_wait_for_each_other_at_the_store_with_few_messages() -> None:
+    """How often each reads the store depends on how long it waits: at most twice a second."""
+
+    def meet(store: Any, rank: int, world_size: int) -> None:
+        await_all(store, "test", rank, world_size, "here", TIMEOUT)
+
+    for size in SIZES:
+        traffic = on_each_at_the_store(size, lambda store, rank, size=size: meet(store, rank, size))
+        assert max(each.messages for each in traffic) < 2 * 3 + 2 * 30
+
+
+def test_records_of_a_checkpoint_go_to_rank_0_only(tmp_path: Path) -> None:
+    traffic = {}
+    for size in SIZES:
+        folder = tmp_path / str(size)
+        answers, traffic[size] = on_each(size, lambda group, folder=folder: save(group, folder))
+        assert answers == [None] * size
+        assert [path.name for path in committed(folder)] == ["step-00000005"]
+    settle(traffic)
+
+
+def test_the_reason_of_a_save_that_one_rank_refuses_reaches_every_rank(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        def refuse() -> None:
+            if group.rank == 3:
+                raise CheckpointError("not here")
+
+        save(group, tmp_path, before=refuse)
+
+    answers, _ = on_each(16, work)
+    assert {type(answer) for answer in answers} == {CheckpointError}
+    assert all("rank 3: not here; the previous one is intact" in str(answer) for answer in answers)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda group: group.gather_json("x"), "rank 40 sent values where rank 0 expects numbers"),
+        (lambda group: group.agree([1, 2, 3]), "rank 40 sent 3 numbers where rank 0 expects 2"),
+    ],
+)
+def test_ranks_that_are_not_at_the_same_place_all_report_who_is_where(
+    other: Callable[[Group], Any], message: str
+) -> None:
+    answers, _ = on_each(64, lambda group: other(group) if group.rank == 40 else group.agree([1, 2]))
+    assert {type(answer) for answer in answers} == {RankError}
+    assert all(message in str(answer) for answer in answers)
