@@ -6,7 +6,6 @@ Everything public is importable from here or from `fabricate.testing`. Names are
 
 from __future__ import annotations
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -77,14 +76,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fabricate' has no attribute {name!r}")
-    # What modules define stays: collecting while they load walks all of torch and finds nothing, for a fifth of a second.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        value = getattr(importlib.import_module(f"fabricate.{_HOME[name]}"), name)
-    finally:
-        if collecting:
-            gc.enable()
+    value = getattr(importlib.import_module(f"fabricate.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -19,6 +19,7 @@ from fabricate.model.pretrained import Stored, deferred
 from fabricate.module import TrainModule, overrides
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.single import Single
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def materialise(module: TrainModule, seed: int) -> None:
         for table, key, tensor in _own_tensors(blank.submodule):
             if key in blank.keys:  # tied weights stay tied
                 table[key] = memory.setdefault(id(tensor), _like(tensor, tensor.shape))
-    fill(module, waiting, seed, Strategy())
+    fill(module, waiting, seed, Single())
 
 
 def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Strategy) -> None:

@@ -81,9 +81,7 @@ class Loads:
         kept = [model for model in module.modules() if any(model is loaded for loaded in self.models)]
         ruled = {id(child) for model in kept for child in model.modules()}
         for name, child in module.named_modules():
-            for tensor in (*child._parameters.values(), *child._buffers.values()):
-                if tensor is None or not tensor.is_meta:
-                    continue
+            for tensor in _on_meta(child):
                 if id(tensor) in self.tensors and _storage(tensor) != self.tensors[id(tensor)][1]:
                     raise NotDeferred(f"a weight of {name} was given other data after from_pretrained")
                 if id(tensor) in self.stored:
@@ -91,6 +89,13 @@ class Loads:
                 home = ruled if id(tensor) in self.tensors else inside
                 if (id(child) in home) != (home is ruled):
                     raise NotDeferred(f"{name or 'the module'} holds a part of a loaded model, or it was put into one")
+
+
+def _on_meta(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of `layer` alone that are on the meta device."""
+    for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+        if tensor.is_meta:
+            yield tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -130,34 +130,41 @@ class FSDP(Strategy):
             )
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
-        """The first rank's shards, which are the largest, and what is gathered at once: the largest unit beside the rest of
-        the module, which stays gathered; everything without `reshard_after_forward`. With accumulate="whole", what it says."""
-        from fabricate.strategies.fsdp_units import select, sizes
-
-        shards = self._shards(world_size)
+        """The first rank's shards, which are the largest, and what is gathered at once: the largest unit and the rest of the
+        module, which stays gathered; everything without `reshard_after_forward`. With accumulate="whole", whole gradients too."""
         parameters = list(module.parameters())
-        every = sum(p.numel() * p.element_size() for p in parameters)
         division = self._divide(module)
         cuts = division.cuts(module) if division is not None else {}
+        every = sum(p.numel() * p.element_size() for p in parameters)
+        part = self._shard_bytes(parameters, cuts, self._shards(world_size))
+        place = "host " if self.offload else ""
+        found = {f"{place}{kind}": -(-count * part // (every or 1)) for kind, count in whole.items()}
+        found["gathered"] = self._gathered_bytes(module, cuts)
+        if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
+            here = sum(self._bytes(p, cuts, p.element_size()) for p in parameters)
+            found["whole gradients"] = whole["gradients"] * here // (every or 1)
+        return found
 
-        def divided(p: torch.nn.Parameter, size: int) -> int:
-            return p.numel() // (self.tp if id(p) in cuts else 1) * size
+    def _bytes(self, parameter: torch.nn.Parameter, cuts: Mapping[int, int], width: int) -> int:
+        """Of what tensor parallelism leaves a rank of `parameter`, at `width` bytes an element. `cuts`: dimensions by id."""
+        return parameter.numel() // (self.tp if id(parameter) in cuts else 1) * width
 
-        # Dimension 0 is cut into equal parts, rounded up. Shapes only: to slice a DTensor gathers it, on all ranks.
-        rows = {p: len(p) // (self.tp if cuts.get(id(p)) == 0 else 1) for p in parameters if p.numel()}
-        part = sum(-(-number // shards) * divided(p, p.element_size()) // number for p, number in rows.items())
-        held = {kind: -(-count * part // every) if every else 0 for kind, count in whole.items()}
+    def _shard_bytes(self, parameters: Sequence[torch.nn.Parameter], cuts: Mapping[int, int], shards: int) -> int:
+        """Dimension 0 is cut into equal parts, rounded up. From shapes only: to slice a DTensor gathers it, on all ranks."""
+        count = 0
+        for p in (p for p in parameters if p.numel()):
+            rows = len(p) // (self.tp if cuts.get(id(p)) == 0 else 1)
+            count += -(-rows // shards) * self._bytes(p, cuts, p.element_size()) // rows
+        return count
+
+    def _gathered_bytes(self, module: torch.nn.Module, cuts: Mapping[int, int]) -> int:
+        from fabricate.strategies.fsdp_units import select, sizes
+
         width = {"bf16": 2, "fp16": 2}.get(str(self.param_dtype))
         units = self._units if self._units is not None else [name for name, _ in select(module, self.wrap)]
-        by_unit = sizes(module, units, lambda p: divided(p, width or p.element_size()))
+        by_unit = sizes(module, units, lambda p: self._bytes(p, cuts, width or p.element_size()))
         rest = by_unit.pop("")
-        gathered = rest + (max(by_unit.values(), default=0) if self.reshard_after_forward else sum(by_unit.values()))
-        found = {f"{'host ' if self.offload else ''}{kind}": count for kind, count in held.items()}
-        found["gathered"] = gathered
-        if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
-            here = sum(divided(p, p.element_size()) for p in parameters)
-            found["whole gradients"] = whole["gradients"] * here // every if every else 0
-        return found
+        return rest + (max(by_unit.values(), default=0) if self.reshard_after_forward else sum(by_unit.values()))
 
     def _divide(self, module: torch.nn.Module) -> Division | None:
         """Which layers `tp` divides, and how."""

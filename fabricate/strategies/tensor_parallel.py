@@ -7,7 +7,7 @@ installed version asks transformers for a name that is gone. Must not know: who 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +203,10 @@ def _tied(module: torch.nn.Module) -> dict[int, list[str]]:
     return {address: found for address, found in names.items() if len(found) > 1}
 
 
+def _shared(owner: str, owners: Sequence[str], between: str) -> str:
+    return f"its weight is that of {between.join(other for other in owners if other != owner)} too"
+
+
 def _leave_tied(module: torch.nn.Module, layers: Mapping[str, Style], whole: dict[str, str], ways: int) -> None:
     """What two layers share stays whole in both unless both are cut alike."""
     for names in _tied(module).values():
@@ -213,7 +217,5 @@ def _leave_tied(module: torch.nn.Module, layers: Mapping[str, Style], whole: dic
             continue
         for owner, style in styles.items():
             if not (style.whole_input and style.whole_output):
-                raise _other(ways, owner, f"its weight is that of {', '.join(o for o in owners if o != owner)} too")
-            whole.setdefault(
-                owner, f"because its weight is that of {' and '.join(o for o in owners if o != owner)} too"
-            )
+                raise _other(ways, owner, _shared(owner, owners, ", "))
+            whole.setdefault(owner, f"because {_shared(owner, owners, ' and ')}")

@@ -1,4 +1,4 @@
-"""One rank of a pool: a forked process answers jobs from a pipe until the pipe closes.
+"""One rank of a pool: a process answers jobs from a pipe until the pipe closes.
 
 Owns how a job is run inside the rank. It does not open a process group: the job does, or the framework that the job
 calls, and the group then stays for later jobs. Jobs and answers are pickles from and to the process that started this
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import io
 import operator
 import os
 import pickle
+import random
 import resource
 import sys
 import traceback
@@ -19,12 +21,20 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-import torch
 
+def main(connection: Connection, output: str) -> None:
+    """Answer jobs until the other end of `connection` closes. What is printed goes to the file `output`."""
+    import numpy
+    import torch
 
-def main(descriptor: int) -> None:
-    """Answer jobs until the other end of the pipe `descriptor` closes."""
-    connection = Connection(descriptor)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed writes no buffer
+    random.seed()
+    numpy.random.seed()  # a fork has the generator of the process that it comes from
     faulthandler.enable()  # SIGABRT from the pool dumps every thread's stack, also from inside a blocked collective
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)

@@ -152,48 +152,59 @@ def _some(names: Sequence[str]) -> str:
 
 
 def judge_agreement(report: Report, label: str, ranks: list[Trace], hand: Trace, hear_gradients: bool) -> bool:
-    """Losses, gradients and weights of every rank against the loop by hand."""
-    expected = f"losses, gradients and weights of one process with the whole batch, relative {TOLERANCE:g}"
-    check = f"agreement with one process: {label}"
+    """Losses, gradients and weights of every rank against the loop by hand. Whether they agree."""
     for rank, trace in enumerate(ranks):
-        if hear_gradients:
-            missing = [n for n in hand.gradients if n not in trace.gradients]
-            if not report.expect(
-                not missing,
-                f"exposes_gradients: {label}",
-                "parameter.grad holds this rank's part of the gradient in on_before_step",
-                f"None on rank {rank} for {_some(missing)}",
-                "keep gradients in parameter.grad, or declare exposes_gradients = False",
-            ):
-                return False
-            wrong = [n for n, p in trace.gradients.items() if _distance(p, hand.gradients[n]) > 10 * TOLERANCE]
-            if not report.expect(
-                not wrong,
-                check,
-                expected,
-                f"on rank {rank} the gradient of {_some(wrong)} is {_ratio(trace.gradients, hand.gradients)} as large as it "
-                "should be in on_before_step",
-                "gradients have to be averaged over ranks exactly once, in the backward of the window's last micro-batch; "
-                "with equivalent=False this is not checked",
-            ):
-                return False
-        pairs = (
-            zip(trace.losses, hand.losses, strict=True) if len(trace.losses) == len(hand.losses) else [(0.0, math.inf)]
-        )
-        off = next(
-            (step for step, (a, b) in enumerate(pairs, 1) if not abs(a - b) <= TOLERANCE * max(hand.losses)), None
-        )
-        far = [n for n, part in trace.last.items() if not _distance(part, hand.last[n]) <= TOLERANCE]
-        if not report.expect(
-            off is None and not far,
-            check,
-            expected,
-            f"on rank {rank} losses {trace.losses[:3]}... for {hand.losses[:3]}...; weights off: {_some(far) or 'none'}"
-            + (f"; first at step {off}" if off else ""),
-            "look at prepare(), no_sync() and backward(); with equivalent=False this is not checked",
-        ):
+        if hear_gradients and not _gradients_agree(report, label, rank, trace, hand):
+            return False
+        if not _weights_agree(report, label, rank, trace, hand):
             return False
     return True
+
+
+_AGREEMENT = f"losses, gradients and weights of one process with the whole batch, relative {TOLERANCE:g}"
+
+
+def _gradients_agree(report: Report, label: str, rank: int, trace: Trace, hand: Trace) -> bool:
+    missing = [n for n in hand.gradients if n not in trace.gradients]
+    if not report.expect(
+        not missing,
+        f"exposes_gradients: {label}",
+        "parameter.grad holds this rank's part of the gradient in on_before_step",
+        f"None on rank {rank} for {_some(missing)}",
+        "keep gradients in parameter.grad, or declare exposes_gradients = False",
+    ):
+        return False
+    wrong = [n for n, p in trace.gradients.items() if _distance(p, hand.gradients[n]) > 10 * TOLERANCE]
+    return report.expect(
+        not wrong,
+        f"agreement with one process: {label}",
+        _AGREEMENT,
+        f"on rank {rank} the gradient of {_some(wrong)} is {_ratio(trace.gradients, hand.gradients)} as large as it should be in "
+        "on_before_step",
+        "gradients have to be averaged over ranks exactly once, in the backward of the window's last micro-batch; "
+        "with equivalent=False this is not checked",
+    )
+
+
+def _weights_agree(report: Report, label: str, rank: int, trace: Trace, hand: Trace) -> bool:
+    off = _first_other_loss(trace.losses, hand.losses)
+    far = [n for n, part in trace.last.items() if not _distance(part, hand.last[n]) <= TOLERANCE]
+    return report.expect(
+        off is None and not far,
+        f"agreement with one process: {label}",
+        _AGREEMENT,
+        f"on rank {rank} losses {trace.losses[:3]}... for {hand.losses[:3]}...; weights off: {_some(far) or 'none'}"
+        + (f"; first at step {off}" if off else ""),
+        "look at prepare(), no_sync() and backward(); with equivalent=False this is not checked",
+    )
+
+
+def _first_other_loss(losses: list[float], expected: list[float]) -> int | None:
+    """The first step whose loss is not the expected one."""
+    if len(losses) != len(expected):
+        return 1
+    pairs = enumerate(zip(losses, expected, strict=True), 1)
+    return next((step for step, (a, b) in pairs if not abs(a - b) <= TOLERANCE * max(expected)), None)
 
 
 def _distance(part: Part, whole: Part) -> float:
@@ -405,14 +416,9 @@ def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, cas
     paths = [directory / name / "checkpoints" / f"step-{case.steps:08d}" for name in ("whole", "resumed")]
     if not all(path.exists() for path in paths):  # it stopped early, which neutrality judges
         paths = [sorted(path.parent.glob("step-*"))[-1] for path in paths]
-    whole, resumed = (read_checkpoint(path) for path in paths)
+    other = _different_tensors(*paths)
     states = [json.loads((path / "state.json").read_text(encoding="utf-8"))["plugins"] for path in paths]
     lost = [n for n in sorted(states[0].keys() | states[1].keys()) if states[0].get(n) != states[1].get(n)]
-    other = [
-        name
-        for name in sorted(whole.keys() | resumed.keys())
-        if name not in whole or name not in resumed or not torch.equal(whole[name], resumed[name])
-    ]
     lost += sorted({name.split("/")[1] for name in other if name.startswith("plugin/")} - set(lost))
     report.expect(
         not lost,
@@ -421,19 +427,32 @@ def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, cas
         f"another state of {_some(lost)}: {_shown(states[1], lost)} instead of {_shown(states[0], lost)}",
         "put everything that later steps need into `state` in on_save, and take it back in on_load",
     )
-    apart = [
-        r
-        for r, t in enumerate(ranks)
-        if (t[-1].steps, t[-1].losses) != (t[-2].steps[SAVE_STEP:], t[-2].losses[SAVE_STEP:])
-    ]
-    metrics = [r for r, t in enumerate(ranks) if t[-1].metrics != [m for m in t[-2].metrics if m[0] > SAVE_STEP]]
+    steps, metrics = _ranks_apart(ranks)
     report.expect(
-        not (other or apart or metrics),
+        not (other or steps or metrics),
         f"exact resume: {where}",
         f"a run resumed at step {SAVE_STEP} ends bitwise as one that never stopped",
-        f"other tensors in the last checkpoint: {_some(other) or 'none'}; other steps on ranks {apart}, other metrics on {metrics}",
+        f"other tensors in the last checkpoint: {_some(other) or 'none'}; other steps on ranks {steps}, other metrics on {metrics}",
         "save what the update depends on in on_save, restore it in on_load, and keep nothing else across updates",
     )
+
+
+def _different_tensors(one: Path, other: Path) -> list[str]:
+    """The names of tensors that are not bitwise the same in two checkpoints."""
+    first, second = read_checkpoint(one), read_checkpoint(other)
+    shared = first.keys() & second.keys()
+    return sorted(n for n in first.keys() | second.keys() if n not in shared or not torch.equal(first[n], second[n]))
+
+
+def _ranks_apart(ranks: Ranks) -> tuple[list[int], list[int]]:
+    """Ranks whose steps and whose metrics after `SAVE_STEP` differ between their last two fits."""
+    steps, metrics = [], []
+    for rank, (*_, whole, resumed) in enumerate(ranks):
+        if (resumed.steps, resumed.losses) != (whole.steps[SAVE_STEP:], whole.losses[SAVE_STEP:]):
+            steps.append(rank)
+        if resumed.metrics != [m for m in whole.metrics if m[0] > SAVE_STEP]:
+            metrics.append(rank)
+    return steps, metrics
 
 
 def _shown(states: dict[str, Any], names: list[str]) -> str:

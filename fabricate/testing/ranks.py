@@ -1,7 +1,7 @@
 """`run_ranks`: a function on several gloo ranks of this machine, from a pool of processes that lasts the session.
 
-Owns the worker processes, what is sent to them and how their failures are told. It must not know the framework: what a
-job does with its rank (which group it opens, which module it trains) is the job's affair. POSIX only.
+Owns the worker processes, what is sent to them and how their failures are reported. It must not know the framework: what a
+job does with its rank (which group it opens, which module it trains) is up to the job. POSIX only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]
+
 from fabricate import ConfigurationError, RankError
-from fabricate.testing.forks import Fork, server_process_id, stop_server
+from fabricate.testing import _worker
 
 _Result = TypeVar("_Result")
 
@@ -36,6 +38,17 @@ _DUMP_SECONDS = 2.0  # writing the stacks of all threads
 _POLL_SECONDS = 0.1
 _PORTS = range(10_000, 30_000)  # below those that Linux (from 32768) and macOS (from 49152) give by themselves
 _OUTPUT_BYTES = 20_000  # how much of a failed rank's output goes into the message, from its end
+
+# A server process imports these once and forks the ranks, which then start in milliseconds.
+_forks = multiprocessing.get_context("forkserver")
+_IMPORTED = [
+    "accelerate",
+    "torch._dynamo",  # torch imports it when a process builds its first optimizer
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "fabricate.testing._clean",
+    "fabricate.testing._worker",
+]
 
 _pools: dict[int, _Pool] = {}
 _given: set[int] = set()
@@ -94,7 +107,11 @@ def close_pools() -> None:
     """End every worker process of `run_ranks`. Also runs at exit; a later `run_ranks` starts new ones."""
     for pool in list(_pools.values()):
         _discard(pool)
-    stop_server()
+    for server in _servers():
+        server.kill()
+        os.waitid(
+            os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
+        )  # multiprocessing reaps it and starts another when asked
 
 
 atexit.register(close_pools)
@@ -116,8 +133,18 @@ def free_port() -> int:
 
 def worker_process_ids() -> set[int]:
     """The process ids of all workers and of the process they are forked from, for a check that looks for leaked ones."""
-    server = server_process_id()
-    return {w.process.pid for pool in _pools.values() for w in pool.workers} | ({server} if server else set())
+    workers = {worker.process.pid or 0 for pool in _pools.values() for worker in pool.workers}
+    return workers | {server.pid for server in _servers()}
+
+
+def _servers() -> list[psutil.Process]:
+    """The process that multiprocessing forks from, if it runs. Its own record of it is private."""
+    running = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+                running.append(child)
+    return running
 
 
 def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +183,7 @@ class _Pool:
         self.reusable = False  # true between jobs, while every rank is known to be idle and in step with the others
 
     def alive(self) -> bool:
-        return all(worker.process.wait() is None for worker in self.workers)
+        return all(worker.process.is_alive() for worker in self.workers)
 
     def run(self, job: dict[str, Any], timeout: float) -> list[Any]:
         self.reusable = False
@@ -201,10 +228,12 @@ class _Worker:
     """One process, the pipe to it, and the file that takes what it prints."""
 
     def __init__(self) -> None:
-        self.connection, remote = multiprocessing.Pipe()
-        self.output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - lives as long as the process
-        with remote:
-            self.process = Fork(remote.fileno(), self.output.fileno())
+        self.connection, remote = _forks.Pipe()
+        self.output = tempfile.NamedTemporaryFile("a+b")  # noqa: SIM115 - lives as long as the process
+        self.process = _forks.Process(target=_worker.main, args=(remote, self.output.name))
+        with remote, _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+            _forks.set_forkserver_preload(_IMPORTED)
+            self.process.start()  # and before the first one the server, which inherits the environment
 
     def send(self, job: dict[str, Any]) -> None:
         self.output.truncate(0)
@@ -214,9 +243,15 @@ class _Worker:
 
     def end_with_stacks(self) -> None:
         """Kill the process after it has written the stacks of its threads to its output."""
-        self.process.send_signal(signal.SIGABRT)
-        self.process.wait(_DUMP_SECONDS)
-        self.process.kill()  # a stopped process does not hear SIGABRT
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGABRT)
+        self.process.join(_DUMP_SECONDS)
+        self.kill()  # a stopped process does not receive SIGABRT
+
+    def kill(self) -> None:
+        """End the process at once, and wait for that."""
+        self.process.kill()
+        self.process.join()
 
     def printed(self) -> str:
         self.output.seek(max(0, os.fstat(self.output.fileno()).st_size - _OUTPUT_BYTES))
@@ -225,9 +260,21 @@ class _Worker:
         return text.replace("Fatal Python error: Aborted\n\n", "").partition("\nExtension modules: ")[0].strip()
 
     def close(self) -> None:
-        self.process.kill()
+        self.kill()
         self.connection.close()
         self.output.close()
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for the processes that start meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @dataclass
@@ -268,11 +315,11 @@ def _collect(workers: list[_Worker], seconds: float) -> _Outcome:
     while waiting and (left := deadline - time.monotonic()) > 0:
         if time.monotonic() > alike:
             for rank in outcome.failures:
-                workers[rank].process.kill()
+                workers[rank].kill()
         readable = wait([worker.connection for worker in waiting.values()], min(left, _POLL_SECONDS))
         for rank, worker in list(waiting.items()):
             # A dead worker's pipe can stay open: processes that its job started may hold the other end.
-            if worker.connection not in readable and worker.process.wait() is None:
+            if worker.connection not in readable and worker.process.is_alive():
                 continue
             del waiting[rank]
             answer = _receive(worker)
@@ -299,9 +346,10 @@ def _receive(worker: _Worker) -> Any:
     if message is not None:
         returned, answer = pickle.loads(message)
         return answer if returned else _Failure(*answer)
-    code = worker.process.wait(_GRACE_SECONDS)
+    worker.process.join(_GRACE_SECONDS)
+    code = worker.process.exitcode
     if code is None:  # it closed its pipe and lives
-        worker.process.kill()
+        worker.kill()
         code = -signal.SIGKILL
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     return _Failure(how, f"died: {how}", traceback="")

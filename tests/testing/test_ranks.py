@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from fabricate import ConfigurationError, RankError
 from fabricate.testing import close_pools, ranks, run_ranks
-from fabricate.testing.forks import server_process_id
-from fabricate.testing.ranks import _pools, worker_process_ids
+from fabricate.testing.ranks import _pools, _servers, worker_process_ids
 
 
 @dataclass
@@ -221,13 +220,12 @@ def test_ranks_draw_random_numbers_of_their_own() -> None:
 
 def test_ranks_start_again_after_the_process_they_are_forked_from_died() -> None:
     (first,) = run_ranks(_process_id, 1)
-    server = server_process_id()
-    assert server is not None
+    (server,) = (process.pid for process in _servers())
     os.kill(server, signal.SIGKILL)
     os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
     _wait_for_the_end_of_the_pool(1)
     assert run_ranks(_process_id, 1) != [first]
-    assert server_process_id() != server
+    assert server not in {process.pid for process in _servers()}
 
 
 def test_a_function_of_a_script_runs_without_its_main_block(tmp_path: Path) -> None:

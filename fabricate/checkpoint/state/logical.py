@@ -26,6 +26,7 @@ from fabricate.checkpoint.format.schema import shared_state
 from fabricate.errors import CheckpointError, ConfigurationError
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.sharding import is_sharded
+from fabricate.strategies.single import Single
 
 _CODES = {
     torch.float64: "F64",
@@ -389,7 +390,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | None = None) -> None:
     """Copy the checkpoint's weights into `module`'s memory, only this rank's part. Compared first, see `compare_model`."""
-    strategy = strategy or Strategy()
+    strategy = strategy or Single()
     source = compare_model(reader, module, strategy)
     parameters, buffers, _ = named_tensors(module)
     for name, tensor in (*parameters.items(), *buffers.items()):
@@ -483,8 +484,8 @@ def load_weights(path: Path, module: torch.nn.Module) -> None:
         from_meta = [n for n, p in module.named_parameters() if p.is_meta]
         if from_meta:
             raise CheckpointError(f"{from_meta[0]} is on the meta device; build it in configure_model or on the CPU")
-        compare_model(reader, module, Strategy())
-        compare_frozen(reader, module, Strategy())
+        compare_model(reader, module, Single())
+        compare_frozen(reader, module, Single())
         load_model(reader, module)
 
 
