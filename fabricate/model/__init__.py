@@ -1,1 +1,3 @@
-"""The model before it trains: building on the meta device, pretrained weights, compiling, memory, and its export afterwards."""
+"""The model before and after training: building on the meta device (`building`), pretrained weights (`pretrained`), torch.compile
+(`compiling`), memory per rank (`memory`, `host_memory`), writing RUN_DIR/model/ (`export`).
+"""

@@ -1,1 +1,2 @@
-"""Optimizers and schedules: what `configure_optimizers` may return (`optimizers`), learning-rate schedules (`schedules`)."""
+"""Optimizers and schedules: what `configure_optimizers` may return (`optimizers`), when learning-rate schedules advance (`schedules`), those
+that have names (`named_schedules`)."""

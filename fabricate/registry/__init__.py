@@ -1,1 +1,2 @@
-"""Plugins: names and what they stand for (`registry`, `names`), checks of what users bring (`validation`), hook calls (`hook_calls`)."""
+"""Plugins: names and what they stand for (`registry`, `names`), checks of strategies and precisions that users bring (`validation`) and
+of their hooks (`hook_checks`), hook calls (`hook_calls`)."""

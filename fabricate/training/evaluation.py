@@ -1,6 +1,6 @@
 """Evaluation: metrics over exactly the data, predictions in its order; afterwards training is as if nothing had run.
 
-Must not know: when it is due (fabricate.training.loop).
+Must not know: when it is due (`boundary`).
 """
 
 from __future__ import annotations

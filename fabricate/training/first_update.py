@@ -106,7 +106,7 @@ def _observed(
     gradients = _dtypes(p.grad for p in trainable)
     observed: dict[str, Any] = {
         "activations": layers or "not seen",
-        "loss": [*_dtypes([losses.values[-1]]), f"weighed {_WEIGHED[losses.weighed_by.source]}"],
+        "loss": [*_dtypes([losses.values[-1]]), f"weighed {_WEIGHED[losses.rule.source]}"],
         "parameters": _dtypes(trainable),
         "gradients": gradients or "kept by the engine",
         "optimizer_state": _dtypes(t for o in run.optim.optimizers.values() for t in _state_of(o)) or "none",

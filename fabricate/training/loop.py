@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from fabricate.data.batches import Window
 from fabricate.errors import ConfigurationError, FabricateError
-from fabricate.training.boundary import Agenda, boundary, finished
+from fabricate.training.agenda import Agenda
+from fabricate.training.boundary import boundary, finished
 from fabricate.training.evaluation import validate
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.losses import Losses, WindowLosses
-from fabricate.training.run_state import Run
+from fabricate.training.run_state import Run, Update
 
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
@@ -25,16 +25,16 @@ Apply = Callable[[torch.optim.Optimizer, torch.Tensor | None], bool]
 
 def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
-    training, agenda = Training(run), Agenda(run)
+    state, agenda = LoopState(run), Agenda(run)
     if run.settings.validate_first and run.validation and run.progress.step == 0 and not run.checkpoints.restored:
         validate(run, run.progress.epoch)
     while not (reason := finished(run)):
         for window in windows(run):  # one window of micro-batches makes one update
-            training.begin_update()
-            losses = accumulate(training, window)  # forward, backward, on_accumulate, for each micro-batch
-            result = update(training, losses)  # normalise, clip, on_before_step, optimizer_step
-            account(training, window, losses, result)  # counters, on_step or on_step_skipped
-            if reason := boundary(run, agenda, window, training.first_update, result.norm, result.route):
+            state.begin_update()
+            losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch
+            result = update(state, losses)  # normalise, clip, on_before_step, optimizer_step
+            account(state, window, losses, result)  # counters, on_step or on_step_skipped
+            if reason := boundary(run, agenda, window, result, state.first_update):
                 return reason  # log, validate, save, stop: what is due or requested, agreed by all ranks
     return reason
 
@@ -45,67 +45,57 @@ def windows(run: Run) -> Iterator[Window]:
     assert source is not None
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
-    if not progress.position:
+    if not progress.position:  # else a checkpoint interrupted this epoch
         progress.micro_step = 0
     remaining: Iterable[Window] = source.windows(progress.epoch, progress.position)
     if source.num_samples is None and run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining)
     yield from run.journal.stopwatch.timed(remaining)
-    if progress.position == 0 and not progress.micro_step:
+    if progress.position == 0 and not progress.micro_step:  # position is back at 0 after the last window; nothing ran
         raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
 
 
-def accumulate(training: Training, window: Window) -> WindowLosses:
+def accumulate(state: LoopState, window: Window) -> WindowLosses:
     """Forward and backward of every micro-batch of `window`. All ranks."""
-    run = training.run
+    run = state.run
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
-    losses = training.losses.of(window, averaged=training.wants_loss)
+    losses = state.losses.of(window, averaged=state.wants_loss)
     for micro_step, (batch, rows) in enumerate(run.journal.stopwatch.timed(window.micro_batches)):
         is_last = micro_step == window.num_micro_steps - 1
         run.now.batch = batch = engine.to_device(batch)
         with engine.gradient_sync(is_last):
-            step = calls.train_step  # None: nothing wraps the forward
-            output = step(trainer, module, batch) if step else engine.forward(batch, progress.micro_step)
-            scaled, loss, weight, labels = losses.add(output, batch, rows)
+            wrapped = calls.train_step  # None: nothing wraps the forward
+            output = wrapped(trainer, module, batch) if wrapped else engine.forward(batch, progress.micro_step)
+            for_backward, loss, weight, logged_weight = losses.add(output, batch, rows)
             if is_last:
                 losses.begin_sums()
-            engine.scaling.backward(scaled)
+            engine.scaling.backward(for_backward)
         run.metrics.add_loss(loss, weight)
-        run.metrics.take(module._logged, labels)
+        run.metrics.take(module._logged, logged_weight)
         if calls.on_accumulate is not None:
             calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, window.num_micro_steps, is_last)
         progress.micro_step += 1
     return losses
 
 
-class Update(NamedTuple):
-    """The result of an update."""
-
-    applied: bool
-    norm: torch.Tensor | None
-    """The global norm of the gradients before clipping; None where nothing uses it."""
-    route: int
-    """See `Strategy.route`."""
-
-
-def update(training: Training, losses: WindowLosses) -> Update:
+def update(state: LoopState, losses: WindowLosses) -> Update:
     """Make the accumulated gradients those of the global batch, and let the optimizer apply them. All ranks."""
-    run = training.run
+    run = state.run
     engine, calls = run.engine, run.calls
     optimizer, parameters = run.optim.optimizers[losses.optimizer], run.optim.parameters[losses.optimizer]
     engine.scaling.unscale(optimizer)
     losses.normalise(parameters)
-    norm = engine.strategy.grad_norm(parameters) if training.wants_norm else None
-    training.clip(parameters, norm)
+    norm = engine.strategy.grad_norm(parameters) if state.wants_norm else None
+    state.clip(parameters, norm)
     if calls.on_before_step is not None:
         calls.on_before_step(run.trainer, run.module, optimizer, norm)
-    applied = training.apply(optimizer, norm)
+    applied = state.apply(optimizer, norm)
     return Update(applied, norm, engine.strategy.route())
 
 
-def account(training: Training, window: Window, losses: WindowLosses, result: Update) -> None:
-    """Count the update, clear the gradients and call the listeners. All ranks."""
-    run = training.run
+def account(state: LoopState, window: Window, losses: WindowLosses, result: Update) -> None:
+    """Count the update, advance its schedule, clear the gradients and call the listeners. All ranks."""
+    run = state.run
     progress = run.progress
     if result.applied:
         if losses.optimizer in run.optim.schedules:
@@ -114,21 +104,21 @@ def account(training: Training, window: Window, losses: WindowLosses, result: Up
     else:
         progress.skipped += 1
         run.metrics.forget_update()
-    training.first_update.look(losses, result.applied)
-    run.engine.strategy.clear_gradients(training.parameters)
+    state.first_update.look(losses, result.applied)
+    run.engine.strategy.clear_gradients(state.parameters)
     progress.position = window.end
     progress.samples += window.rows
     run.journal.tokens.add(losses.total)
     if not result.applied:
-        training.skipped()
+        state.skipped()
         return
-    training.skipped_in_a_row = 0
+    state.skipped_in_a_row = 0
     if run.calls.on_step is not None:
         run.calls.on_step(run.trainer, run.module, progress.step, losses.mean, result.norm)
         run.metrics.take(run.module._logged, losses.total)
 
 
-class Training:
+class LoopState:
     """What a fit decides before its first update, and what it remembers from one update to the next."""
 
     def __init__(self, run: Run) -> None:

@@ -5,9 +5,11 @@ A loss is a mean over its weight: over the rows of its batch, over the labels th
 
     mean = sum(loss * weight) / sum(weight)
 
-Backward adds gradients up over micro-batches and averages them over ranks. So each loss is multiplied beforehand by
-`weight * ranks / rows of the window`. For rows that is all. The sum of other weights is known after the last micro-batch only;
-then gradients are multiplied once by `rows / sum(weight)`. docs/numerics.md has the derivation.
+Backward adds gradients up over micro-batches and averages them over the readers, the ranks that read rows of their own. So each loss
+is multiplied beforehand by its share, `weight * readers / rows of the window`. For rows that is all. The sum of other weights is
+known after the last micro-batch only; then gradients are multiplied once by `rows / sum(weight)`. docs/numerics.md has the derivation.
+
+A *rule* says what weighs the losses of an optimizer: `RowWeights`, `GivenWeights` or `LabelWeights`. Its first window settles it.
 
 Must not know: in which order things happen (`fabricate.training.loop`).
 """
@@ -22,11 +24,11 @@ import torch
 from fabricate.data.batches import Window, rows_of
 from fabricate.metrics.loss_weight import counted, last_operation
 from fabricate.training.run_state import Run
-from fabricate.training.step_output import check_logged, check_loss, check_window, choose, other_weight, unpack
+from fabricate.training.step_output import changed_weight, check_logged, check_loss, check_window, choose, unpack
 
 
 class RowWeights:
-    """Every row counts the same. The window knows its rows beforehand."""
+    """The rule by which every row counts the same. The window knows its rows beforehand."""
 
     source: ClassVar[str] = "rows"
     summed: ClassVar[bool] = False
@@ -36,24 +38,24 @@ class RowWeights:
         self.readers = readers
         """The number of ranks that read rows of their own; backward averages over them."""
 
-    def alone(self) -> RowWeights:
-        """The weights of a window that is one micro-batch of one rank."""
+    def for_one_micro_batch(self) -> RowWeights:
+        """The rule for a window that is one micro-batch of one reader."""
         return self
 
     def weigh(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> tuple[Any, Any]:
         """The weight of `loss`, and that of metrics logged beside it. `given`: what training_step returned; `rows`: 0 for a
         stand-in, None where the data does not show it. No wait for the device."""
         if given is not None:
-            raise other_weight(self.source, "given", loss)
+            raise changed_weight(self.source, "given", loss)
         weight = rows_of(batch) if rows is None else rows
         return weight, weight
 
-    def scale(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
+    def share(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
         """`loss` times its share of a window of `rows`."""
         if type(weight) is int and weight * self.readers == rows:
             return loss  # times one, which the product below may miss by a rounding: 49 * (1 / 49) is not 1
-        scaled: torch.Tensor = loss * (weight * (self.readers / rows))
-        return scaled
+        share: torch.Tensor = loss * (weight * (self.readers / rows))
+        return share
 
     def total(self, rows: int, weights: list[Any]) -> Any:
         """The weight of a window, where nothing has to be added up."""
@@ -68,7 +70,7 @@ class GivenWeights(RowWeights):
 
     def weigh(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> tuple[Any, Any]:
         if given is None:
-            raise other_weight(self.source, recognised(loss, None).source, loss)
+            raise changed_weight(self.source, recognised(loss, None).source, loss)
         return (0, 0) if rows == 0 else (given, given)  # a stand-in takes part and weighs nothing
 
 
@@ -78,13 +80,13 @@ class LabelWeights(RowWeights):
     source = "counted"
     summed = True
 
-    def alone(self) -> RowWeights:
+    def for_one_micro_batch(self) -> RowWeights:
         return OnlyLabelWeights(self.readers)
 
     def weigh(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> tuple[Any, Any]:
         labels = counted(loss)
         if given is not None or labels is None:
-            raise other_weight(self.source, recognised(loss, given).source, loss)
+            raise changed_weight(self.source, recognised(loss, given).source, loss)
         return (0, 0) if rows == 0 else labels
 
 
@@ -93,7 +95,7 @@ class OnlyLabelWeights(LabelWeights):
 
     summed = False
 
-    def scale(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
+    def share(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
         return loss
 
     def total(self, rows: int, weights: list[Any]) -> Any:
@@ -110,27 +112,27 @@ def recognised(loss: torch.Tensor, given: Any) -> type[RowWeights]:
 class Weighed(NamedTuple):
     """The loss of one micro-batch."""
 
-    scaled: torch.Tensor
-    """For backward."""
+    for_backward: torch.Tensor
+    """The loss times its share of the window."""
     loss: torch.Tensor
     """Detached."""
     weight: Any
-    labels: Any
-    """The weight of metrics logged beside it. Another one than `weight` under class weights only."""
+    logged_weight: Any
+    """The weight of metrics logged beside it. It differs from `weight` under class weights only, where labels count."""
 
 
 class Losses:
-    """The losses of a fit: what weighs those of each optimizer, which its first window settles."""
+    """The losses of a fit, with the rule of each optimizer that has had its first window."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.readers = run.engine.data_world_size
         self.only_optimizer = next(iter(run.optim.optimizers)) if len(run.optim.optimizers) == 1 else None
-        self.weights: dict[str, RowWeights] = {}
+        self.rules: dict[str, RowWeights] = {}
 
     def of(self, window: Window, *, averaged: bool) -> WindowLosses:
         """The losses of `window`, none yet. `averaged`: whether a listener wants their mean."""
-        settled = len(self.weights) == len(self.run.optim.optimizers)
+        settled = len(self.rules) == len(self.run.optim.optimizers)
         return WindowLosses(self, window, averaged) if settled else FirstWindowLosses(self, window, averaged)
 
 
@@ -140,43 +142,43 @@ class WindowLosses:
     def __init__(self, losses: Losses, window: Window, averaged: bool) -> None:
         self._losses = losses
         self._rows = window.rows
-        self._alone = window.num_micro_steps == 1 and losses.readers == 1
-        self._averaged = averaged and not self._alone
+        self._one_micro_batch = window.num_micro_steps == 1 and losses.readers == 1
+        self._averaged = averaged and not self._one_micro_batch
         self._weights: list[Any] = []
         self._sums: Callable[[], torch.Tensor] | None = None
         self.values: list[torch.Tensor] = []
         """Detached, one per micro-batch."""
         self.optimizer: Any = losses.only_optimizer
         """The name of the optimizer that the window updates; where there are several, known from the first loss on."""
-        self.weighed_by: Any = None
-        """The `RowWeights` at work, known from the first loss on."""
+        self.rule: Any = None
+        """What weighs the losses of this window, a `RowWeights`; known from the first loss on."""
         self.total: Any = None
         """The weight of the window over all ranks, from `normalise` on: a number or a 0-dim tensor."""
         self.mean: torch.Tensor | None = None
-        """The mean of the losses over all ranks, from `normalise` on; None where no listener wants it."""
+        """The mean of the losses over all ranks, from `normalise` on; None where it had to be added up and no listener wants it."""
 
     def add(self, output: Any, batch: Any, rows: int | None) -> Weighed:
         """Take what training_step returned for `batch`. No wait for the device."""
         loss, given, chosen = unpack(output)
         if chosen is not None or self.optimizer is None:
             self.optimizer = choose(self._losses.run, self.optimizer, chosen, len(self.values))
-        if self.weighed_by is None:
-            self._settle(loss, given)
-        weight, labels = self.weighed_by.weigh(loss, given, batch, rows)
-        scaled = self.weighed_by.scale(loss, weight, self._rows)
+        if self.rule is None:
+            self._choose_rule(loss, given)
+        weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
+        for_backward = self.rule.share(loss, weight, self._rows)
         loss = loss.detach()
         self.values.append(loss)
         self._weights.append(weight)
-        return Weighed(scaled, loss, weight, labels)
+        return Weighed(for_backward, loss, weight, logged_weight)
 
-    def _settle(self, loss: torch.Tensor, given: Any) -> None:
-        weights = self._losses.weights.get(self.optimizer) or recognised(loss, given)(self._losses.readers)
-        self.weighed_by = weights.alone() if self._alone else weights
+    def _choose_rule(self, loss: torch.Tensor, given: Any) -> None:
+        self._optimizers_rule = self._losses.rules.get(self.optimizer) or recognised(loss, given)(self._losses.readers)
+        self.rule = self._optimizers_rule.for_one_micro_batch() if self._one_micro_batch else self._optimizers_rule
 
     def begin_sums(self) -> None:
         """Start the sums over ranks that `normalise` needs, once the last loss is added: they travel beside its backward. All
         ranks."""
-        if self._averaged or self.weighed_by.summed:
+        if self._averaged or self.rule.summed:
             engine = self._losses.run.engine
             zero = torch.zeros((), device=engine.device)
             products = map(_product, self.values, self._weights) if self._averaged else ()
@@ -184,12 +186,12 @@ class WindowLosses:
 
     def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make the gradients of `parameters` those of the mean over the window. All ranks; no wait for the device."""
-        self.total = self.weighed_by.total(self._rows, self._weights)
-        self.mean = self.values[0] if self._alone else None
+        self.total = self.rule.total(self._rows, self._weights)
+        self.mean = self.values[0] if self._one_micro_batch else None
         if self._sums is None:
             return
         of_weights, of_losses = self._sums()
-        if self.weighed_by.summed:
+        if self.rule.summed:
             self.total = of_weights
             factor = torch.where(of_weights > 0, self._rows / of_weights, 0.0)  # nothing counted: no gradient
             self._losses.run.engine.strategy.scale_gradients(parameters, factor)
@@ -211,11 +213,9 @@ class FirstWindowLosses(WindowLosses):
         """Not yet: ranks that weigh by different things would meet in different collectives."""
 
     def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
-        losses, source = self._losses, self.weighed_by.source
-        if self.optimizer not in losses.weights:
-            check_window(losses.run, source, self.optimizer, self._last_operation)
-            kinds = {kind.source: kind for kind in (RowWeights, GivenWeights, LabelWeights)}
-            losses.weights[self.optimizer] = kinds[source](losses.readers)
+        if self.optimizer not in self._losses.rules:
+            check_window(self._losses.run, self.rule.source, self.optimizer, self._last_operation)
+            self._losses.rules[self.optimizer] = self._optimizers_rule
         super().begin_sums()
         super().normalise(parameters)
 

@@ -1,7 +1,8 @@
 """One live run: what was built for a fit or an evaluation, and the objects that hold what changes while it is at work.
 
 `Run` itself does not change. What changes has an owner each: `Progress` (counters), `Metrics` (values not yet reduced), `Journal`
-(files, the latest values), `Requests` (what was requested), `Checkpoints` (what is saved), `Now` (the batch at work).
+(files, the latest values, clocks), `Requests` (what was requested), `Checkpoints` (what is saved), `Optimization` (filled before the
+first update), `Now` (the batch at work).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -61,7 +62,7 @@ class Checkpoints:
     failed_saves: int = 0
     """How many the file system refused since the last that worked."""
     frozen_digests: dict[str, str] = field(default_factory=dict)
-    """Of the parameters that checkpoints leave out."""
+    """The digests of the parameters that checkpoints leave out, by name."""
     restored: bool = False
     """Whether the run goes on from a checkpoint."""
 
@@ -76,6 +77,16 @@ class Now:
     """The number of the batch of the evaluation under way."""
     at_boundary: bool = True
     """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are under way."""
+
+
+class Update(NamedTuple):
+    """The result of an update."""
+
+    applied: bool
+    norm: torch.Tensor | None
+    """The global norm of the gradients before clipping; None where nothing uses it."""
+    route: int
+    """Which layers ran; see `Strategy.route`."""
 
 
 @dataclass(frozen=True, kw_only=True)

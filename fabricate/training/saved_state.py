@@ -1,8 +1,9 @@
 """The state of a run: what a checkpoint holds of it, and how it is put back. Called on every rank; nothing is written here.
 
 Owns: which tensors and values belong to the state of a run, and under which heading. To save one thing more, add it to
-`_shared_state` (one value for all ranks) or `_own_state` (one per rank) and put it back in `restore`. Must not know: files,
-commits, when to save (`saving`), which checkpoint to resume from (`resuming`).
+`_shared_state` (one value for all ranks) or `_own_state` (one per rank) and put it back in `restore`, where checkpoints from before
+lack it; what is only read by people goes into the manifest, in `assemble`. `checkpoint/format/schema.py` checks what has to be there.
+Must not know: files, commits, when to save (`saving`), which checkpoint to resume from (`resuming`).
 """
 
 from __future__ import annotations

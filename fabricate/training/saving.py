@@ -1,7 +1,7 @@
 """When a run saves and what follows: the checkpoint is announced, older ones go, a disk that refuses is lived with for a while.
 
-Must not know: the loop's order; what the state consists of (fabricate.checkpoint.state.contents); how it becomes durable
-(fabricate.checkpoint.state.commit); how it is read back (fabricate.training.resuming).
+Must not know: the loop's order; what the state consists of (`saved_state`); how it becomes durable
+(`fabricate.checkpoint.state.commit`); how it is read back (`resuming`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def save(run: Run, *, last: bool = False) -> None:
     aborts the save and is raised on every rank. What the file system refuses is told, and tried again when the next save is
     due; the third time in a row, or with `last`, it is raised. The previous checkpoint stays the newest then.
     """
-    settle(run)
+    finish_background_save(run)
     if run.run_dir is None or run.checkpoints.saved_step == run.progress.step:
         return
     path, began = checkpoints(run) / f"step-{run.progress.step:08d}", time.monotonic()
@@ -96,7 +96,7 @@ def check_weights(run: Run) -> None:
         raise refusal(run.progress.step, named)
 
 
-def settle(run: Run) -> None:
+def finish_background_save(run: Run) -> None:
     """Wait for a save that is under way in the background, and announce it or report why it failed. At an update boundary, all
     ranks."""
     background = run.checkpoints.background

@@ -83,7 +83,7 @@ def check_window(run: Run, how: str, name: str, made_by: str) -> None:
         )
 
 
-def other_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationError:
+def changed_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationError:
     said = {
         "given": "with a weight",
         "counted": "as a plain cross-entropy, which weighs the labels that it counts",

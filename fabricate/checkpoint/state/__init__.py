@@ -1,6 +1,5 @@
-"""Training state in and out of checkpoints: `logical` tensors, the `contents`, whether they are `finite`, `saving`, `committing`,
-`resuming`, `exporting`.
+"""Training state in checkpoints: tensors to and from flat ranges (`logical`), one checkpoint before it is written (`contents`), how all
+ranks make it durable (`commit`), and the check that weights are finite (`finite`).
 
-Owns what a checkpoint of a run holds and how all ranks agree that it is durable, or which one to go on from. Must not know the
-bytes of the format (`fabricate.checkpoint`) or the order of the loop.
+What of a run is saved is `fabricate.training.saved_state`'s. Must not know the bytes of the format (`fabricate.checkpoint.format`).
 """

@@ -1,0 +1,206 @@
+"""What a boundary has to do: moments that fall due by a count or a clock, and what was requested, agreed by all ranks.
+
+Must not know: how any of it is done (`fabricate.training.boundary`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+from fabricate.data.batches import Window
+from fabricate.errors import RankError
+from fabricate.hooks import EVENTS
+from fabricate.metrics.counters import Due
+from fabricate.training.run_state import Run
+
+LONGEST_WAIT_SECONDS, MOST_UPDATES = 0.1, 16
+"""How long, and for how many updates, several ranks go without agreeing where only a signal, a clock or a thread can request something."""
+OUTSIDE_UPDATES = {
+    *("on_fit_start", "on_load", "on_epoch_start", "on_log", "on_eval_start", "eval_step", "on_eval_end", "on_save"),
+    *(
+        "write_checkpoint",
+        "on_saved",
+        "on_epoch_end",
+        "on_export",
+        "on_fit_end",
+        "on_preempt",
+        "on_exception",
+        "on_teardown",
+    ),
+}
+"""Hooks that run at a boundary, or outside of the loop. A listener of any other may request something in every update."""
+
+
+class Wanted(NamedTuple):
+    """What a boundary has to do."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+    interrupted: bool = False
+    writing: bool = False
+    """Whether a save in the background is still under way on some rank."""
+
+    @property
+    def end(self) -> bool:
+        """Whether to end the fit."""
+        return self.stop or self.interrupted
+
+
+class Agenda:
+    """What falls due by a count or a clock, and what was requested."""
+
+    def __init__(self, run: Run) -> None:
+        settings, progress = run.settings, run.progress
+        self._run = run
+        self._moments = tuple(
+            Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every)
+        )
+        self._by_step = [due for due in self._moments if due.counter == "step"]
+        self._by_amount = [due for due in self._moments if due.counter == "tokens"]
+        # The clock of rank 0 counts; there a fit may also have a budget of time, or a stop file to look for.
+        self._by_clock = [due for due in self._moments if due.by_clock and run.engine.rank == 0]
+        self._reads_clock = run.watch is not None or bool(self._by_clock)
+        self._most_steps = math.inf if settings.max_steps is None else settings.max_steps
+        self._ranks = OneRank(run) if run.engine.world_size == 1 else ManyRanks(run)
+        self._find_next_step()
+
+    def _find_next_step(self) -> None:
+        self._next_step = min((self._most_steps, *(due.next for due in self._by_step)))
+
+    def due(self, window: Window, route: int) -> bool:
+        """Whether the boundary after `window` may have something to do; the same on every rank."""
+        if self._reads_clock:
+            self._look_at_clock()
+        progress = self._run.progress
+        due = progress.step >= self._next_step or window.last
+        due = due or any([progress.tokens >= moment.next for moment in self._by_amount])
+        return self._ranks.due(route) or due  # in this order: the ranks count the updates
+
+    def _look_at_clock(self) -> None:
+        """Request what falls due by the clock, as other code of this rank requests it."""
+        run = self._run
+        now = run.journal.clock.tick()
+        if run.watch is not None and now >= run.watch.look_at:
+            run.watch.look(now)
+        if any([run.progress.seconds >= moment.next for moment in self._by_clock]):
+            run.requests.pending = True
+
+    def decide(self) -> Wanted:
+        """What falls due or was requested, on any rank. All ranks."""
+        requests = self._run.requests
+        requests.pending = False  # first: what is requested from here on is seen now or the next time
+        log, evaluate, save = map(self._reached, self._moments)
+        self._find_next_step()
+        requests.save = requests.save or save  # kept until `save_requested` asks every rank what for
+        own = self._requested()._replace(log=log, evaluate=evaluate or requests.evaluate)
+        # Before ranks wait for each other: what a thread requests meanwhile is another evaluation.
+        requests.evaluate = False
+        return self._ranks.agree(own)
+
+    def _reached(self, moment: Due) -> bool:
+        """Whether a moment has come round, as this rank sees it: a moment by the clock comes round on rank 0 only."""
+        return (not moment.by_clock or moment in self._by_clock) and moment.reached(self._run.progress)
+
+    def decide_again(self, wanted: Wanted, hooks_ran: bool) -> Wanted:
+        """`wanted`, and what hooks of this boundary requested. All ranks."""
+        if not self._ranks.due_again(hooks_ran):
+            return wanted
+        late = self._ranks.agree(self._requested())
+        stop, interrupted = wanted.stop or late.stop, wanted.interrupted or late.interrupted
+        return wanted._replace(stop=stop, interrupted=interrupted, save=wanted.save or late.save)
+
+    def _requested(self) -> Wanted:
+        """What was requested on this rank, except an evaluation."""
+        requests, background = self._run.requests, self._run.checkpoints.background
+        return Wanted(
+            save=requests.save or bool(requests.paths),
+            stop=bool(requests.stop),
+            interrupted=bool(requests.signal),
+            writing=background is not None and background.running,
+        )
+
+
+class OneRank:
+    """A single process decides for itself, at the very next boundary."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def due(self, route: int) -> bool:
+        """Whether something was requested since the last boundary, or a save in the background has ended."""
+        background = self._run.checkpoints.background
+        return self._run.requests.pending or (background is not None and background.busy and not background.running)
+
+    def due_again(self, hooks_ran: bool) -> bool:
+        """Whether something was requested during the boundary."""
+        return self._run.requests.pending
+
+    def agree(self, own: Wanted) -> Wanted:
+        """What to do."""
+        return own
+
+
+class ManyRanks:
+    """Several ranks agree on what any of them requested.
+
+    They do so after each update in which a listener ran that could have requested something. Otherwise only signals, clocks and
+    threads can, and then ranks agree about every tenth of a second, because a message costs more than a small update.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._updates = 0
+        """Updates since the ranks last agreed."""
+        self._most_updates = 1
+        """The number of updates after which they agree in any case."""
+        self._routes = 0
+        """Of the updates since the ranks last agreed; see `Strategy.route`."""
+        self._agreed_at = time.monotonic()
+        object.__setattr__(run.module, "_uses_trainer", False)  # only uses from here on are in an update
+
+    def due(self, route: int) -> bool:
+        """Whether the ranks agree after this update; the same on every rank."""
+        self._updates += 1
+        self._routes = hash((self._routes, route)) if route else self._routes
+        return self._updates >= self._most_updates or self._listeners_ran()
+
+    def _listeners_ran(self) -> bool:
+        calls = self._run.calls
+        return any([getattr(calls, hook, None) is not None for hook in EVENTS if hook not in OUTSIDE_UPDATES])
+
+    def due_again(self, hooks_ran: bool) -> bool:
+        """Whether hooks ran in this boundary, which all ranks know. Of what a thread or a signal of one rank requested meanwhile
+        the others know nothing."""
+        return hooks_ran
+
+    def agree(self, own: Wanted) -> Wanted:
+        """What any rank wants. All ranks; one message."""
+        run, engine, requests = self._run, self._run.engine, self._run.requests
+        route, seconds = self._routes % 2**62, time.monotonic() - self._agreed_at
+        microseconds = int(1e6 * seconds / self._updates) if self._updates else 0
+        uses_trainer = int(run.module._uses_trainer)
+        mine = [*map(int, own), route, -route, microseconds, uses_trainer]
+        *flags, most, minus_least, slowest, uses_trainer = engine.agree(mine)
+        if most != -minus_least:
+            before = f" or the {self._updates - 1} before it" if self._updates > 1 else ""
+            raise RankError(
+                f"ranks ran different layers in the update to step {run.progress.step}{before}, which strategy={engine.strategy.name!r} "
+                "turns into wrong weights; let every rank run every layer (add 0 * output of one that is not needed), or use strategy='ddp'"
+            )
+        self._plan_next(slowest, bool(uses_trainer))
+        wanted = Wanted(*map(bool, flags))
+        if wanted.interrupted:
+            requests.signal = next(name for name in engine.gather_json(requests.signal) if name)
+        return wanted
+
+    def _plan_next(self, microseconds: int, uses_trainer: bool) -> None:
+        """After how many updates the ranks agree next. `microseconds`: of one update on the slowest rank; `uses_trainer`: whether a
+        step of the module may have requested something, as a listener may."""
+        if self._updates:
+            most = min(int(1e6 * LONGEST_WAIT_SECONDS / max(microseconds, 1)), 2 * self._most_updates, MOST_UPDATES)
+            self._most_updates = 1 if uses_trainer else max(1, most)
+        self._updates, self._agreed_at = 0, time.monotonic()
