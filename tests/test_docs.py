@@ -83,6 +83,13 @@ def test_every_explained_error_is_in_the_source() -> None:
     assert missing == []
 
 
+def test_every_variable_that_the_source_names_is_documented() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fabricate").rglob("*.py"))
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(FABRICATE_\w+)`", page, re.MULTILINE))
+    assert set(re.findall(r"FABRICATE_[A-Z_]+[A-Z]", source)) == documented
+
+
 def test_the_hooks_of_lightning_are_translated_as_the_errors_do() -> None:
     rows = table_rows("from-lightning.md", "Hooks")
     assert len(rows) > 15
