@@ -194,11 +194,7 @@ def _remember(loads: Loads, model: Any, missing: set[str], files: dict[str, Stor
 
 def _conversions(model: Any) -> bool:
     """Whether transformers does more to the weights of this architecture than to find them by name."""
-    if getattr(model, "_checkpoint_conversion_mapping", None):
-        return True
-    try:
-        from transformers import conversion_mapping
-    except ImportError:  # before transformers 5
-        return False
+    from transformers import conversion_mapping
+
     find: Any = conversion_mapping.get_model_conversion_mapping
     return bool(find(model, add_legacy=False))

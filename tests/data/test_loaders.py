@@ -24,6 +24,7 @@ from torch.utils.data import (
 from fabricate.data.source import Loading
 from fabricate.errors import ConfigurationError
 from tests.support.sources import Numbers, Stream, flat, in_twos, opened, ranks, updates
+from tests.support.workers import own_children
 
 
 def test_a_loader_is_rebuilt_with_everything_but_its_sampler() -> None:
@@ -204,7 +205,7 @@ def test_worker_processes_are_gone_after_an_epoch() -> None:
     source = opened(Numbers(8), Loading(2, num_workers=2))
     flat(updates([source]))
     gc.collect()
-    assert not torch.multiprocessing.active_children()
+    assert not own_children()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fabricate import Callback, PluginError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
+from tests.support.workers import own_children
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 
@@ -93,7 +93,7 @@ def test_a_broken_batch_is_told_with_the_place(num_workers: int) -> None:
     with pytest.raises(ValueError, match="row 8 is broken") as caught:
         fit(data=loader)
     assert "while training: rank 0, epoch 0, step 5, micro-batch 4" in caught.value.__notes__
-    assert multiprocessing.active_children() == [], "no worker lives as long as the traceback"
+    assert own_children() == [], "no worker lives as long as the traceback"
 
 
 HOOKS = ("on_fit_start", "on_epoch_start", "train_step", "on_accumulate", "on_before_step", "optimizer_step", "on_step")

@@ -26,6 +26,7 @@ from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainMod
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.testing import run_ranks
 from fabricate.training import preemption
+from tests.support.workers import own_children
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -329,7 +330,7 @@ def test_what_a_whole_process_group_hears_does_not_end_the_workers(
 ) -> None:
     class Signals(Callback):
         def on_step(self, step: int) -> None:
-            workers = multiprocessing.active_children()
+            workers = own_children()
             assert len(workers) == 2
             # From another process, as a launcher does it; what this process sends is torch's own way to end a worker.
             for worker in workers:
@@ -351,7 +352,7 @@ def test_a_worker_that_hangs_still_ends_with_the_fit(sleep: Callable[[int], Any]
     loader = DataLoader(Stuck(sleep), batch_size=1, num_workers=1)
     with pytest.raises(KeyError, match="enough"):
         fit(None, Leaves(), data=loader, max_steps=12)
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 ORPHAN = """
