@@ -16,8 +16,8 @@ SOURCES = [
     ast.parse(path.read_text(encoding="utf-8"))
     for path in [*ROOT.glob("fabricate/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
 ]
-PYTHONS_OWN = {"_exit", "_start_method"}
-"""Of `os` and `multiprocessing`."""
+PYTHONS_OWN = {"_exit", "_replace", "_start_method"}
+"""Of `os`, of named tuples and of `multiprocessing`."""
 
 
 def rows(heading: str) -> list[tuple[str, str, list[str]]]:
