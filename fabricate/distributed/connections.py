@@ -108,10 +108,9 @@ def break_connections(group: ProcessGroup) -> None:
     """Close this rank's gloo connections of `group`; what still uses them fails here and on the other ranks. One rank.
 
     torch has no call for it: `abort` leaves connections open, and destroying the group waits for messages under way. A receive
-    that times out closes all connections of its group.
+    that times out closes all connections of its group; one from a rank that is gone fails before.
     """
-    if group.size() > 1:
-        other = (group.rank() + 1) % group.size()
+    for other in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1)], other, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
 
