@@ -80,7 +80,7 @@ def sites(module: str) -> list[Site]:
 
 
 def _source(module: str) -> str:
-    return (ROOT / "fabricate" / "checkpoint" / f"{module}.py").read_text(encoding="utf-8")
+    return (ROOT / "fabricate" / "checkpoint" / "format" / f"{module}.py").read_text(encoding="utf-8")
 
 
 def _kind(node: ast.AST) -> str:
@@ -115,7 +115,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads one module of fabricate without one of its lines."""
 
     def __init__(self, module: str, line: int) -> None:
-        self.name, self.line = f"fabricate.checkpoint.{module}", line
+        self.name, self.line = f"fabricate.checkpoint.format.{module}", line
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
