@@ -107,13 +107,13 @@ LOOPS: dict[str, dict[str, Callable[[Work, Clock], torch.nn.Module]]] = {
         "DistributedDataParallel": replicated,
         "Accelerate": raw_accelerate,
         "fabricate": fabricated,
-        "fabricate, every parameter is used": functools.partial(
-            fabricated, strategy="ddp:find_unused_parameters=false"
+        "fabricate, looking for unused parameters": functools.partial(
+            fabricated, strategy="ddp:find_unused_parameters=true"
         ),
     },
     "fsdp": {"fully_shard": sharded, "fabricate": functools.partial(fabricated, strategy="fsdp")},
 }
-"""DistributedDataParallel and Accelerate take a module that leaves a parameter out for an error; fabricate looks, unless it is told."""
+"""A module that leaves a parameter out is an error for all of them, unless they are asked to look for it."""
 
 
 def train(loop: Callable[[Work, Clock], torch.nn.Module], work: Work) -> tuple[float, torch.Tensor]:

@@ -29,7 +29,7 @@ from fabricate.testing import close_pools, run_ranks
 STRATEGIES = (
     "single",
     "ddp",
-    "ddp:find_unused_parameters=false",
+    "ddp:find_unused_parameters=true",
     "ddp:gradient_as_bucket_view=true",
     "ddp:static_graph=true",
     "ddp:communication_hook=bf16",

@@ -190,7 +190,7 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
         tensors.append(value)
         return str(len(tensors) - 1)
 
-    trees = run.engine.gather_json(
+    trees = run.engine.send_json(
         [indices, encode(outputs, put, "predictions"), [[str(t.dtype), list(t.shape)] for t in tensors]]
     )
     flat = torch.cat(

@@ -141,6 +141,10 @@ def fit(run_dir: Path | None, steps: int = STEPS, module: TrainModule | None = N
         "log_every": "3 steps",
         "global_batch_size": GLOBAL_BATCH,
     }
+    if (
+        options.get("strategy") == "ddp"
+    ):  # the last batch of an epoch is one row, which leaves out the layer of running statistics
+        options["strategy"] = "ddp:find_unused_parameters=true"
     trainer = Trainer(max_steps=steps, run_dir=run_dir, progress=False, **{**defaults, **options})
     trainer.fit(module, data, **inner)
     return module
