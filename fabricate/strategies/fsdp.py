@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""By torch's default process group, the meshes of its fits so far: each opens groups that stay open as long as that group."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -217,16 +220,15 @@ class FSDP(Strategy):
     def _options(self, world_size: int) -> dict[str, Any]:
         """The arguments of `fully_shard`."""
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         shards = self._shards(world_size)
         copies = world_size // shards // self.tp
         sizes, names = (copies, shards), ("copies", "shards")
         if self.tp == 1:
-            mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+            mesh = _mesh(self._device.type, sizes, names)
         else:
-            every = init_device_mesh(self._device.type, (*sizes, self.tp), mesh_dim_names=(*names, "tp"))
+            every = _mesh(self._device.type, (*sizes, self.tp), (*names, "tp"))
             mesh, self._ways = every[names], every["tp"]
         self._over = mesh["shards"]
         dtypes = {
@@ -410,3 +412,14 @@ class FSDP(Strategy):
             else "kept for backward",
             "offload": "shards and the update in host memory" if self.offload else "none",
         }
+
+
+def _mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """The mesh of all ranks in these dimensions, made once per process group. All ranks."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    known = _meshes.setdefault(torch.distributed.group.WORLD, {})
+    if (device_type, sizes, names) not in known:
+        known[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return known[device_type, sizes, names]

@@ -89,3 +89,19 @@ def test_fsdp_gathers_no_more_than_fully_shard_by_hand(ranks: list[dict[str, lis
     for happened in ranks:
         told = [each for each in happened["fsdp"] if each != "backward"]
         assert told[: 3 * 6] == [*["all_gather_into_tensor"] * 5, "step"] * 3
+
+
+def number_of_groups() -> list[int]:
+    """How many process groups are open after each fit."""
+    data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
+    numbers = []
+    for strategy in ("ddp", "fsdp", "ddp", "fsdp"):
+        Trainer(strategy=strategy, max_steps=1, progress=False).fit(Classes([]), data, batch_size=2)
+        numbers.append(len(dist.distributed_c10d._world.pg_map))
+    return numbers
+
+
+def test_later_fits_of_a_process_open_no_process_group() -> None:
+    """torch closes none before the process ends: each keeps threads, connections and, on a GPU, memory."""
+    for numbers in run_ranks(number_of_groups, 2):
+        assert numbers[2] == numbers[3] == numbers[1], numbers
