@@ -217,7 +217,7 @@ class _Cursor:
                 generator.set_state(saved)
         if state is not None:
             self._scope.state = state["random"]
-        # To change states takes some 0.1 to 0.2 ms a window: not where reading on runs nobody's code in this process.
+        # Exchanging random states takes 0.1 to 0.2 ms per window; it is left out where reading on runs no user code in this process.
         self._guard = nullcontext() if _runs_no_code_here(data) else self._scope
 
     def take(self, count: int) -> list[Any]:

@@ -119,7 +119,7 @@ class Manager(pluggy.PluginManager):
         return [[hook, self.order(hook)] for hook in EVENTS if self.order(hook)]
 
     def wants(self, hook: str, argument: str) -> bool:
-        """Whether any listener of `hook` takes `argument`, so that the loop computes it only when somebody looks."""
+        """Whether any listener of `hook` takes `argument`, so that the loop computes it only where it is used."""
         return any(argument in listener.argnames for listener in self.listeners(hook))
 
 

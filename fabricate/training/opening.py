@@ -246,7 +246,7 @@ def _report(run: Run, exc: BaseException) -> None:
             exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
     first = run.engine.report_failure(exc)
     if first:
-        raise RankError(first) from None  # `exc` is the broken connection, an echo of what is told here
+        raise RankError(first) from None  # `exc` is only the broken connection that followed
 
 
 def _close(run: Run) -> None:

@@ -176,7 +176,7 @@ def test_what_differs_travels_and_is_named_on_every_rank() -> None:
 
 
 def test_builds_are_compared_at_the_store() -> None:
-    """With the same number of calls on each rank, but for the last one, which leaves the result."""
+    """With the same number of calls on each rank, except the last one, which leaves the result."""
     for size in SIZES:
         traffic = on_each_at_the_store(size, lambda store, rank, size=size: compare_builds(store, rank, size, BUILT))
         assert max(rank.messages for rank in traffic) <= 10

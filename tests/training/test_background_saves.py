@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from fabricate import Callback, CheckpointError, FabricateError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import Files, Writer
-from fabricate.checkpoint.state.logical import Staging, chunk
+from fabricate.checkpoint.state.logical import chunk
+from fabricate.checkpoint.state.staging import Staging
 from fabricate.testing import run_ranks
 
 STEPS = 10

@@ -100,7 +100,7 @@ def _torch(source: ExportSource, folder: Path) -> list[str]:
 def _accelerate(source: ExportSource, folder: Path) -> list[str]:
     from fabricate.checkpoint.convert import pickled
 
-    return [f"{_PICKLE}, but for model.safetensors", *pickled.write_accelerate(source, folder)]
+    return [f"{_PICKLE}, except model.safetensors", *pickled.write_accelerate(source, folder)]
 
 
 def _deepspeed(source: ExportSource, folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from fabricate.checkpoint.format.directory import ITEM_SIZES, FileRecord, Manife
 from fabricate.checkpoint.format.files import LOCAL, StorageError
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
-from fabricate.checkpoint.state.logical import Staging
+from fabricate.checkpoint.state.staging import Staging
 from fabricate.errors import CheckpointError
 
 

@@ -9,11 +9,8 @@ Must not know: the loop, when to save, directories and commits (fabricate.checkp
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
-import mmap
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import xxhash
 from fabricate.checkpoint.format.codec import decode, encode
 from fabricate.checkpoint.format.directory import Chunk, Reader, TensorRecord, find
 from fabricate.checkpoint.format.schema import shared_state
+from fabricate.checkpoint.state.staging import Values, bytes_of, held
 from fabricate.errors import CheckpointError, ConfigurationError
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.sharding import is_sharded
@@ -47,7 +45,6 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_HUGE = 2**22  # from here on a copy takes whole huge pages, of 2 MiB
 Groups = list[dict[str, torch.nn.Parameter]]
 """The parameters of an optimizer by name, group by group."""
 
@@ -55,7 +52,7 @@ Groups = list[dict[str, torch.nn.Parameter]]
 def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
     """A piece of the logical tensor `name`: the elements of `tensor`, from `start` on, of a whole of `shape` (default: all)."""
     whole = tuple(tensor.shape) if shape is None else shape
-    return Chunk(name, start, tensor.numel(), _code(name, tensor.dtype), whole, _held(tensor))
+    return Chunk(name, start, tensor.numel(), _code(name, tensor.dtype), whole, held(tensor))
 
 
 def _code(name: str, dtype: torch.dtype) -> str:
@@ -66,83 +63,16 @@ def _code(name: str, dtype: torch.dtype) -> str:
     return _CODES[dtype]
 
 
-class _Values:
-    """The bytes of a tensor, on the host when they are asked for."""
-
-    def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:
-        self.tensor = tensor
-
-    def __call__(self) -> Any:
-        return _bytes(self.tensor())
-
-
-class Staging:
-    """Host memory for copies of chunks, so that training goes on while the copies are written. Kept from one save to the next:
-    getting memory from the system takes longer than the copy."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
-
-    def copy(self, chunks: list[Chunk]) -> tuple[list[Chunk], Callable[[], None]]:
-        """The same chunks over copies, and a function that waits until the copies are there. A copy from a GPU is only
-        begun here: what is computed on its stream afterwards comes after it."""
-        kept: dict[tuple[str, int], torch.Tensor] = {}
-        staged, devices = [], set()
-        for each in chunks:
-            assert isinstance(each.data, _Values)
-            values = each.data.tensor().detach().reshape(-1)
-            key = (each.tensor, each.start)
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.dtype is not values.dtype or buffer.numel() != values.numel():
-                buffer = _host_memory(values)
-            kept[key] = buffer.copy_(values, non_blocking=values.is_cuda)
-            if values.is_cuda:
-                devices.add(values.device)
-            staged.append(dataclasses.replace(each, data=_held(buffer)))
-        self._buffers = kept
-        events = [torch.cuda.current_stream(device).record_event() for device in devices]
-
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return staged, wait
-
-    def copies(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The copies, 1-D on the host, by the name of their logical tensor; once they are there."""
-        return ((name, buffer) for (name, _), buffer in self._buffers.items())
-
-
-def _host_memory(values: torch.Tensor) -> torch.Tensor:
-    """Memory on the host for a copy of `values`, 1-D; where it is large, in huge pages if the system has them: the first copy then waits
-    for the kernel a fifth as long."""
-    if values.is_cuda or values.nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(values.numel(), dtype=values.dtype, pin_memory=values.is_cuda)
-    memory = mmap.mmap(-1, values.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=values.dtype)
-
-
-def _held(tensor: torch.Tensor) -> _Values:
-    return _Values(lambda: tensor)
-
-
 def digest(tensor: torch.Tensor) -> str:
     """A digest of the values of `tensor`, equal for equal bits. Waits for the device."""
-    return xxhash.xxh3_128_hexdigest(_bytes(tensor))
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    flat = tensor.detach().reshape(-1).contiguous().cpu()
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # type: ignore[arg-type]
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
 def read(reader: Reader, name: str, start: int = 0, count: int | None = None) -> torch.Tensor:
     """Elements `start` to `start + count` of a logical tensor, 1-D on the CPU; every block read is verified."""
     record = reader.manifest.tensors[reader.manifest.aliases.get(name, name)]
     values = torch.empty(record.num_elements - start if count is None else count, dtype=_DTYPES[record.dtype])
-    reader.read_into(name, _bytes(values), start)
+    reader.read_into(name, bytes_of(values), start)
     return values
 
 
@@ -193,7 +123,7 @@ class Saver:
         if not part.in_place:
             self.exchanged.append(part)
         if begin < end or (self.rank == 0 and 0 in part.shape):
-            values = _Values(lambda: part.values.reshape(-1)[begin:end])
+            values = Values(lambda: part.values.reshape(-1)[begin:end])
             self.chunks.append(
                 Chunk(name, part.start + begin, end - begin, _code(name, part.dtype), part.shape, values)
             )
@@ -407,7 +337,7 @@ def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
         and memory.is_contiguous()
         and memory.dtype is _DTYPES[record.dtype]
     ):
-        reader.read_into(name, _bytes(memory), part.start)  # into the module's own memory
+        reader.read_into(name, bytes_of(memory), part.start)  # into the module's own memory
         return
     part.write(read(reader, name, part.start, part.count))
 
@@ -502,5 +432,5 @@ def whole_chunk(name: str, tensor: torch.Tensor, strategy: Strategy) -> Chunk:
     """The logical tensor `name`, gathered when it is written. All ranks gather then."""
     part = strategy.local_part(tensor)
     return Chunk(
-        name, 0, math.prod(part.shape), _CODES[part.dtype], part.shape, lambda: _bytes(strategy.gather(tensor))
+        name, 0, math.prod(part.shape), _CODES[part.dtype], part.shape, lambda: bytes_of(strategy.gather(tensor))
     )
