@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabricate.callbacks.early_stopping import EarlyStopping
+    from fabricate.callbacks.gradient_norms import GradientNorms
+    from fabricate.callbacks.model_summary import ModelSummary
+    from fabricate.callbacks.profiler import Profiler
     from fabricate.checkpoint.convert.importing import import_checkpoint
     from fabricate.configuration.plan import Plan
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
@@ -35,9 +38,12 @@ _HOME = {
     "FSDP": "strategies.fsdp",
     "FabricateError": "errors",
     "FitResult": "values",
+    "GradientNorms": "callbacks.gradient_norms",
+    "ModelSummary": "callbacks.model_summary",
     "Plan": "configuration.plan",
     "PluginError": "errors",
     "Precision": "precisions.base",
+    "Profiler": "callbacks.profiler",
     "RankError": "errors",
     "Single": "strategies.single",
     "Strategy": "strategies.base",
@@ -59,9 +65,12 @@ __all__ = [
     "Every",
     "FabricateError",
     "FitResult",
+    "GradientNorms",
+    "ModelSummary",
     "Plan",
     "PluginError",
     "Precision",
+    "Profiler",
     "RankError",
     "Single",
     "Strategy",

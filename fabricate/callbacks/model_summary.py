@@ -1,0 +1,150 @@
+"""A table of the module's layers with shapes, parameters and FLOPs, taken from the first micro-batch of a fit."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback, hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    import torch
+    from rich.table import Table
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from fabricate.module import TrainModule
+    from fabricate.strategies.base import Strategy
+    from fabricate.trainer import Trainer
+
+
+@dataclass
+class LayerSummary:
+    """One row of the table."""
+
+    name: str
+    kind: str
+    """The class of the layer."""
+    parameters: int
+    """Elements; of sharded parameters those of the whole. A parameter that several layers share counts in each of them."""
+    trainable: int
+    output: str = ""
+    """The shape of what the layer first returned; empty if it was not called or did not return a tensor."""
+    forward_flops: int = 0
+    """Of all calls of the layer in this rank's first micro-batch."""
+
+
+class ModelSummary(Callback):
+    """Prints a table of the layers on rank 0 after the first micro-batch: type, output shape, parameters, FLOPs.
+
+    depth: how many levels of submodules get a row; 1: the direct children of the module.
+
+    FLOPs are counted by `torch.utils.flop_counter.FlopCounterMode`: those of matrix products, convolutions and attention, a
+    multiplication and its addition as two. The rows can be read afterwards as `layers`, the FLOPs of the micro-batch's
+    forward and backward as `micro_batch_flops`. Every rank counts its own.
+
+        Trainer(plugins=[ModelSummary(depth=2)], ...)
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+            raise ConfigurationError(f"ModelSummary(depth={depth!r}): give the number of levels to show, 1 or more")
+        self.depth = depth
+        self.layers: list[LayerSummary] = []
+        self.micro_batch_flops = 0
+        self._counter: FlopCounterMode | None = None  # only until the first micro-batch is done
+        self._watching = ExitStack()
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self._counter = FlopCounterMode(display=False)
+        self.layers = []
+        for name, layer in module.named_modules():
+            if name and name.count(".") < self.depth:
+                row = _describe(name, layer, trainer.strategy)
+                self.layers.append(row)
+                before, after = _watchers(row, self._counter)
+                self._watching.callback(layer.register_forward_pre_hook(before).remove)
+                self._watching.callback(layer.register_forward_hook(after).remove)
+
+    @hookimpl(wrapper=True)
+    def train_step(self) -> Generator[None, Any, Any]:
+        if self._counter is not None:
+            self._watching.enter_context(self._counter)
+        return (yield)
+
+    def on_accumulate(self, trainer: Trainer) -> None:
+        if self._counter is None:
+            return
+        self.micro_batch_flops = self._counter.get_total_flops()
+        self._stop()
+        if trainer.is_main:
+            from rich.console import Console
+
+            Console().print(_table(self.layers, self.micro_batch_flops))
+
+    def on_teardown(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._watching.close()
+        self._counter = None
+
+
+def _describe(name: str, layer: torch.nn.Module, strategy: Strategy) -> LayerSummary:
+    sizes = [(math.prod(strategy.local_part(p).shape), p.requires_grad) for p in layer.parameters()]
+    return LayerSummary(
+        name, type(layer).__name__, sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+    )
+
+
+def _watchers(row: LayerSummary, counter: FlopCounterMode) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What runs before and after a layer's forward, to fill its row."""
+
+    def before(layer: torch.nn.Module, arguments: object) -> None:
+        row.forward_flops -= counter.get_total_flops()
+
+    def after(layer: torch.nn.Module, arguments: object, output: object) -> None:
+        row.forward_flops += counter.get_total_flops()
+        row.output = row.output or _shape(output)
+
+    return before, after
+
+
+def _shape(output: object) -> str:
+    """The shape of a tensor, or of the first one in a tuple, a list or a mapping, as most layers return."""
+    import torch
+
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, tuple | list):
+        return next((_shape(item) for item in output if isinstance(item, torch.Tensor)), "")
+    return " x ".join(str(size) for size in output.shape) if isinstance(output, torch.Tensor) else ""
+
+
+def _table(layers: list[LayerSummary], micro_batch_flops: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Model", caption=f"{_short(micro_batch_flops)} FLOPs per micro-batch, forward and backward")
+    for column in ("layer", "type", "output"):
+        table.add_column(column)
+    for column in ("parameters", "trainable", "forward FLOPs"):
+        table.add_column(column, justify="right")
+    for row in layers:
+        numbers = (f"{row.parameters:,}", f"{row.trainable:,}", _short(row.forward_flops))
+        table.add_row(row.name, row.kind, row.output, *numbers)
+    return table
+
+
+def _short(number: float) -> str:
+    """1234567 as "1.23 M"."""
+    for unit in ("", " k", " M", " G", " T"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} P"

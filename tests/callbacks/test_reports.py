@@ -1,0 +1,136 @@
+"""Callbacks that report on a run: the table of layers, the profile of a few updates, the gradient norms of groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import ConfigurationError, GradientNorms, ModelSummary, Profiler, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+WIDTH, ROWS = 16, 4
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 1))
+        self.frozen = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.net(self.frozen(x)).squeeze(-1), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    torch.manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randn(32))
+
+
+def fit(*plugins: object, **arguments: Any) -> Net:
+    module = Net()
+    Trainer(**{"max_steps": 6, "seed": 3, "progress": False, "plugins": plugins, **arguments}).fit(
+        module, rows(), batch_size=ROWS
+    )
+    return module
+
+
+def summary(strategy: str) -> dict[str, tuple[int, int, str, int]]:
+    """Of a fit on any number of ranks: parameters, trainable ones, output and forward FLOPs by layer; and all FLOPs."""
+    callback = ModelSummary(depth=2)
+    module = fit(callback, strategy=strategy, max_steps=1)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.net.modules())
+    layers = {row.name: (row.parameters, row.trainable, row.output, row.forward_flops) for row in callback.layers}
+    return {**layers, "all": (0, 0, "", callback.micro_batch_flops)}
+
+
+EXPECTED = {
+    "net": (8 * WIDTH + WIDTH + WIDTH + 1, 8 * WIDTH + WIDTH + WIDTH + 1, f"{ROWS} x 1", 2 * ROWS * WIDTH * 9),
+    "net.0": (8 * WIDTH + WIDTH, 8 * WIDTH + WIDTH, f"{ROWS} x {WIDTH}", 2 * ROWS * WIDTH * 8),
+    "net.1": (0, 0, f"{ROWS} x {WIDTH}", 0),
+    "net.2": (WIDTH + 1, WIDTH + 1, f"{ROWS} x 1", 2 * ROWS * WIDTH),
+    "frozen": (64, 0, f"{ROWS} x 8", 2 * ROWS * 8 * 8),
+    # Forward; backward: the gradient of each trained weight, and of the input of net.2 alone.
+    "all": (0, 0, "", 2 * ROWS * (64 + 9 * WIDTH + 9 * WIDTH + WIDTH)),
+}
+
+
+def test_the_summary_counts_parameters_shapes_and_flops_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary("single") == EXPECTED
+    printed = capsys.readouterr().out
+    assert printed.count("net.0") == 1
+    assert "FLOPs per micro-batch" in printed
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_the_summary_is_the_same_on_two_ranks(strategy: str) -> None:
+    assert run_ranks(summary, 2, strategy) == [EXPECTED, EXPECTED]
+
+
+def test_the_profiler_writes_a_trace_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Profiler(wait=1, warmup=1, active=2), run_dir=tmp_path)
+    trace = json.loads((tmp_path / "profile/trace-rank0.json").read_text())
+    names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert names.count("training_step") == names.count("optimizer_step") == 2
+    table = (tmp_path / "profile/operators-rank0.txt").read_text()
+    assert table.startswith("2 updates of ")
+    assert "aten::addmm" in table
+    assert table.strip() in capsys.readouterr().out
+
+
+def test_a_fit_too_short_for_the_profiler_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Profiler(wait=10), run_dir=tmp_path)
+    assert "the fit ended after 6 updates, 15 are needed" in capsys.readouterr().out
+    assert not (tmp_path / "profile").exists()
+
+
+def test_gradient_norms_are_those_of_the_groups(tmp_path: Path) -> None:
+    fit(GradientNorms(depth=2, every=2), run_dir=tmp_path, max_steps=3, log_every=3)
+    recorded = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["metrics"]
+
+    module, data = Net(), rows()
+    optimizer = module.configure_optimizers()
+    for batch in batches_of_a_fit(data)[:2]:
+        optimizer.zero_grad()
+        module.training_step(batch).backward()
+        optimizer.step()
+    for layer in ("0", "2"):
+        parameters = getattr(module.net, layer).parameters()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        assert recorded[f"grad_norm/net.{layer}"] == pytest.approx(norm.item(), rel=1e-6)
+    assert "grad_norm/frozen.weight" not in recorded
+
+
+def batches_of_a_fit(data: torch.utils.data.TensorDataset) -> list[Any]:
+    """The first three micro-batches that a fit reads."""
+    batches: list[Any] = []
+
+    class Note(Net):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            batches.append(batch)
+            return super().training_step(batch)
+
+    Trainer(max_steps=3, seed=3, progress=False).fit(Note(), data, batch_size=ROWS)
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: ModelSummary(depth=0), r"ModelSummary\(depth=0\)"),
+        (lambda: GradientNorms(every=0), r"GradientNorms\(every=0\)"),
+        (lambda: Profiler(active=0), r"Profiler\(active=0\)"),
+        (lambda: fit(Profiler()), r"Profiler\(folder=None\).*run_dir"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(build: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        build()
