@@ -9,7 +9,7 @@ PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env lint test test-extras demo bench bench-peers campaign clean
+.PHONY: env lint test test-extras test-gpu demo bench bench-peers campaign clean
 
 env: $(INSTALLED)
 
@@ -33,6 +33,12 @@ test: lint
 # What needs packages that neither fabricate nor its plugins need: other frameworks.
 test-extras: bench-peers
 	$(PEER_VENV)/bin/python -m pytest tests/extras
+
+# What needs an NVIDIA GPU, and some of it a second one. Without the tests' own conftest, which hides GPUs. `make test-gpu
+# GPU_PYTHON=python3` takes an interpreter that has torch and the other packages already.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),env)
+	$(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
 
 # Two ranks stop half way, the same command resumes and finishes, and transformers alone reads the result.
 demo: train := $(BIN)/fabricate run examples/demo.py --nproc 2 -- --run-dir runs/demo --stop-at 300

@@ -14,6 +14,9 @@ VERSIONS = (
     "accelerate",
     "transformers",
     "lightning",
+    "pytorch-lightning",
+    "deepspeed",
+    "torchao",
     "pytorch-accelerated",
     "pytorch-ignite",
 )

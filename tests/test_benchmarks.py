@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import __main__ as suite
-from benchmarks import gpu, ranks
+from benchmarks import ranks
 from benchmarks.loops import LOOPS
 from benchmarks.tables import machine
 from benchmarks.targets import TARGETS
 from benchmarks.works import WORKS
 
 ROOT = Path(suite.__file__).parent.parent
-
-
-def test_the_gpu_benchmark_trains_the_same_weights_as_the_loop_by_hand(tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--size",
-        "tiny",
-        "--warm-up",
-        "2",
-        "--updates",
-        "2",
-        "--rounds",
-        "2",
-    ]
-    command += ["--backend", "aot_eager", "--json", str(found)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a rehearsal, whatever the machine has
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(found.read_text())
-    assert results["device"] == "no GPU"
-    assert list(results["loops"]) == list(gpu.LOOPS)
-    for figures in results["loops"].values():
-        assert len(figures["milliseconds"]) == 2
-        assert min(figures["milliseconds"]) > 0
-        assert figures["apart"] == 0
-        assert figures["mfu"] is None
-    assert "a rehearsal" in done.stdout
 
 
 def test_the_page_takes_what_was_measured_and_holds_it_against_the_targets(
@@ -110,13 +77,3 @@ def _table(page: str, name: str) -> str:
 
 def _by_hand(page: str) -> str:
     return re.sub(r"(?s)(<!-- [\w ]+: begin -->\n).*?(<!-- [\w ]+: end -->)", r"\1\2", page)
-
-
-def test_the_floating_point_operations_of_an_update_are_those_of_its_matrix_products() -> None:
-    size = gpu.SIZES["tiny"]
-    model = size.build()
-    model.set_attn_implementation("eager")  # the fused kernel of a CPU is not counted
-    with FlopCounterMode(display=False) as counter:
-        tokens = torch.zeros(size.rows, size.length, dtype=torch.int64)
-        model(input_ids=tokens).logits.sum().backward()
-    assert counter.get_total_flops() == size.flops()

@@ -1,0 +1,422 @@
+"""What every script of the GPU campaign needs: the device with its clock and memory, the counter of waits, the report.
+
+A `Device` is chosen once, by `--device`; scripts ask it and not torch.cuda. `Report` runs the cases, keeps to the time that is
+left, writes the JSON file after each figure and ends the process with the verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks.tables import machine, table
+from campaigns.gpu import ROOT
+
+PEAKS = {"H200": 989.0, "H100 80GB": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "4090": 165.0}
+"""Dense bf16 TFLOP/s by a part of the device's name, from the makers' data sheets; for others pass --peak."""
+PACKAGES = ("accelerate", "click", "numpy", "pluggy", "psutil", "rich", "safetensors", "transformers", "xxhash", "yaml")
+"""What fabricate imports."""
+_WAIT = "called a synchronizing CUDA operation"
+_CALLS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$")
+
+
+# ------------------------------------------------------------------------------------------------------------ the device
+
+
+class Host:
+    """A CPU: a rehearsal, which shows that a script runs. Its memory and waits are not counted and are 0."""
+
+    kind: ClassVar[str] = "cpu"
+    real: ClassVar[bool] = False
+    """Whether figures say something about a GPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device(self.kind)
+        self.name = "no GPU"
+        self.peak: float | None = None
+        """Dense bf16 TFLOP/s."""
+
+    def group_backend(self) -> str:
+        """Of a process group whose ranks may share this device."""
+        return "cpu:gloo"
+
+    def synchronize(self) -> None:
+        """Wait for everything that is queued."""
+
+    def clock(self) -> Callable[[], float]:
+        """Start a clock; the function that is returned gives the milliseconds since then, once the queued work is done."""
+        began = time.perf_counter()
+        return lambda: 1000 * (time.perf_counter() - began)
+
+    def reset_peak(self) -> None:
+        """Forget the peak of memory so far."""
+
+    def allocated(self) -> int:
+        """Bytes that tensors have now."""
+        return 0
+
+    def peak_allocated(self) -> int:
+        """The most bytes that tensors had since `reset_peak`."""
+        return 0
+
+    def forget(self) -> None:
+        """Give cached memory back."""
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[collections.Counter[str]]:
+        """Counts places in the code that make the host wait for the device, as "file:line" of the innermost frame outside of
+        torch, while entered."""
+        yield collections.Counter()
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[dict[str, float]]:
+        """While entered, a profile is taken; afterwards the mapping holds calls of CUDA's runtime that may wait, and "idle": the
+        share of time without a kernel. Empty where there is no GPU."""
+        yield {}
+
+
+class Cuda(Host):
+    """The NVIDIA GPU with index 0."""
+
+    kind = "cuda"
+    real = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cuda", 0)
+        self.name = torch.cuda.get_device_name(0)
+        self.peak = next((peak for part, peak in PEAKS.items() if part in self.name), None)
+
+    def group_backend(self) -> str:
+        return "cpu:gloo,cuda:gloo"
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def clock(self) -> Callable[[], float]:
+        torch.cuda.synchronize()
+        began = torch.cuda.Event(enable_timing=True)
+        began.record()
+
+        def read() -> float:
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+            ended.synchronize()
+            return began.elapsed_time(ended)
+
+        return read
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def forget(self) -> None:
+        torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[collections.Counter[str]]:
+        found: collections.Counter[str] = collections.Counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            others = warnings.showwarning
+
+            def note(message: Any, *where: Any, **more: Any) -> None:
+                if _WAIT in str(message):
+                    found[_place()] += 1
+                elif "Synchronization debug mode" not in str(message):
+                    others(message, *where, **more)
+
+            warnings.showwarning = note  # type: ignore[assignment]
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[dict[str, float]]:
+        from torch.profiler import ProfilerActivity, profile
+
+        found: dict[str, float] = {}
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+            yield found
+            torch.cuda.synchronize()
+        calls: collections.Counter[str] = collections.Counter()
+        spans = []
+        for event in taken.events() or ():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                spans.append((event.time_range.start, event.time_range.end))
+            elif _CALLS.match(event.name):
+                calls[event.name] += 1
+        found |= calls
+        found["idle"] = idle_share(spans)
+
+
+def idle_share(spans: list[tuple[float, float]]) -> float:
+    """The share of the time from the first span's begin to the last one's end that no span covers. 0 without spans."""
+    covered, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    whole = until - min((begin for begin, _ in spans), default=until)
+    return 1 - covered / whole if whole > 0 else 0.0
+
+
+def _place() -> str:
+    """Where the innermost frame is that belongs neither to torch nor to this file nor to `warnings`."""
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        if "/torch/" not in frame.filename and not frame.filename.endswith(
+            ("warnings.py", "campaigns/gpu/measuring.py")
+        ):
+            path = Path(frame.filename)
+            return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{frame.lineno}"
+    return "elsewhere"
+
+
+class Window:
+    """Called after each update: what happens between update `first` and update `first + updates`.
+
+    waits: count waits of the host instead of time, which counting changes."""
+
+    def __init__(self, device: Host, first: int, updates: int, waits: bool = False) -> None:
+        self._device, self._first, self._last, self._counts = device, first, first + updates, waits
+        self._open = contextlib.ExitStack()
+        self._read: Callable[[], float] = float
+        self.updates = updates
+        self.milliseconds = 0.0
+        """Per update, by the device's clock."""
+        self.peak = 0
+        """The most bytes that tensors had meanwhile."""
+        self.waits: collections.Counter[str] = collections.Counter()
+        self.trace: dict[str, float] = {}
+
+    def updated(self, step: int) -> None:
+        """Update `step`, from 1, is queued."""
+        if step == self._first:
+            self._device.reset_peak()
+            if self._counts:
+                self.trace = self._open.enter_context(self._device.traced())
+                self.waits = self._open.enter_context(self._device.waits())
+            else:
+                self._read = self._device.clock()
+        elif step == self._last:
+            self._open.close()
+            self.milliseconds = self._read() / self.updates
+            self.peak = self._device.peak_allocated()
+
+    @property
+    def needs(self) -> int:
+        """Updates that a loop has to run: one more than are counted, because what a loop does at its end does not count."""
+        return self._last + 1
+
+
+# ------------------------------------------------------------------------------------------------------------ the report
+
+
+def arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal on tiny sizes")
+    parser.add_argument("--seconds", type=float, default=seconds, help="begin no case that would not end by then")
+    parser.add_argument("--out", type=Path, help="a folder for the figures; they are written as they come")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="cases whose names begin so")
+    parser.add_argument("--peak", type=float, help="the GPU's dense bf16 TFLOP/s, where its name does not say")
+    return parser
+
+
+def device(options: argparse.Namespace) -> Host:
+    """The device of this run. Ends the process with exit code 2 where there is none, or a package is missing."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"not run: these packages are missing here: {', '.join(missing)}", file=sys.stderr)
+        raise SystemExit(2)
+    if options.device == "cpu":
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+        return Host()
+    if not torch.cuda.is_available():
+        print("not run: torch sees no NVIDIA GPU; --device cpu rehearses", file=sys.stderr)
+        raise SystemExit(2)
+    found = Cuda()
+    found.peak = options.peak or found.peak
+    return found
+
+
+class LeftOut(Exception):
+    """A case that cannot run here, with the reason."""
+
+
+class Report:
+    """The figures and verdicts of one script. `figures` of a case are a mapping of JSON values."""
+
+    def __init__(self, name: str, device: Host, options: argparse.Namespace) -> None:
+        self.name, self.device, self._only = name, device, tuple(options.only or ())
+        self._ends, self._began = time.monotonic() + options.seconds, time.monotonic()
+        self._file = options.out / f"{name}.json" if options.out is not None else None
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+        self.cases: dict[str, dict[str, Any]] = {}
+        self._head = {
+            "script": name, "device": device.name, "rehearsal": not device.real, "peak_tflops": device.peak,
+            "machine": machine(), "command": sys.argv[1:],
+        }  # fmt: skip
+
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._ends - time.monotonic()
+
+    def chosen(self, name: str) -> bool:
+        """Whether `--only` leaves this case in."""
+        return not self._only or name.startswith(self._only)
+
+    def case(
+        self, name: str, function: Callable[..., dict[str, Any]], *args: Any, takes: float = 15.0
+    ) -> dict[str, Any]:
+        """Run one case and keep its figures; "failed" in them lists what is wrong, and an exception is a failure too.
+
+        takes: seconds that it may need on a GPU; where fewer are left it is left out. Gives the figures, empty if there are none.
+        """
+        if not self.chosen(name):
+            return {}
+        began, found = time.monotonic(), dict[str, Any]()
+        try:
+            if self.left() < (takes if self.device.real else 0):
+                raise LeftOut(f"{self.left():.0f} s left, it may take {takes:.0f}")
+            found = function(*args)
+        except LeftOut as exc:
+            found = {"left_out": str(exc)}
+        except Exception as exc:  # one case must not take the others along
+            traceback.print_exc()
+            found = {"failed": [f"{type(exc).__name__}: {exc}"[:2000]]}
+        self.record(name, {**found, "seconds": round(time.monotonic() - began, 2)})
+        return found if not found.keys() & {"left_out", "failed"} else {}
+
+    def record(self, name: str, figures: dict[str, Any]) -> None:
+        """Keep the figures of a case, write the file, print a line."""
+        self.cases[name] = figures
+        self.write()
+        verdict = "left out" if "left_out" in figures else "FAILED" if figures.get("failed") else "ok"
+        reason = _short(figures.get("left_out") or figures.get("failed") or "")
+        print(f"{self.name}: {name}: {verdict}{': ' + reason if reason else ''}", file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        """The JSON file as it is so far; a reader never sees half of it."""
+        if self._file is None:
+            return
+        whole = {
+            **self._head,
+            "seconds": round(time.monotonic() - self._began, 1),
+            "verdict": self.verdict(),
+            "cases": self.cases,
+        }
+        beside = self._file.with_suffix(".part")
+        beside.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._file)
+
+    def verdict(self) -> str:
+        """ "failed" where a case failed, "incomplete" where one was left out, else "passed". A rehearsal may leave out what needs a
+        GPU."""
+        if any(figures.get("failed") for figures in self.cases.values()):
+            return "failed"
+        left_out = self.device.real and any("left_out" in figures for figures in self.cases.values())
+        return "incomplete" if left_out else "passed"
+
+    def end(self, header: list[str], rows: list[list[str]]) -> int:
+        """Print the table and the verdict. Exit code: 0 passed, 1 failed, 3 nothing failed and something was left out."""
+        self.write()
+        print(table(header, rows))
+        for kind in ("failed", "left_out"):
+            for name, figures in self.cases.items():
+                if figures.get(kind):
+                    print(f"{kind.replace('_', ' ')}: {name}: {_short(figures[kind])}")
+        verdict = self.verdict()
+        versions = ", ".join(f"{name} {version}" for name, version in self._head["machine"]["versions"].items())
+        where = self.device.name if self.device.real else "a rehearsal: no figure here says anything about a GPU"
+        print(f"{self.name}: {verdict}; {time.monotonic() - self._began:.0f} s; {where}; {versions}.")
+        return {"passed": 0, "failed": 1, "incomplete": 3}[verdict]
+
+
+def _short(reason: str | list[str]) -> str:
+    return reason[:300] if isinstance(reason, str) else "; ".join(str(each)[:300] for each in reason)
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+def needs(*packages: str) -> None:
+    """Leave the case out unless these can be imported."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LeftOut(f"not installed here: {', '.join(missing)}")
+
+
+def started(command: list[str], seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a process and wait at most `seconds`; stdout and stderr together. 124 is the exit code of one that took longer."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            output, _ = process.communicate()
+            return subprocess.CompletedProcess(command, 124, output)
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+_MARK = "figures: "
+
+
+def emit(figures: dict[str, Any]) -> None:
+    """Print figures for the process that started this one."""
+    print("\n" + _MARK + json.dumps(figures), flush=True)
+
+
+def emitted(output: str) -> dict[str, Any]:
+    """What a process gave to `emit`, found in its output; empty where it did not come to that."""
+    line = next((line for line in output.splitlines() if line.startswith(_MARK)), _MARK + "{}")
+    found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+    return found
+
+
+def last_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The exit code and the last line of the output that names an exception, torchrun's own aside."""
+    named = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Lost)\b.*)$", done.stdout, re.MULTILINE)
+    own = [line for line in named if "torch.distributed.elastic" not in line]
+    return f"exit code {done.returncode}: {own[-1] if own else done.stdout[-300:].strip()}"
+
+
+def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` on some ranks of this machine."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        module,
+        *arguments,
+    ]

@@ -1,0 +1,206 @@
+"""Does the plan say how much memory a rank takes? Its figure against what tensors have on the GPU, strategy by strategy.
+
+    python -m campaigns.gpu.memory --out figures             # 6 minutes
+    python -m campaigns.gpu.memory --device cpu              # a rehearsal, without figures
+
+"held" is what tensors have after the backward of the third update, when activations are gone and gradients are there: it is what the
+plan counts, less what it counts as gathered for the time of a layer. "peak" is the most during the update; what it has more than
+"held" are activations, of which the plan says that it does not count them; by hand under "single" they are the same.
+
+Passes when "held" is within 5 % and `CONSTANT` of the plan, and the peak under "single" within 1 % of the loop's by hand. The eighth
+of eight ranks has torch's fake process group, which moves nothing: its memory is real, what it learns is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from campaigns.gpu.gpt import SIZES, Module, Recipe, by_hand, clean, precision_of, strategy_of, trainer
+from campaigns.gpu.measuring import (
+    Host,
+    Report,
+    Window,
+    arguments,
+    device,
+    emit,
+    emitted,
+    last_error,
+    needs,
+    started,
+    torchrun,
+)
+from fabricate import Callback
+
+MOST_OFF, CONSTANT = 0.05, 96 * 2**20
+"""cuBLAS keeps 32 MiB of work space for each stream that it ran on, and batches stay until the next ones."""
+CASES = (
+    ("single", "fp32", {}),
+    ("single", "bf16", {}),
+    ("single", "fp16", {}),
+    ("single", "bf16-true", {}),
+    ("ddp", "bf16", {}),
+    ("ddp:gradient_as_bucket_view=true", "bf16", {}),
+    ("fsdp", "bf16", {}),
+    ("fsdp:accumulate=whole", "bf16", {"accumulation": 2}),
+    ("fsdp:offload=cpu", "bf16", {}),
+    ("zero2", "bf16", {}),
+    ("zero2:offload_optimizer=cpu", "bf16", {}),
+    ("zero3", "bf16", {}),
+)
+OF_EIGHT = ("fsdp", "fsdp:shard=4", "fsdp:reshard_after_forward=false")
+"""As rank 0 of 8."""
+UPDATES = 4
+
+
+class Held(Callback):
+    """Bytes that tensors have after the last backward of the third update, and the peak of that update."""
+
+    def __init__(self, place: Host) -> None:
+        self._place, self._step = place, 0
+        self.held = self.peak = 0
+
+    def on_step(self, step: int) -> None:
+        self._step = step
+        if step == 2:
+            self._place.reset_peak()
+        elif step == 3:
+            self.peak = self._place.peak_allocated()
+
+    def on_accumulate(self, is_last: bool) -> None:
+        if self._step == 2 and is_last:
+            self.held = self._place.allocated()
+
+
+def size(place: Host) -> Any:
+    """Large enough that constants do not matter, in batches so small that activations do not either."""
+    return dataclasses.replace(SIZES["350M"], rows=2) if place.real else SIZES["tiny"]
+
+
+def fitted(place: Host, strategy: str, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """One fit in this process, and what its plan said."""
+    recipe = Recipe(size(place), UPDATES, precision, **changes)
+    before, seen = place.allocated(), Held(place)
+    module, chosen = Module(recipe, place.device), strategy_of(strategy)
+    planned = trainer(recipe, strategy=chosen).plan(module, recipe.data(), batch_size=recipe.size.rows)[
+        "memory_per_rank"
+    ]
+    trainer(recipe, strategy=strategy_of(strategy), plugins=[seen]).fit(module, recipe.loader(place))
+    return {"plan": planned, "held": seen.held - before, "peak": seen.peak - before}
+
+
+def of_eight(place: Host, strategy: str) -> dict[str, Any]:
+    """Rank 0 of 8 in this process: the strategy's own preparation, and updates by hand."""
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fabricate.distributed.engine import Root
+    from fabricate.model.memory import need_ahead, total
+    from fabricate.module import step_function
+    from fabricate.registry.registry import Registry
+    from fabricate.strategies.base import Strategy
+
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    recipe, registry = Recipe(size(place), UPDATES, "bf16"), Registry(())
+    chosen, precision = registry.resolve("strategy", strategy)[0], registry.resolve("precision", "bf16")[0]
+    chosen.settle(Strategy.Settled(8, place.device, precision, recipe.size.rows, 1, None, "stop"))
+    module = Module(recipe, place.device)
+    planned = need_ahead(module, True, UPDATES).per_rank(chosen, 8)
+    before = place.allocated() - sum(p.numel() * p.element_size() for p in module.parameters() if place.real)
+    root = Root(module, torch.autocast(place.kind, torch.bfloat16))
+    root.steps = {"train": step_function(module, "train")}
+    model = chosen.prepare(Accelerator(cpu=not place.real), root, module)
+    optimizer, held = module.configure_optimizers(), 0
+    for step, (batch,) in enumerate(recipe.loader(place), 1):
+        loss = model("train", (batch.to(place.device),), 0)
+        chosen.backward(loss)
+        held = place.allocated() if step <= 3 else held
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            place.reset_peak()
+    found = {"held": held - before, "peak": place.peak_allocated() - before}
+    return found | {"plan": {"total": total(planned, place.real), **planned}}
+
+
+def alone(place: Host, *arguments: str) -> dict[str, Any]:
+    """Run this script with `arguments` in one process of torchrun, and hold what it prints against the plan."""
+    command = torchrun(1, "campaigns.gpu.memory", "--device", place.kind, "--child", *arguments)
+    done = started(command, 120)
+    found = emitted(done.stdout)
+    return judged(place, found) if found else {"failed": [last_error(done)], "output": done.stdout[-4000:]}
+
+
+def judged(place: Host, found: dict[str, Any]) -> dict[str, Any]:
+    """Is what is held what the plan said?"""
+    plan = found["plan"]
+    expected = plan["total"] - plan.get("gathered", 0)
+    found["off"] = found["held"] / expected - 1
+    failed = []
+    if place.real and abs(found["held"] - expected) > MOST_OFF * expected + CONSTANT:
+        failed.append(f"held {found['held'] / 2**20:,.0f} MiB, the plan says {expected / 2**20:,.0f}")
+    return found | {"expected": expected, "failed": failed}
+
+
+def beside_hand(place: Host, precision: str) -> dict[str, Any]:
+    """The peak under "single" beside the loop's by hand."""
+    recipe, window, seen = Recipe(size(place), UPDATES, precision), Window(place, 2, 1), Held(place)
+    by_hand(recipe, place, window)
+    clean(place)
+    trainer(recipe, plugins=[seen]).fit(Module(recipe, place.device), recipe.loader(place))
+    clean(place)
+    failed = []
+    if place.real and seen.peak > 1.01 * window.peak:
+        failed.append(f"the peak is {seen.peak / window.peak:.3f} of the one by hand")
+    return {"peak": seen.peak, "by_hand": window.peak, "failed": failed}
+
+
+def case(place: Host, strategy: str, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """One strategy and precision."""
+    needs(*(("deepspeed",) if strategy.startswith("zero") else ()), *(("optimi",) if precision == "bf16-true" else ()))
+    precision_of(precision)
+    return alone(place, strategy, precision, json.dumps(changes))
+
+
+def main() -> int:
+    """Run the cases; the exit code is the verdict."""
+    parser = arguments(__doc__, 360)
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    place = device(options)
+    if options.child is not None:
+        strategy, *rest = options.child
+        found = fitted(place, strategy, rest[0], json.loads(rest[1])) if rest else of_eight(place, strategy)
+        emit(found)
+        return 0
+    report = Report("memory", place, options)
+    for precision in ("fp32", "bf16"):
+        report.case(f"peak beside by hand, {precision}", beside_hand, place, precision, takes=20)
+    for strategy, precision, changes in CASES if place.real else (CASES[1], CASES[6], CASES[10]):
+        report.case(", ".join([strategy, precision, *changes]), case, place, strategy, precision, changes, takes=35)
+    for strategy in OF_EIGHT if place.real else OF_EIGHT[:1]:
+        report.case(f"rank 0 of 8, {strategy}", alone, place, strategy, takes=30)
+    rows = []
+    for name, figures in report.cases.items():
+        if "held" in figures:
+            mebibytes = [f"{figures[key] / 2**20:,.0f}" for key in ("expected", "held", "peak")]
+            rows.append([name, *mebibytes, f"{figures['off']:+.1%}"])
+    return report.end(["strategy", "the plan, MiB", "held, MiB", "peak, MiB", "held is off by"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

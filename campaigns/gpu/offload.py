@@ -1,0 +1,163 @@
+"""ZeRO-Offload on one GPU: 3 billion parameters with the optimizer on the host, beside DeepSpeed by hand.
+
+    python -m campaigns.gpu.offload --out figures            # 8 minutes; needs deepspeed
+    python -m campaigns.gpu.offload --device cpu             # a rehearsal
+
+Each line is a process of its own, as one rank of torchrun; the engine, the optimizer and the batches are the same on both sides.
+DeepSpeedCPUAdam is compiled first, and the time of that is a figure of its own.
+
+Passes when fabricate's median update takes at most `MOST_OVER` of DeepSpeed's by hand and the losses are the same within bf16's rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from campaigns.gpu.gpt import SIZES, Losses, Module, Recipe, Stamps, differ, loss_of, strategy_of, trainer
+from campaigns.gpu.measuring import Host, Report, arguments, device, emit, emitted, last_error, needs, started, torchrun
+
+MOST_OVER, MOST_APART = 1.05, 3e-2
+WARM_UP, COUNTED, CLIP = 2, 5, 1.0
+
+
+def deepspeed_adam(parameters: Any) -> torch.optim.Optimizer:
+    """DeepSpeed's own for the host, built the first time."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    found: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, lr=3e-4, weight_decay=0.1, adamw_mode=True)
+    return found
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True),
+    "torch": lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1),
+    "deepspeed": deepspeed_adam,
+}
+STRATEGIES = {"zero2": "zero2:offload_optimizer=cpu", "zero3": "zero3:offload_optimizer=cpu,offload_param=cpu"}
+
+
+class Offloaded(Module):
+    """With an optimizer by its name."""
+
+    def __init__(self, recipe: Recipe, place: torch.device, optimizer: str) -> None:
+        super().__init__(recipe, place)
+        self._optimizer = optimizer
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self._optimizer](self.parameters())
+
+
+def fabricated(place: Host, recipe: Recipe, strategy: str, optimizer: str) -> tuple[list[float], list[float]]:
+    """Losses, and the moments at which updates were done."""
+    losses, stamps = Losses(), Stamps(place)
+    fitted = trainer(recipe, strategy=strategy_of(STRATEGIES[strategy]), plugins=[losses, stamps])
+    with contextlib.redirect_stdout(io.StringIO()):
+        fitted.fit(Offloaded(recipe, place.device, optimizer), recipe.loader(place))
+    return losses.read(), stamps.at
+
+
+def by_hand(place: Host, recipe: Recipe, strategy: str, optimizer: str) -> tuple[list[float], list[float]]:
+    """DeepSpeed as its tutorials show it."""
+    if not place.real:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed("nccl" if place.real else "gloo")
+    model, stage = recipe.size.build(place.device), 2 if strategy == "zero2" else 3
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if stage == 3 else {}
+    content = {
+        "train_micro_batch_size_per_gpu": recipe.size.rows, "gradient_accumulation_steps": 1, "gradient_clipping": CLIP,
+        "bf16": {"enabled": True}, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, optimizer=OPTIMIZERS[optimizer](model.parameters()), config=content)
+    losses, at = [], []
+    for (batch,) in recipe.loader(place):
+        loss = loss_of(engine, batch.to(place.device, non_blocking=True))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+        place.synchronize()
+        at.append(time.perf_counter())
+    return torch.stack(losses).float().tolist(), at
+
+
+LOOPS = {"by hand": by_hand, "fabricate": fabricated}
+
+
+def child(place: Host, loop: str, strategy: str, optimizer: str) -> None:
+    """Be the one rank, and print the figures."""
+    size = SIZES["3B"] if place.real else SIZES["tiny"]
+    recipe = Recipe(size, WARM_UP + COUNTED, clip=CLIP)
+    began = time.perf_counter()
+    if optimizer == "deepspeed":
+        deepspeed_adam([torch.nn.Parameter(torch.zeros(8))])
+    built, first = time.perf_counter() - began, time.perf_counter()
+    losses, at = LOOPS[loop](place, recipe, strategy, optimizer)
+    each = [b - a for a, b in zip(at[WARM_UP - 1 :], at[WARM_UP:], strict=False)]
+    found = {"losses": losses, "seconds_per_update": each, "first_update": at[0] - first, "build_seconds": built}
+    emit(found | {"peak_mib": place.peak_allocated() / 2**20})
+
+
+def compared(place: Host, report: Report, strategy: str, optimizer: str) -> dict[str, Any]:
+    """Both loops, each in a process."""
+    needs("deepspeed")
+    found: dict[str, Any] = {"failed": []}
+    for loop in LOOPS:
+        command = torchrun(1, "campaigns.gpu.offload", "--device", place.kind, "--child", loop, strategy, optimizer)
+        done = started(command, report.left() if place.real else 300)
+        found[loop] = emitted(done.stdout)
+        if not found[loop]:
+            return found | {"failed": [f"{loop}: {last_error(done)}"], "output": done.stdout[-4000:]}
+    medians = {loop: statistics.median(found[loop]["seconds_per_update"]) for loop in LOOPS}
+    found["of_by_hand"] = medians["fabricate"] / medians["by hand"]
+    found["losses_differ"] = differ(found["fabricate"]["losses"], found["by hand"]["losses"])
+    if place.real and found["of_by_hand"] > MOST_OVER:
+        found["failed"].append(f"{found['of_by_hand']:.3f} of DeepSpeed by hand, allowed {MOST_OVER}")
+    if found["losses_differ"] > MOST_APART:
+        found["failed"].append(f"losses differ by {found['losses_differ']:.1e}")
+    return found
+
+
+def main() -> int:
+    """Run the cases; the exit code is the verdict."""
+    parser = arguments(__doc__, 480)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    place = device(options)
+    if options.child is not None:
+        child(place, *options.child)
+        return 0
+    report = Report("offload", place, options)
+    cases = [("zero2", "fused"), ("zero2", "deepspeed"), ("zero3", "fused"), ("zero2", "torch")]
+    for strategy, optimizer in cases if place.real else cases[:1]:
+        report.case(f"{strategy}, {optimizer}", compared, place, report, strategy, optimizer, takes=100)
+    rows = []
+    for name, figures in report.cases.items():
+        if "of_by_hand" in figures:
+            seconds = [statistics.median(figures[loop]["seconds_per_update"]) for loop in LOOPS]
+            rows.append(
+                [
+                    name,
+                    *(f"{s:.3f}" for s in seconds),
+                    f"{figures['of_by_hand']:.3f}",
+                    f"{figures['losses_differ']:.0e}",
+                ]
+            )
+    header = ["strategy, optimizer", "DeepSpeed by hand, s per update", "fabricate", "ratio", "losses differ by"]
+    return report.end(header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

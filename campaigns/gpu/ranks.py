@@ -1,0 +1,237 @@
+"""Several ranks on one GPU, over gloo: does every strategy train as the loop by hand? Then one rank over NCCL, offloads included.
+
+    python -m campaigns.gpu.ranks --out figures                              # 8 minutes
+    python -m campaigns.gpu.ranks --device cpu --only "2: ddp"               # a rehearsal of some cases
+
+The ranks of a start share the device: they open a group over gloo, which copies tensors of the GPU, before fabricate would open one
+over NCCL, which refuses two ranks on one device. It is slow, and it runs the placement, streams and arithmetic of DDP, FSDP2 and
+ZeRO on a GPU; only NCCL itself is missing, and one rank of a second start has that.
+
+Passes when every loss is that of the loop by hand over the same global batches within the case's tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from campaigns.gpu.gpt import SIZES, Losses, Module, Recipe, by_hand, differ, strategy_of, trainer
+from campaigns.gpu.measuring import Host, LeftOut, Report, arguments, device, last_error, needs, started, torchrun
+from fabricate import Callback, Trainer
+
+UPDATES, ROWS, CASE_SECONDS = 10, 8, 90
+EXACT, HALF = 1e-4, 3e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One fit. tolerance: None where it is not the loop by hand, and the loss has to fall. packages: what it needs. rehearsed:
+    also on a CPU, where each of them has its own tests."""
+
+    strategy: str
+    precision: str = "fp32"
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tolerance: float | None = EXACT
+    packages: tuple[str, ...] = ()
+    rehearsed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Without the number of ranks."""
+        return ", ".join([self.strategy, self.precision, *map(str, self.asked)])
+
+
+TWICE = {"accumulation": 2, "clip": 0.5}
+DEEPSPEED = ("deepspeed",)
+SHARED = (
+    Case("ddp"),
+    Case("ddp", asked=TWICE, rehearsed=True),
+    Case("ddp", "bf16", tolerance=HALF),
+    Case("ddp:communication_hook=bf16", tolerance=HALF),
+    Case("ddp:find_unused_parameters=true"),
+    Case("fsdp"),
+    Case("fsdp", asked=TWICE),
+    Case("fsdp:accumulate=whole", asked=TWICE),
+    Case("fsdp:offload=cpu", asked=TWICE, rehearsed=True),
+    Case("fsdp:activation_checkpointing=true"),
+    Case("fsdp", "bf16", tolerance=HALF),
+    Case("fsdp:param_dtype=bf16", "bf16", asked=TWICE, tolerance=HALF),
+    Case("fsdp:tp=2"),
+    Case("ddp", asked={"ema": 0.9}),
+    Case("ddp", asked={"torchmetrics": True}, packages=("torchmetrics",)),
+    Case("fsdp", asked={"torchmetrics": True}, packages=("torchmetrics",), rehearsed=True),
+    Case("diloco", tolerance=None, rehearsed=True),
+)
+SHARED_BY_FOUR = (Case("fsdp:shard=2", asked=TWICE), Case("fsdp:tp=2", asked=TWICE))
+ALONE = (
+    Case("ddp", asked=TWICE),
+    Case("fsdp", asked=TWICE),
+    Case("fsdp:offload=cpu", asked=TWICE, rehearsed=True),
+    *(Case(f"zero{stage}", asked=TWICE, packages=DEEPSPEED) for stage in (1, 2, 3)),
+    Case("zero2:offload_optimizer=cpu", asked=TWICE, packages=DEEPSPEED, rehearsed=True),
+    Case("zero3:offload_optimizer=cpu,offload_param=cpu", asked=TWICE, packages=DEEPSPEED),
+    Case("zero2", "bf16", asked=TWICE, tolerance=HALF, packages=DEEPSPEED),
+)
+STARTS = {2: SHARED, 4: SHARED_BY_FOUR, 1: ALONE}
+"""By the number of ranks; one rank opens its group itself, as a user's script does."""
+
+
+class SumOnly(Callback):
+    """gloo has no average: FSDP2 averages on a GPU with NCCL's own, unless it has to sum and divide."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        for model in trainer.accelerator._models:
+            for part in model.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_force_sum_reduction_for_comms(True)
+
+
+class Measured(Module):
+    """With an object of torchmetrics inside, which has to be on the device."""
+
+    def __init__(self, recipe: Recipe, place: torch.device) -> None:
+        super().__init__(recipe, place)
+        import torchmetrics
+
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        found = super().validation_step(batch)
+        self.mean.update(found["loss"], weight=len(batch[0]))
+        self.log("mean", self.mean)
+        return found
+
+
+def fit(case: Case, place: Host, world_size: int) -> dict[str, Any]:
+    """Train the case on this rank, and by hand; every rank calls it, rank 0 uses what it returns."""
+    size = dataclasses.replace(SIZES["tiny"], rows=ROWS, dropout=0.0)
+    asked, wanted = {}, dict(case.asked)
+    extras: list[Any] = [SumOnly()] if world_size > 1 else []
+    metric = wanted.pop("torchmetrics", False)
+    if decay := wanted.pop("ema", None):
+        from fabricate_ema import EMA
+
+        extras.append(EMA(decay=decay))
+    recipe = Recipe(size, UPDATES, case.precision, lr=1e-3, fused=False, **wanted)
+    readers = world_size // (2 if "tp=2" in case.strategy else 1)
+    losses = Losses()
+    # By hand a micro-batch has the rows of all ranks.
+    hand = by_hand(dataclasses.replace(recipe, size=dataclasses.replace(size, rows=ROWS * readers)), place)
+    module = (Measured if metric else Module)(recipe, place.device)
+    data = size.data(UPDATES * recipe.accumulation * readers)
+    with contextlib.redirect_stdout(io.StringIO()):
+        fitted = trainer(
+            recipe, strategy=strategy_of(case.strategy), plugins=[losses, *extras], timeout="1 minute", **asked
+        )
+        result = fitted.fit(module, data, data if metric else None, batch_size=ROWS, shuffle=False)
+    own = losses.read()
+    found: dict[str, Any] = {"losses": own, "by_hand": hand.losses, "metrics": result.metrics, "failed": []}
+    if case.tolerance is None:
+        if not own[-1] < own[0]:
+            found["failed"].append(f"the loss does not fall: {own[0]} to {own[-1]}")
+        return found
+    found["losses_differ"] = differ(own, hand.losses)
+    if not found["losses_differ"] <= case.tolerance:
+        found["failed"].append(f"losses differ by {found['losses_differ']:.1e}, allowed {case.tolerance:.0e}")
+    if metric:
+        mean, loss = (
+            next(v for n, v in result.metrics.items() if n in (f"val_{name}", name)) for name in ("mean", "loss")
+        )
+        if abs(mean / loss - 1) > EXACT:
+            found["failed"].append(f"torchmetrics says {mean}, the loop {loss}")
+    return found
+
+
+def rank(place: Host, names: list[str], found: Path) -> None:
+    """Be one rank: run the cases in turn; rank 0 appends a line of JSON for each to `found`. Ends at the first error, because ranks
+    are then at different places."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size > 1:
+        if place.real:
+            torch.cuda.set_device(place.device)
+        dist.init_process_group(place.group_backend())
+    for case in STARTS[world_size]:
+        if case.name not in names:
+            continue
+        faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+        figures = fit(case, place, world_size)
+        faulthandler.cancel_dump_traceback_later()
+        if int(os.environ["RANK"]) == 0:
+            with found.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps([case.name, figures]) + "\n")
+
+
+def start(report: Report, place: Host, ranks: int) -> None:
+    """Run the cases for so many ranks. After one that ends its processes the others get new ones."""
+    waiting = {}
+    for case in STARTS[ranks]:
+        if not report.chosen(f"{ranks}: {case.name}") or not (place.real or case.rehearsed):
+            continue
+        try:
+            needs(*case.packages)
+        except LeftOut as exc:
+            report.record(f"{ranks}: {case.name}", {"left_out": str(exc)})
+        else:
+            waiting[case.name] = case
+    while waiting:
+        if report.left() < 25 and place.real:
+            for name in waiting:
+                report.record(f"{ranks}: {name}", {"left_out": f"{report.left():.0f} s left"})
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder, "found.jsonl")
+            found.touch()
+            command = torchrun(
+                ranks, "campaigns.gpu.ranks", "--device", place.kind, "--found", str(found), "--cases", *waiting
+            )
+            done = started(command, report.left() if place.real else 600)
+            for name, figures in map(json.loads, found.read_text().splitlines()):
+                report.record(f"{ranks}: {name}", figures)
+                del waiting[name]
+        if done.returncode and waiting:
+            name = next(iter(waiting))
+            output = done.stdout.partition("torch/distributed/elastic/")[0]  # without what torchrun adds
+            report.record(f"{ranks}: {name}", {"failed": [last_error(done)], "output": output[-6000:]})
+            del waiting[name]
+
+
+def main() -> int:
+    """Start the ranks, and print what they found; the exit code is the verdict."""
+    parser = arguments(__doc__, 480)
+    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    place = device(options)
+    if options.found is not None:
+        rank(place, options.cases, options.found)
+        return 0
+    report = Report("ranks", place, options)
+    for ranks in STARTS:
+        start(report, place, ranks)
+    rows = [
+        [
+            name,
+            f"{figures['losses_differ']:.0e}" if "losses_differ" in figures else "",
+            "" if figures.get("failed") else "yes",
+        ]
+        for name, figures in report.cases.items()
+        if "left_out" not in figures
+    ]
+    return report.end(["ranks and case", "losses differ by", "as by hand"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

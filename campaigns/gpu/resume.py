@@ -1,0 +1,135 @@
+"""Is a resume exact on a GPU? `fabricate verify-resume` in several precisions, then kill -9 at random moments for the time that is left.
+
+    python -m campaigns.gpu.resume --out figures             # 7 minutes
+    python -m campaigns.gpu.resume --device cpu              # a rehearsal
+
+Passes when every check with deterministic algorithms is exact, bit by bit, and every run that was killed ends with the weights of the
+one that was not. Without deterministic algorithms two undisturbed runs are compared: how far apart they end is a number, not a verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from campaigns.gpu import ROOT
+from campaigns.gpu.measuring import Host, Report, arguments, device, last_error, started
+
+SCRIPT = str(ROOT / "campaigns" / "gpu" / "resumable.py")
+CHECKS: dict[str, list[str]] = {
+    "fp32": ["--recipe", json.dumps({"precision": "fp32"})],
+    "bf16, clip, accumulate 2": ["--recipe", json.dumps({"precision": "bf16", "clip": 0.5, "accumulation": 2})],
+    "fp16": ["--recipe", json.dumps({"precision": "fp16"})],
+    "bf16, dropout": ["--recipe", json.dumps({"precision": "bf16", "dropout": 0.1})],
+    "bf16, stream with state": ["--stream", "--recipe", json.dumps({"precision": "bf16"})],
+    "bf16, async": ["--save", "async", "--recipe", json.dumps({"precision": "bf16", "dropout": 0.1})],
+    "bf16, compile": ["--recipe", json.dumps({"precision": "bf16", "compile": {}})],
+}
+REHEARSED = ("fp16", "bf16, dropout")
+KILLED = ["--save", "async", "--save-every", "3", "--recipe", json.dumps({"precision": "bf16", "dropout": 0.1})]
+
+
+def verified(place: Host, extra: list[str]) -> dict[str, Any]:
+    """One verify-resume."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [f"{folder}/run", "--device", place.kind, "--steps", "20", *extra]
+        command = [
+            sys.executable,
+            "-m",
+            "fabricate",
+            "verify-resume",
+            SCRIPT,
+            "--at",
+            "7",
+            "--json",
+            "--into",
+            f"{folder}/kept",
+        ]
+        done = started([*command, "--", *run], 170)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("{")), "")
+    if not line:
+        return {"failed": [last_error(done)], "output": done.stdout[-4000:]}
+    found = json.loads(line)
+    first = found["differences"][:3]
+    return {**found, "differences": first, "failed": [] if found["exact"] else [f"not exact, {found['when']}: {first}"]}
+
+
+def trained(place: Host, run_dir: Path, *extra: str) -> dict[str, torch.Tensor]:
+    """An undisturbed run's weights."""
+    done = started([sys.executable, SCRIPT, str(run_dir), "--device", place.kind, *extra], 120)
+    if done.returncode:
+        raise RuntimeError(last_error(done))
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def loose(place: Host) -> dict[str, Any]:
+    """How far apart two undisturbed runs end without deterministic algorithms."""
+    with tempfile.TemporaryDirectory() as folder:
+        extra = ["--loose", "--recipe", json.dumps({"precision": "bf16"})]
+        one, other = (trained(place, Path(folder, name), *extra) for name in ("one", "other"))
+    return {"largest_difference": max(float((one[name] - other[name]).abs().max()) for name in one)}
+
+
+def killed(place: Host, report: Report, seconds: float) -> dict[str, Any]:
+    """Kill one run after another at random moments until it is finished, as often as the time allows."""
+    random.seed(0)
+    runs, kills, failed = 0, 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        whole = trained(place, Path(folder, "whole"), *KILLED)
+        usual = time.monotonic() - began
+        ends = time.monotonic() + seconds
+        while time.monotonic() + 2 * usual < ends or not runs:
+            run_dir, code = Path(folder, "run"), -9
+            while code == -9:
+                command = [sys.executable, SCRIPT, str(run_dir), "--device", place.kind, *KILLED]
+                with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+                    try:
+                        # The first half is start-up, in which a kill tells little.
+                        _, error = process.communicate(timeout=usual * random.uniform(0.5, 1.3))
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+                        process.communicate()
+                        kills += 1
+                    code = process.returncode
+            if code:
+                raise RuntimeError(f"a resumed run ended with exit code {code}: {error.decode()[-1000:]}")
+            ended = load_file(run_dir / "model" / "model.safetensors")
+            if not all(torch.equal(ended[name], whole[name]) for name in whole):
+                failed.append(f"run {runs} ended with other weights")
+            runs += 1
+            shutil.rmtree(run_dir)
+    return {"runs": runs, "kills": kills, "failed": failed}
+
+
+def main() -> int:
+    """Run the checks; the exit code is the verdict."""
+    options = arguments(__doc__, 420).parse_args()
+    place = device(options)
+    report = Report("resume", place, options)
+    for name in CHECKS if place.real else REHEARSED:
+        report.case(name, verified, place, CHECKS[name], takes=60)
+    report.case("without deterministic algorithms", loose, place, takes=40)
+    report.case(
+        "killed", killed, place, report, max(30.0, min(180.0, report.left() - 30)) if place.real else 1.0, takes=70
+    )
+    rows = []
+    for name, figures in report.cases.items():
+        keys = ("resumed_from", "runs", "kills", "largest_difference")
+        said = ", ".join(f"{key.replace('_', ' ')} {figures[key]}" for key in keys if key in figures)
+        rows.append([name, said, "" if figures.get("failed") else "yes"])
+    return report.end(["case", "figures", "as it should be"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Does everything run on one GPU, as by hand, and without waiting for it more often? A tiny model in every precision.
+
+    python -m campaigns.gpu.smoke --out figures                   # 6 minutes
+    python -m campaigns.gpu.smoke --device cpu --only fp32        # a rehearsal of some cases
+
+Passes when each loss is that of the loop by hand on the same device within `TOLERANCE`, or the case is refused before step 1; when
+no update waits for the device more often than the loop by hand, except where the plan says so; when evaluation, prediction and
+torchrun with one process work; and when memory that runs out and an index out of range end with a message that helps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import io
+import sys
+import tempfile
+from typing import Any
+
+import torch
+
+from campaigns.gpu.gpt import SIZES, Module, Recipe, by_hand, clean, differ, fabricated, loss_of, trainer
+from campaigns.gpu.measuring import (
+    Host,
+    LeftOut,
+    Report,
+    Window,
+    arguments,
+    device,
+    last_error,
+    needs,
+    started,
+    torchrun,
+)
+from fabricate import ConfigurationError
+
+PRECISIONS = ("fp32", "fp32:tf32=true", "bf16", "fp16:init_scale=128", "bf16-true")
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "bf16-true": 1e-2}
+"""The largest relative difference of a loss. fp16 begins with a scale at which neither loop skips an update."""
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "plain": ({}, {}, 0),
+    "accumulate 2": ({"accumulation": 2}, {}, 0),
+    "clip": ({"clip": 0.5}, {}, 0),
+    "skip": ({"clip": 0.5}, {"nonfinite": "skip"}, 1),
+    "compile": ({"compile": {"dynamic": False}}, {}, 0),
+    "async save": ({}, {"save": "async", "save_every": 3, "run_dir": ""}, 0),
+    "deterministic": ({}, {"deterministic": True}, 0),
+}
+"""By name: what both loops do, what only fabricate does, and how many waits per update that may cost. A run_dir is a new folder."""
+COMPILED = ("fp32", "bf16", "fp16:init_scale=128")
+REHEARSED = ("fp32", "fp16:init_scale=128")
+"""Variants of these precisions run in a rehearsal, which TF32 does not have; plain runs in all."""
+UPDATES, COUNTED = 10, 5
+
+
+def precisions(place: Host, variant: str) -> tuple[str, ...]:
+    """Those in which a variant runs."""
+    if not place.real:
+        return tuple(p for p in PRECISIONS if "tf32" not in p) if variant == "plain" else REHEARSED
+    return COMPILED if variant == "compile" else PRECISIONS
+
+
+def compared(place: Host, precision: str, variant: str) -> dict[str, Any]:
+    """One precision in one variant: losses against the loop by hand, and waits of both."""
+    if precision == "bf16-true":
+        needs("optimi")
+    both, only, allowed = VARIANTS[variant]
+    if "compile" in both and not place.real:
+        both = {"compile": {"backend": "aot_eager"}}
+    recipe = Recipe(SIZES["tiny"], UPDATES, precision, **both)
+    found: dict[str, Any] = {"failed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {key: folder if key == "run_dir" else value for key, value in only.items()}
+        hand = by_hand(recipe, place)
+        clean(place)
+        try:
+            own = fabricated(recipe, place, losses=True, **asked)
+        except ConfigurationError as exc:
+            return {"refused": str(exc)}
+    found["losses_differ"] = differ(own.losses, hand.losses)
+    most = TOLERANCE[recipe.kind]
+    if not found["losses_differ"] <= most:
+        found["failed"].append(f"losses differ by {found['losses_differ']:.1e}, allowed {most:.0e}")
+    if variant != "async save":  # what it waits for is the matter of campaigns.gpu.checkpoints
+        found |= waits(place, recipe, allowed, asked)
+        found["failed"] += found.pop("waits_failed")
+    return found
+
+
+def waits(place: Host, recipe: Recipe, allowed: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Waits of the host for the device per update, by hand and by fabricate."""
+    windows = {name: Window(place, UPDATES - COUNTED - 1, COUNTED, waits=True) for name in ("by hand", "fabricate")}
+    by_hand(recipe, place, windows["by hand"])
+    clean(place)
+    fabricated(recipe, place, windows["fabricate"], **asked)
+    clean(place)
+    counts = {name: window.waits.total() / COUNTED for name, window in windows.items()}
+    extra = counts["fabricate"] - counts["by hand"]
+    failed = [f"{extra:g} waits per update more than by hand, allowed {allowed}"] if extra > allowed else []
+    return {
+        "waits_per_update": counts,
+        "where": dict(windows["fabricate"].waits),
+        "runtime_calls": {name: window.trace for name, window in windows.items()},
+        "waits_failed": failed,
+    }
+
+
+def evaluated(place: Host) -> dict[str, Any]:
+    """Validation and prediction beside the same by hand."""
+    recipe = Recipe(SIZES["tiny"], 4, "fp32", rows=29)  # the last batch has 5 rows
+    module = Module(recipe, place.device)
+    module.gpt.to(place.device)
+    data, rows = recipe.data(), recipe.data().tensors[0].to(place.device)
+    with torch.no_grad():
+        expected, said = float(loss_of(module.gpt, rows)), module.gpt(rows[:, :-1])[:, -1].argmax(-1).cpu()
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = trainer(recipe).validate(module, data, batch_size=8)
+        predictions = trainer(recipe).predict(module, data, batch_size=8)
+    loss = next(value for name, value in found.items() if name.endswith("loss"))
+    same = torch.equal(torch.stack([torch.as_tensor(p) for p in predictions]).cpu(), said)
+    failed = [] if abs(loss / expected - 1) < 1e-4 else [f"validation loss {loss}, by hand {expected}"]
+    failed += [] if same else ["predictions differ from those by hand"]
+    return {"loss": loss, "by_hand": expected, "predictions": len(predictions), "failed": failed}
+
+
+def under_torchrun(place: Host) -> dict[str, Any]:
+    """One process of torchrun, which sets RANK and LOCAL_RANK."""
+    done = started(torchrun(1, "campaigns.gpu.smoke", "--device", place.kind, "--only", "fp32, plain"), 120)
+    return {"failed": [] if done.returncode == 0 else [last_error(done)], "output": done.stdout[-2000:]}
+
+
+def too_large(place: Host) -> None:
+    """A process of its own: a fit for which memory does not suffice."""
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    recipe = Recipe(dataclasses.replace(SIZES["124M"], rows=64), 2, "fp32")
+    trainer(recipe).fit(Module(recipe, torch.device("cpu")), recipe.loader(place))
+
+
+def out_of_range(place: Host) -> None:
+    """A process of its own: a label that is not in the vocabulary, a device-side assert on CUDA."""
+    recipe = Recipe(SIZES["tiny"], 2, "fp32")
+    module, data = Module(recipe, place.device), recipe.data()
+    data.tensors[0][:, -1] = recipe.size.vocabulary  # only ever a target
+    trainer(recipe, log_every=1).fit(module, data, batch_size=8)
+
+
+ENDINGS = {"too large": (too_large, "out of memory on rank 0"), "out of range": (out_of_range, "")}
+"""What is run in a process of its own, and a text that its error must have on a GPU."""
+
+
+def ending(place: Host, name: str) -> dict[str, Any]:
+    """The process ends soon, with an error and not with a signal, and the error helps."""
+    if name == "too large" and not place.real:
+        raise LeftOut("it limits a GPU's memory")
+    command = [sys.executable, "-m", "campaigns.gpu.smoke", "--device", place.kind, "--ending", name]
+    done, text = started(command, 120), ENDINGS[name][1]
+    failed = [] if done.returncode == 1 else [last_error(done)]
+    failed += [] if text in done.stdout else [f"the error does not say {text!r}"]
+    return {"output": done.stdout[-1500:], "failed": failed}
+
+
+def main() -> int:
+    """Run the cases; the exit code is the verdict."""
+    parser = arguments(__doc__, 360)
+    parser.add_argument("--ending", choices=ENDINGS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    place = device(options)
+    if options.ending is not None:
+        ENDINGS[options.ending][0](place)
+        return 0
+    report = Report("smoke", place, options)
+    report.case("evaluate and predict", evaluated, place)
+    for name in ENDINGS:
+        report.case(name, ending, place, name, takes=40)
+    report.case("torchrun, one process", under_torchrun, place, takes=40)
+    for variant in VARIANTS:
+        for precision in precisions(place, variant):
+            report.case(f"{precision}, {variant}", functools.partial(compared, place, precision, variant), takes=20)
+    rows = []
+    for name, figures in report.cases.items():
+        counts = figures.get("waits_per_update", {})
+        differ_by = f"{figures['losses_differ']:.0e}" if "losses_differ" in figures else figures.get("refused", "")
+        rows.append([name, differ_by, *(f"{counts[loop]:g}" if counts else "" for loop in ("by hand", "fabricate"))])
+    return report.end(["case", "losses differ by", "waits per update, by hand", "fabricate"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
