@@ -58,14 +58,15 @@ class ProgressBar(Callback):
         )
         return row
 
-    def _line(self) -> str:
+    def _line(self, at: int | None = None) -> str:
+        """`at`: the update that the metrics are from, if that is not the last one."""
         progress = self._trainer.progress
         now = time.monotonic()
         if self._begin is None:
             self._begin, self._tokens = (now, progress.step, progress.samples), progress.tokens
         began, step, samples = self._begin
         rate = (progress.step - step) / max(now - began, 1e-9)
-        parts = [f"step {progress.step}" + (f"/{self._total}" if self._total else "")]
+        parts = [f"step {progress.step if at is None else at}" + (f"/{self._total}" if self._total else "")]
         parts += [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         if rate:
             parts += [f"{rate:.3g} steps/s", f"{(progress.samples - samples) / max(now - began, 1e-9):.4g} samples/s"]
@@ -84,12 +85,12 @@ class ProgressBar(Callback):
         elif self._main:
             print(text, flush=True)
 
-    def on_log(self, metrics: dict[str, float]) -> None:
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
         self._metrics = {n: v for n, v in metrics.items() if n == "loss"} or dict(list(metrics.items())[:2])
         now = time.monotonic()
         if self._live is None and (not self._shown or now - self._shown >= LINE_SECONDS):
-            self._shown, self._last = now, self._trainer.step
-            self._print(self._line())
+            self._shown, self._last = now, step
+            self._print(self._line(step))
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
         if stage == "validate" and metrics:

@@ -80,10 +80,12 @@ class Due:
 
 
 class Tokens:
-    """Adds weights to `Progress.tokens` without a wait: those on a device are added up there until `read`."""
+    """Adds weights to `Progress.tokens` without a wait: those on a device are added up there until they are read."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, exact: Any) -> None:
+        """`exact`: the dtype in which a device adds up; float32 would miss whole numbers from 2**24 on."""
         self._progress = progress
+        self._exact = exact
         self._unread: Any = 0
 
     def add(self, weight: Any) -> None:
@@ -91,9 +93,13 @@ class Tokens:
         if getattr(weight, "is_cpu", True):
             self._progress.tokens += float(weight)
         else:
-            self._unread = self._unread + weight
+            self._unread = self._unread + weight.to(self._exact)
+
+    def take(self) -> Any:
+        """What was added up on the device and not read yet; it is the caller's to read and to add to `Progress.tokens`."""
+        unread, self._unread = self._unread, 0
+        return unread
 
     def read(self) -> None:
         """Bring `Progress.tokens` up to now. Waits for the device."""
-        self._progress.tokens += float(self._unread)
-        self._unread = 0
+        self._progress.tokens += float(self.take())

@@ -1,4 +1,4 @@
-"""Where the time of a fit goes: steps and samples per second, the share spent waiting for data. Seconds of the host's clock.
+"""Where the time of a fit goes: steps and samples per second, the share spent waiting for data. In seconds.
 
 Pure arithmetic on a clock; must not know what is trained, nor torch.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 from fabricate.metrics.counters import Progress
 
@@ -84,3 +85,45 @@ class Stopwatch:
         if communicated is not None:
             rates["communication_share"] = min(communicated * steps / seconds, 1.0)
         return rates
+
+
+class Moment(Protocol):
+    """A point in the work that a device was given. As `torch.Event`, with timing."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds of the device's clock between this and `end`, both passed."""
+
+
+class DeviceStopwatch(Stopwatch):
+    """A `Stopwatch` of a host that runs ahead of its device: waiting is only the time in which the device had nothing to do.
+
+    A moment is queued when a batch is asked for, and another when it is there. Both are behind the work queued before and before that
+    of the batch; so what lies between them on the device's clock is 0 as long as it still works when the batch arrives.
+    """
+
+    def __init__(self, mark: Callable[[], Moment]) -> None:
+        """`mark` queues a moment. None of it waits."""
+        self._mark = mark
+        self._waits: deque[tuple[Moment, Moment]] = deque()
+        super().__init__()
+
+    def timed(self, data: Iterable[T]) -> Iterator[T]:
+        asked = self._mark()
+        for item in data:
+            self._waits.append((asked, self._mark()))
+            self._count()
+            yield item
+            asked = self._mark()
+
+    def lap(self, step: int, samples: int, communicated: float | None = None) -> dict[str, float]:
+        self._count()
+        return super().lap(step, samples, communicated)
+
+    def _count(self) -> None:
+        """Add up the waits that the device has passed; what is under way counts in the lap that it ends in."""
+        while self._waits and self._waits[0][1].query():
+            asked, there = self._waits.popleft()
+            self.waited += asked.elapsed_time(there) / 1000

@@ -5,15 +5,14 @@ Most boundaries have nothing to do. Must not know: how gradients come about (`fa
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from fabricate.data.batches import Window
-from fabricate.errors import ConfigurationError, FabricateError
-from fabricate.training.agenda import Agenda
+from fabricate.errors import ConfigurationError
+from fabricate.training.agenda import Agenda, Wanted
 from fabricate.training.evaluation import validate
 from fabricate.training.first_update import FirstUpdate
+from fabricate.training.log_lines import begin_line, may_wait, stop_if_nonfinite, write_line
 from fabricate.training.run_state import Run, Update
 from fabricate.training.saving import check_weights, finish_background_save, save_requested
 
@@ -28,6 +27,7 @@ def finished(run: Run) -> str:
 
 def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: FirstUpdate) -> str:
     """Do what is due or requested after an update. Why the fit ends here, or nothing. All ranks."""
+    write_line(run)  # of the update before, while the device works on this one
     if not agenda.due(window, result.route):
         run.metrics.limit()
         run.now.at_boundary = True
@@ -36,7 +36,8 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
     if window.last:
         _end_epoch(run)
     wanted, limit = agenda.decide(), finished(run)
-    _report(run, first, wanted.log, epoch, result.norm, last=window.last or wanted.end or bool(limit))
+    last = window.last or wanted.end or bool(limit)
+    _report(run, first, wanted, epoch, result.norm, last)
     if window.last:
         _log_epoch(run, epoch)
     if wanted.evaluate:
@@ -55,7 +56,8 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
 
 
 def _stop_reason(run: Run, limit: str) -> str:
-    """A fit that has reached a limit is complete, also when a signal came in the same update."""
+    """Why the fit ends. One that has reached a limit is complete, also when a signal came in the same update."""
+    write_line(run)  # one that was begun before a hook of this boundary requested the end
     reasons = [*run.engine.gather_json(run.requests.stop), limit]
     return next(filter(None, reasons), "interrupted" if run.requests.signal == "SIGINT" else "preempted")
 
@@ -78,38 +80,18 @@ def _validate(run: Run, epoch: int) -> None:
             validate(run, epoch)
 
 
-def _report(run: Run, first: FirstUpdate, log: bool, epoch: int, norm: torch.Tensor | None, last: bool) -> None:
+def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torch.Tensor | None, last: bool) -> None:
     """Log if that is due. `last`: of an epoch or the fit, whose loss is looked at in any case."""
-    if log:
-        metrics = run.metrics.reduce()
-        _log(run, metrics, norm, epoch)
-        _stop_if_nonfinite(run, metrics)
+    if wanted.log:
+        begin_line(run, norm, epoch)
+        if last or wanted.evaluate or not may_wait(run):
+            write_line(run)
     elif last:
-        _stop_if_nonfinite(run, run.metrics.look())
+        stop_if_nonfinite(run, run.metrics.look(), run.progress.step)
     else:
         run.metrics.limit()
         return
     first.report()
-
-
-def _log(run: Run, metrics: dict[str, float], norm: torch.Tensor | None, epoch: int) -> None:
-    optimizers = run.optim.optimizers
-    if norm is not None:
-        metrics["grad_norm"] = float(norm)
-    for name, optimizer in optimizers.items():
-        metrics["lr" if len(optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
-    run.journal.tokens.read()
-    run.journal.write_metrics("train", metrics, epoch)
-    if run.calls.on_log is not None:
-        run.calls.on_log(run.trainer, run.module, metrics, run.progress.step)
-
-
-def log_rest(run: Run) -> None:
-    """Log what was not logged yet when the fit came to its end. After the last save: a fit that goes on from there logs as if it
-    had never ended. All ranks."""
-    if metrics := run.metrics.reduce():
-        progress = run.progress
-        _log(run, metrics, None, progress.epoch - (progress.position == 0 and progress.epoch > 0))
 
 
 def _check(run: Run, reports: bool, ends: bool) -> None:
@@ -128,12 +110,3 @@ def _check_frozen(run: Run) -> None:
                 f"{name} was frozen when the fit began and requires a gradient at step {run.progress.step}: neither the optimizer nor the "
                 "strategy knows of it. End the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
             )
-
-
-def _stop_if_nonfinite(run: Run, metrics: dict[str, float]) -> None:
-    loss = metrics.get("loss", 0.0)
-    if run.settings.nonfinite == "stop" and not math.isfinite(loss):
-        raise FabricateError(
-            f"the loss became {loss} in the updates up to step {run.progress.step}; the last checkpoint is from before. Lower the learning "
-            "rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
-        )

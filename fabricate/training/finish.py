@@ -9,7 +9,7 @@ from fabricate.launch.commands import tell_preempted
 from fabricate.model.export import export_model
 from fabricate.module import overrides
 from fabricate.training import saving
-from fabricate.training.boundary import log_rest
+from fabricate.training.log_lines import log_rest
 from fabricate.training.run_state import Run
 
 

@@ -9,12 +9,27 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from fabricate.distributed.engine import Engine
 from fabricate.metrics.counters import Progress, Tokens
-from fabricate.metrics.timing import Clock, Stopwatch
+from fabricate.metrics.device import peak_memory, stopwatch
+from fabricate.metrics.reading import exact
+from fabricate.metrics.timing import Clock
+
+
+class Begun(NamedTuple):
+    """A line of metrics whose numbers are on their way from the device."""
+
+    step: int
+    samples: int
+    epoch: int
+    names: tuple[str, ...]
+    """Of the numbers that travel beside the metrics and are part of the line."""
+    rest: bool
+    """Whether the line is left out when it has no metrics."""
 
 
 class Journal:
@@ -28,12 +43,17 @@ class Journal:
         self._metrics_file: TextIO | None = None  # opened with its first line: opening costs more than writing
         self._noted: set[str] = set()
         self.clock = Clock(progress)
-        self.tokens = Tokens(progress)
-        self.stopwatch = Stopwatch()
+        self.tokens = Tokens(progress, exact(engine.device))
+        self.stopwatch = stopwatch(engine.device)
+        self._peak: Callable[[], int] | None = None
+        self.planned_bytes: int | None = None
+        """What the plan says that a rank holds on its device, activations not counted."""
+        self.begun: Begun | None = None
+        """A line that is not written yet."""
         self.latest: dict[str, float] = {}
         """The last known value of every metric."""
         self.rates: dict[str, float] = {}
-        """Of the last log boundary; see `Stopwatch.lap`."""
+        """Of the last log boundary; see `Stopwatch.lap` and `_memory`."""
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append to events.jsonl."""
@@ -50,33 +70,40 @@ class Journal:
             self.event("note", text=text)
 
     def start(self) -> None:
-        """The fit begins or goes on: time from here counts."""
+        """The fit begins or goes on: time from here counts, and the peak of the device's memory."""
+        self._peak = peak_memory(self._engine.device)
         self.clock.start()
         self.stopwatch.start(self._progress.step, self._progress.samples)
 
-    def write_metrics(self, stage: str, metrics: dict[str, float], epoch: int) -> None:
+    def write_metrics(self, stage: str, metrics: dict[str, float], epoch: int, at: Begun | None = None) -> None:
         """Append to metrics.jsonl and give the trackers the same. What depends on time is apart, under "clock", because a
-        resumed run cannot repeat it."""
+        resumed run cannot repeat it. `at`: the update that the line is about, if not the last one."""
         self.latest |= metrics
         self.clock.tick()
+        step, samples = (self._progress.step, self._progress.samples) if at is None else (at.step, at.samples)
         rates: dict[str, float] = {}
         if stage == "train":
             communicated = self._engine.strategy.communication_seconds(self._engine.model)
-            rates = self.rates = self.stopwatch.lap(self._progress.step, self._progress.samples, communicated)
+            rates = self.rates = {**self.stopwatch.lap(step, samples, communicated), **self._memory()}
         if self._run_dir is not None:
-            self._append(self._run_dir, stage, metrics, epoch, rates)
+            clock = {"time": time.time(), "seconds": self._progress.seconds, **rates}
+            finite = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+            self._append({"step": step, "epoch": epoch, "stage": stage, "metrics": finite, "clock": clock})
         if self._trackers:
             clock = {f"clock/{name}": value for name, value in rates.items()}
-            self._engine.accelerator.log({**metrics, **clock}, step=self._progress.step)
+            self._engine.accelerator.log({**metrics, **clock}, step=step)
 
-    def _append(
-        self, run_dir: Path, stage: str, metrics: dict[str, float], epoch: int, rates: dict[str, float]
-    ) -> None:
+    def _memory(self) -> dict[str, float]:
+        """What the device has held at most, beside what the plan expected; where the device counts it."""
+        if self._peak is None:
+            return {}
+        planned = {} if self.planned_bytes is None else {"planned_memory_bytes": self.planned_bytes}
+        return {"peak_memory_bytes": self._peak(), **planned}
+
+    def _append(self, line: dict[str, Any]) -> None:
+        assert self._run_dir is not None
         if self._metrics_file is None:
-            self._metrics_file = (run_dir / "metrics.jsonl").open("a", buffering=1)  # each line is there at once
-        clock = {"time": time.time(), "seconds": self._progress.seconds, **rates}
-        finite = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-        line = {"step": self._progress.step, "epoch": epoch, "stage": stage, "metrics": finite, "clock": clock}
+            self._metrics_file = (self._run_dir / "metrics.jsonl").open("a", buffering=1)  # each line is there at once
         self._metrics_file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

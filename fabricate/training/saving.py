@@ -16,6 +16,7 @@ from fabricate.checkpoint.format.retention import kept
 from fabricate.checkpoint.state import commit as committing
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
+from fabricate.training.log_lines import write_line
 from fabricate.training.run_state import Run
 from fabricate.training.saved_state import assemble, own_buffers
 
@@ -126,6 +127,7 @@ def drain(run: Run) -> None:
 
 
 def _assemble(run: Run, path: Path) -> Content:
+    write_line(run)
     run.journal.tokens.read()  # a save waits for the device anyway
     run.journal.clock.tick()
     buffers = own_buffers(run)

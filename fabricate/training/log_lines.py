@@ -1,0 +1,71 @@
+"""The line of a log boundary: its numbers leave the device together, and it is written when they have arrived.
+
+On a CPU that is at once. On a device it is at the boundary after, when the device has one more update to work on: it never runs
+dry because of a line. Must not know: when a line is due (`boundary`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fabricate.errors import FabricateError
+from fabricate.training.journal import Begun
+from fabricate.training.run_state import Run
+
+_ONLY_SHOW = {"progress_bar"}
+"""Listeners of `on_log` that may run an update later. What any other does there (stop, change a rate) has to come at the same update
+after a resume from a checkpoint that was taken in between."""
+
+
+def may_wait(run: Run) -> bool:
+    """Whether a line that was begun may be written after the next update. The same on every rank."""
+    return run.engine.device.type != "cpu" and _ONLY_SHOW.issuperset(run.calls.manager.order("on_log"))
+
+
+def begin_line(run: Run, norm: torch.Tensor | None, epoch: int, *, rest: bool = False) -> None:
+    """Let the numbers of a line leave the device: metrics, the norm, learning rates, tokens. No wait. `rest`: of the end of a fit,
+    where a line without metrics is left out."""
+    beside: dict[str, Any] = {} if norm is None else {"grad_norm": norm}
+    optimizers, progress = run.optim.optimizers, run.progress
+    for name, optimizer in optimizers.items():
+        beside["lr" if len(optimizers) == 1 else f"lr_{name}"] = optimizer.param_groups[0]["lr"]
+    run.metrics.begin([*beside.values(), run.journal.tokens.take()])
+    run.journal.begun = Begun(progress.step, progress.samples, epoch, tuple(beside), rest)
+
+
+def write_line(run: Run) -> None:
+    """Write the line that was begun, if there is one. All ranks; waits until the device has come as far."""
+    begun, run.journal.begun = run.journal.begun, None
+    if begun is None:
+        return
+    metrics, (*beside, tokens) = run.metrics.complete()
+    run.progress.tokens += tokens
+    if begun.rest and not metrics:
+        return
+    metrics |= zip(begun.names, beside, strict=True)
+    run.journal.write_metrics("train", metrics, begun.epoch, begun)
+    if run.calls.on_log is not None:
+        run.calls.on_log(run.trainer, run.module, metrics, begun.step)
+    if not begun.rest:
+        stop_if_nonfinite(run, metrics, begun.step)
+
+
+def log_rest(run: Run) -> None:
+    """Log what was not logged yet when the fit came to its end. After the last save: a fit that goes on from there logs as if it
+    had never ended. All ranks."""
+    progress = run.progress
+    begin_line(run, None, progress.epoch - (progress.position == 0 and progress.epoch > 0), rest=True)
+    write_line(run)
+
+
+def stop_if_nonfinite(run: Run, metrics: dict[str, float], step: int) -> None:
+    """End the fit if the mean loss of the updates up to `step` is not a number and that is not to be lived with."""
+    loss = metrics.get("loss", 0.0)
+    if run.settings.nonfinite == "stop" and not math.isfinite(loss):
+        raise FabricateError(
+            f"the loss became {loss} in the updates up to step {step}; the last checkpoint is from before. Lower the learning "
+            "rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+        )

@@ -1,0 +1,83 @@
+"""Lines of metrics.jsonl where a device runs behind its host: the same lines, written while the device works on the next update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, FabricateError, Trainer
+from fabricate.training import boundary
+from fabricate.training.log_lines import may_wait
+from tests.support.regression import ROWS, Regression, exploding, fit
+
+
+@pytest.fixture
+def device_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line may be written an update later, as on a device; the numbers are those of a CPU."""
+    monkeypatch.setattr(boundary, "may_wait", lambda run: True)
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "clock"} for line in found]
+
+
+class Writes(Callback):
+    """The steps that have their line, after each step."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / "metrics.jsonl"
+        self.seen: list[list[int]] = []
+
+    def on_step(self) -> None:
+        written = self._file.read_text().splitlines() if self._file.exists() else []
+        self.seen.append([json.loads(line)["step"] for line in written])
+
+
+def run(run_dir: Path, *plugins: object, steps: int = 11) -> None:
+    torch.manual_seed(0)
+    fit(
+        Regression(), *plugins, run_dir=run_dir, max_steps=steps, log_every=2, validate_every=6, save_every=5, val=ROWS,
+        max_grad_norm=1.0, seed=3,
+    )  # fmt: skip
+
+
+def test_a_line_is_written_an_update_later_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "at_once")
+    monkeypatch.setattr(boundary, "may_wait", lambda run: True)
+    writes = Writes(tmp_path / "later")
+    run(tmp_path / "later", writes)
+    assert lines(tmp_path / "later") == lines(tmp_path / "at_once")
+    assert writes.seen[:4] == [[], [], [], [2]], "the line of step 2 is written at the boundary after step 3"
+    run(tmp_path / "resumed", steps=7)
+    run(tmp_path / "resumed")
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "at_once")
+
+
+def test_a_loss_that_is_not_finite_is_reported_with_its_step(device_behind: None) -> None:
+    with pytest.raises(FabricateError, match="the loss became inf in the updates up to step 2;"):
+        fit(exploding(1), max_steps=9, log_every=2)
+
+
+def test_only_what_just_shows_may_come_later() -> None:
+    answers: list[bool] = []
+
+    class Asks(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            engine: Any = trainer._live().engine
+            here, engine.device = engine.device, torch.device("meta")
+            answers.append(may_wait(trainer._live()))
+            engine.device = here
+            answers.append(may_wait(trainer._live()))
+
+    class Stops(Callback):
+        def on_log(self, trainer: Trainer) -> None:
+            trainer.stop("enough")
+
+    fit(Regression(), Asks(), max_steps=1, progress=True)
+    fit(Regression(), Asks(), Stops(), max_steps=1, progress=True)
+    assert answers == [True, False, False, False]
