@@ -5,6 +5,8 @@ Must not know: Accelerate, the loop.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fabricate.strategies.base import Strategy
@@ -44,8 +46,21 @@ class Scaled(Unscaled):
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the update; False if a gradient overflowed, which waits for the device once."""
-        scale = self._scaler.get_scale()
+        """Apply the update; False if a gradient overflowed. Waits for the device once."""
+        overflow = _Overflow()
+        hook = optimizer.register_step_post_hook(overflow)
         self._scaler.step(optimizer)
+        hook.remove()
         self._scaler.update()
-        return self._scaler.get_scale() >= scale  # a smaller scale is the only sign of a skipped update
+        return not float(overflow.found)
+
+
+class _Overflow:
+    """A hook of an optimizer's step, from which it is known whether the update was applied."""
+
+    found: Any = 1.0  # unless the optimizer is called
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.found = getattr(
+            optimizer, "found_inf", 0.0
+        )  # a fused one is called always, and leaves the update out itself

@@ -166,6 +166,8 @@ def _rows(output: Any, rows: int) -> list[Any]:
             raise ConfigurationError(
                 f"predict_step returned {shape} for a batch of {rows} rows; the leading dimension has to be the rows"
             )
+        if isinstance(output, torch.Tensor):
+            return list(output.cpu())  # one copy for all rows
         return [o.cpu() if isinstance(o, torch.Tensor) else o for o in output]
     if isinstance(output, Mapping):
         columns = {k: _rows(v, rows) for k, v in output.items()}

@@ -23,6 +23,7 @@ import torch
 
 from fabricate.data.batches import Window, rows_of
 from fabricate.metrics.loss_weight import counted, last_operation
+from fabricate.metrics.reading import on_device
 from fabricate.training.run_state import Run
 from fabricate.training.step_output import changed_weight, check_logged, check_loss, check_window, choose, unpack
 
@@ -129,6 +130,8 @@ class Losses:
         self.readers = run.engine.data_world_size
         self.only_optimizer = next(iter(run.optim.optimizers)) if len(run.optim.optimizers) == 1 else None
         self.rules: dict[str, RowWeights] = {}
+        # Where backward gathers parameters, its first gather would wait behind the sum, and that for the end of the forward.
+        self.sum_beside_backward = not run.engine.strategy.shards_parameters
 
     def of(self, window: Window, *, averaged: bool) -> WindowLosses:
         """The losses of `window`, none yet. `averaged`: whether a listener wants their mean."""
@@ -178,6 +181,10 @@ class WindowLosses:
     def begin_sums(self) -> None:
         """Start the sums over ranks that `normalise` needs, once the last loss is added: they travel beside its backward. All
         ranks."""
+        if self._losses.sum_beside_backward:
+            self._begin_sums()
+
+    def _begin_sums(self) -> None:
         if self._averaged or self.rule.summed:
             engine = self._losses.run.engine
             zero = torch.zeros((), device=engine.device)
@@ -188,6 +195,8 @@ class WindowLosses:
         """Make the gradients of `parameters` those of the mean over the window. All ranks; no wait for the device."""
         self.total = self.rule.total(self._rows, self._weights)
         self.mean = self.values[0] if self._one_micro_batch else None
+        if self._sums is None:
+            self._begin_sums()
         if self._sums is None:
             return
         of_weights, of_losses = self._sums()
@@ -216,11 +225,12 @@ class FirstWindowLosses(WindowLosses):
         if self.optimizer not in self._losses.rules:
             check_window(self._losses.run, self.rule.source, self.optimizer, self._last_operation)
             self._losses.rules[self.optimizer] = self._optimizers_rule
-        super().begin_sums()
         super().normalise(parameters)
 
 
 def _product(loss: torch.Tensor, weight: Any) -> torch.Tensor:
-    """A weight of zero means that nothing was counted, whatever the loss: it may be nan."""
-    zero = torch.zeros((), device=loss.device)
-    return torch.where(torch.as_tensor(weight, device=loss.device) == 0, zero, loss.float() * weight)
+    """A weight of zero means that nothing was counted, whatever the loss: it may be nan. A number stays one: the way to the device would
+    be waited for."""
+    if on_device(weight):
+        return torch.where(weight == 0, torch.zeros((), device=loss.device), loss.float() * weight)
+    return loss.float() * weight if weight else torch.zeros((), device=loss.device)
