@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from fabricate.model.building import build_on_meta
 from fabricate.model.host_memory import host_memory
 from fabricate.module import TrainModule, overrides
 from fabricate.optim.optimizers import read_optimizers
+from fabricate.optim.trial import State, inner_tensors, tried_state
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.strategies.base import Strategy
 
@@ -35,6 +35,8 @@ class Need:
     whole: dict[str, int]
     counted: str
     optimizers: Mapping[str, torch.optim.Optimizer]
+    states: Mapping[str, State] = field(default_factory=dict)
+    """What each optimizer will keep, where that could be tried."""
 
     def per_rank(self, strategy: Strategy, world_size: int) -> dict[str, int]:
         """Bytes of each kind on one rank."""
@@ -116,9 +118,10 @@ def need(
         reason = optimizers
     else:
         try:
-            whole["optimizer state"] = sum(_state(optimizer, parameters) for optimizer in optimizers.values())
+            states = {name: tried_state(optimizer, parameters) for name, optimizer in optimizers.items()}
+            whole["optimizer state"] = _bytes_of_state(states.values())
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers.values()))
-            return Need(module, whole, f"state of {kinds}", optimizers)
+            return Need(module, whole, f"state of {kinds}", optimizers, states)
         except Exception as exc:  # any optimizer, tried where it was not meant to run
             reason = exc
     whole["optimizer state"] = ADAM_BYTES * sum(empty.numel() for empty in trainable)
@@ -126,20 +129,9 @@ def need(
     return Need(module, whole, counted, {})
 
 
-def _state(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]) -> int:
-    """Bytes of what a first step leaves in the optimizer's state, tried on the meta device on a copy without its hooks."""
-    tried = copy.copy(optimizer)
-    tried.state = defaultdict(dict)
-    tried.param_groups = []
-    for group in optimizer.param_groups:
-        empty = [_meta(parameters[parameter]) for parameter in group["params"]]
-        for parameter in empty:
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        fast = {key: False for key in ("fused", "foreach", "capturable") if group.get(key) is not None}
-        tried.param_groups.append({**group, **fast, "params": empty})
-    with torch.no_grad():
-        type(optimizer).step(tried)
-    return sum(_bytes(v) for state in tried.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+def _bytes_of_state(states: Iterable[State]) -> int:
+    values = (value for state in states for of_parameter in state.values() for value in of_parameter.values())
+    return sum(_bytes(inner) for value in values if isinstance(value, torch.Tensor) for inner in inner_tensors(value))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

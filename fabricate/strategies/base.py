@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from fabricate.hooks import Listener
 from fabricate.strategies import sharding as parts
-from fabricate.strategies.sharding import is_sharded
+from fabricate.strategies.sharding import is_sharded, is_wrapper
 
 if TYPE_CHECKING:
     import torch
@@ -224,12 +224,14 @@ class Strategy(Listener):
         return [list(group["params"]) for group in optimizer.param_groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """What `optimizer` keeps for `parameter`, by key: a `Part` of what is shaped like the parameter, else the value."""
+        """What `optimizer` keeps for `parameter`, by key: a `Part` of what is shaped like the parameter, else the value; so is a tensor
+        that is made of others, whatever its shape."""
         import torch
 
         return {
             key: self.local_part(value)
-            if is_sharded(value) or (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+            if is_sharded(value)
+            or (isinstance(value, torch.Tensor) and value.shape == parameter.shape and not is_wrapper(value))
             else value
             for key, value in optimizer.state.get(parameter, {}).items()
         }

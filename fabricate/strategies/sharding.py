@@ -188,3 +188,9 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Whether `value` is a DTensor. Nothing can be one before its module is there, and importing that takes half a second."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether `value` is a tensor subclass that is made of other tensors, as those of low-bit optimizers are. Its shape is not that of
+    what it holds."""
+    return hasattr(value, "__tensor_flatten__") and not is_sharded(value)

@@ -9,7 +9,10 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from fabricate.checkpoint.state.commit import Background
 from fabricate.checkpoint.state.logical import frozen_digests, optimizer_groups
@@ -18,10 +21,11 @@ from fabricate.configuration.plan import Plan
 from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.errors import ConfigurationError
-from fabricate.model.memory import need, outline
+from fabricate.model.memory import Need, need, outline
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
+from fabricate.strategies.base import Strategy
 from fabricate.training import resuming
 from fabricate.training.run_state import Run
 
@@ -32,6 +36,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     settings, engine = run.settings, run.engine
     _configure_optimizers(run)
     plan = _plan(run, found, data)
+    run.journal.planned_bytes = plan["memory_per_rank"]["total"]
     if engine.rank == 0:
         print(plan, flush=True)
     resuming.occupy(run, _warn)
@@ -87,9 +92,30 @@ def _plan(run: Run, found: Resolved, data: Data) -> Plan:
     module, engine, optim = run.module, run.engine, run.optim
     needed = need(module, optim.optimizers, lambda tensor: engine.strategy.local_part(tensor).shape)
     needed = dataclasses.replace(needed, module=outline(module))  # an engine may hide shapes from now on
+    if run.run_dir is not None and (problems := list(unsaved_state(needed, engine.strategy))):
+        raise ConfigurationError("; ".join(problems))
     engine.prepare_optimizers(optim.optimizers)
     found = dataclasses.replace(found, seed=(run.source.seed, found.seed[1]))
     return make_plan(run.settings, found, module, data, optim.optimizers, optim.schedules, run.notes, needed)
+
+
+def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:
+    """Why the state that optimizers will have cannot be in a checkpoint, each with its remedy. Known before the first step, where the
+    optimizer can be tried."""
+    in_parts = strategy.shards_parameters or type(strategy).optimizer_state is not Strategy.optimizer_state
+    for label, state in needed.states.items():
+        kinds = {type(value) for of_parameter in state.values() for value in of_parameter.values()}
+        for kind in kinds - {torch.Tensor, torch.nn.Parameter}:
+            if not issubclass(kind, torch.Tensor):
+                continue
+            what = f"{type(needed.optimizers[label]).__name__} keeps {kind.__name__} tensors, which"
+            if not hasattr(kind, "__tensor_flatten__"):
+                yield f"{what} no checkpoint can hold; use another optimizer, or leave out run_dir, so that nothing is saved"
+            elif in_parts:
+                yield (
+                    f"{what} strategy={strategy.name!r} cannot save in parts; use strategy='ddp', another optimizer, or leave out "
+                    "run_dir, so that nothing is saved"
+                )
 
 
 def _write_plan(run_dir: Path, plan: Plan) -> None:

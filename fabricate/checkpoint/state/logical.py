@@ -9,6 +9,7 @@ Must not know: the loop, when to save, directories and commits (fabricate.checkp
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
@@ -22,8 +23,9 @@ from fabricate.checkpoint.format.directory import Chunk, Reader, TensorRecord, f
 from fabricate.checkpoint.format.schema import shared_state
 from fabricate.checkpoint.state.staging import Values, bytes_of, held
 from fabricate.errors import CheckpointError, ConfigurationError
+from fabricate.optim.trial import State, rebuilt, tried_state
 from fabricate.strategies.base import Strategy
-from fabricate.strategies.sharding import is_sharded
+from fabricate.strategies.sharding import is_sharded, is_wrapper
 from fabricate.strategies.single import Single
 
 _CODES = {
@@ -160,6 +162,9 @@ class Saver:
                 logical = f"optimizer/{label}/{name}/{key}"
                 if isinstance(value, Strategy.Part):
                     self.part(logical, value)
+                elif is_wrapper(value):
+                    inner = {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+                    values.setdefault(name, {})[key] = self.encode(inner, logical, self.whole)
                 elif isinstance(value, torch.Tensor):
                     self.whole(logical, value)
                 else:
@@ -381,24 +386,55 @@ def load_optimizer(
             name, _, key = logical.removeprefix(prefix).rpartition("/")
             keys.setdefault(name, []).append(key)
     optimizer.state.clear()
+
+    @functools.cache
+    def tried() -> State:
+        return tried_state(optimizer, {p: p for group in groups for p in group.values()})
+
     for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
         live.update(decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}"))
         on_device = bool(live.get("fused") or live.get("capturable"))
         for name, parameter in group.items():
-            shape = strategy.local_part(parameter).shape
-            state: dict[str, Any] = {}
-            for key in keys.get(name, []):
-                record = reader.manifest.tensors[f"{prefix}{name}/{key}"]
-                if tuple(record.shape) == shape and (shape or key != "step"):
-                    state[key] = _DTYPES[record.dtype]
-                else:
-                    value = read_whole(reader, f"{prefix}{name}/{key}")
-                    state[key] = value if key == "step" and not on_device else value.to(parameter.device)
-            for key, tree in saved["values"].get(name, {}).items():
-                state[key] = decode_with(reader, tree)
+            where, values = f"{prefix}{name}", saved["values"].get(name, {})
+            inside = tuple(f"{key}{mark}" for key in values for mark in ".[{")  # tensors of those values
+            own = [key for key in keys.get(name, []) if not key.startswith(inside)]
+            state = _saved_tensors(
+                reader, where, own, strategy.local_part(parameter).shape, parameter.device, on_device
+            )
+            for key, tree in values.items():
+                value = decode_with(reader, tree)
+                if isinstance(value, dict):
+                    value = _restored(reader, f"{where}/{key}", value, tried()[parameter].get(key), parameter.device)
+                state[key] = value
             for key, part in strategy.restore_optimizer_state(optimizer, parameter, state).items():
-                _fill(reader, f"{prefix}{name}/{key}", part)
+                _fill(reader, f"{where}/{key}", part)
     strategy.after_load()
+
+
+def _saved_tensors(
+    reader: Reader, where: str, keys: Iterable[str], shape: tuple[int, ...], device: torch.device, on_device: bool
+) -> dict[str, Any]:
+    """The state of one parameter: dtypes of what is shaped like it, the others whole. `on_device`: the counter of steps, too."""
+    state: dict[str, Any] = {}
+    for key in keys:
+        record = reader.manifest.tensors[f"{where}/{key}"]
+        if tuple(record.shape) == shape and (shape or key != "step"):
+            state[key] = _DTYPES[record.dtype]
+        else:
+            value = read_whole(reader, f"{where}/{key}")
+            state[key] = value if key == "step" and not on_device else value.to(device)
+    return state
+
+
+def _restored(reader: Reader, name: str, saved: Any, live: object, device: torch.device) -> Any:
+    """What was saved as a mapping: the inner tensors of what is `live` a tensor subclass, or a mapping."""
+    if not is_wrapper(live):
+        return saved
+    assert isinstance(live, torch.Tensor)
+    try:
+        return rebuilt(live, saved, device)
+    except ValueError as exc:
+        raise CheckpointError(f"checkpoint {reader.path}: {name}: {exc}; build the optimizer as before") from exc
 
 
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:

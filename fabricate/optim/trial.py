@@ -1,0 +1,62 @@
+"""What an optimizer will keep for its parameters, known before its first step: a step is tried on a copy of it, on the meta device.
+
+Must not know: strategies, checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fabricate.strategies.sharding import is_wrapper
+
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+def tried_state(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]) -> State:
+    """By parameter, the state that a first step leaves, with tensors on the meta device. `parameters`: for each parameter of the
+    optimizer one of the same kind on the meta device. Neither the optimizer nor its hooks notice. Raises whatever its step raises."""
+    tried = copy.copy(optimizer)
+    tried.__dict__ = {**optimizer.__dict__, **tried.__dict__}  # attributes of its own, which a copy leaves out
+    tried.state = defaultdict(dict)
+    tried.param_groups = []
+    empty = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            empty[parameter] = _like(parameters[parameter])
+        fast = {key: False for key in ("fused", "foreach", "capturable") if group.get(key) is not None}
+        tried.param_groups.append({**group, **fast, "params": [empty[parameter] for parameter in group["params"]]})
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        type(optimizer).step(tried)
+    return {parameter: tried.state.get(stand_in, {}) for parameter, stand_in in empty.items()}
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    made.grad = torch.empty_like(made) if tensor.requires_grad else None
+    return made
+
+
+def inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors that hold the values of `tensor`: itself, or what a tensor subclass is made of."""
+    if not is_wrapper(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))
+
+
+def rebuilt(like: torch.Tensor, inner: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A tensor of the kind of `like`, made of the plain tensors `inner`. Raises `ValueError` where these are of another kind."""
+    names, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
+    expected = {name: (tuple(getattr(like, name).shape), getattr(like, name).dtype) for name in names}
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inner.items()}
+    if expected != found:
+        raise ValueError(f"{type(like).__name__} is made of {expected} here and of {found} there")
+    moved = {name: tensor.to(device) for name, tensor in inner.items()}
+    made: torch.Tensor = type(like).__tensor_unflatten__(moved, context, like.size(), like.stride())  # type: ignore[attr-defined]
+    return made
