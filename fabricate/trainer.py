@@ -167,7 +167,8 @@ class Trainer:
     def rates(self) -> dict[str, float]:
         """Of this rank, between the last two log boundaries, evaluations and saves left out: seconds_per_step,
         steps_per_second, samples_per_second, data_share (of the time, spent waiting for data) and, where the strategy
-        knows it, communication_share. Empty before the first boundary."""
+        knows it, communication_share. On a device also peak_memory_bytes and planned_memory_bytes (see docs/performance.md). Empty
+        before the first boundary."""
         return dict(self._live().journal.rates)
 
     @property
@@ -225,7 +226,9 @@ class Trainer:
     def _plan_ahead(self, found: Resolved, module: TrainModule, data: Data) -> Plan:
         """The plan of a module that is neither built nor changed for it."""
         settle(self.settings, found, data)
-        Engine(found.launch, found.strategy, found.precision, found.device, compile=self.settings.compile).check()
+        Engine(
+            found.launch, found.strategy, found.precision, found.device, compile=data.compilation(self.settings)
+        ).check()
         try:
             needed = need_ahead(module, True, data.total_steps(self.settings))
         except RuntimeError as exc:

@@ -16,6 +16,7 @@ from fabricate.configuration.resolve import Resolved
 from fabricate.data.source import Loading, Source
 from fabricate.data.user_data import open_source
 from fabricate.errors import ConfigurationError
+from fabricate.model.compiling import Compilation
 from fabricate.registry.validation import ranks_per_row
 from fabricate.strategies.base import Strategy
 
@@ -34,6 +35,13 @@ class Data:
         epochs = settings.max_epochs
         by_epochs = per_epoch * epochs if per_epoch is not None and epochs is not None else None
         return min((limit for limit in (settings.max_steps, by_epochs) if limit is not None), default=None)
+
+    def compilation(self, settings: Settings) -> Compilation | None:
+        """What is compiled, for batches of these sizes; None for nothing."""
+        if settings.compile is None:
+            return None
+        in_training = self.train is not None and self.train.rows_differ
+        return Compilation(settings.compile, in_training, any(s.rows_differ for s in self.validation.values()))
 
 
 def open_data(settings: Settings, resolved: Resolved, train: object, val: object, loading: Loading) -> Data:

@@ -136,6 +136,11 @@ class Source(ABC):
                 self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
 
     @property
+    def rows_differ(self) -> bool:
+        """Whether the last window of an epoch is known to be shorter than the others."""
+        return bool(self.num_samples and self.global_batch and self.num_samples % self.global_batch)
+
+    @property
     def seed(self) -> int:
         """What the order and the random state of reading are derived from."""
         return self._setup.seed

@@ -28,7 +28,7 @@ from fabricate.distributed.meeting import interface_towards, open_process_group
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.launch.ranks import Launch
 from fabricate.model.building import blanks, fill, materialise, pretrained_models
-from fabricate.model.compiling import compiled
+from fabricate.model.compiling import Compilation, compiled
 from fabricate.module import TrainModule, step_function
 from fabricate.precisions.base import Precision
 from fabricate.registry.validation import ranks_per_row, reasons
@@ -90,7 +90,7 @@ class Engine(Group):
         log_with: Sequence[Any] = (),
         logging_dir: str | None = None,
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
-        compile: str | Mapping[str, Any] | None = None,
+        compile: Compilation | None = None,
     ) -> None:
         super().__init__(launch.rank, launch.world_size)
         self.launch = launch

@@ -1,4 +1,4 @@
-"""torch.compile, unit by unit and in place: what is compiled, one graph for batches of every size, undone afterwards.
+"""torch.compile, unit by unit and in place: what is compiled, when the rows of a batch are a dynamic size, undone afterwards.
 
 A unit's `forward` is compiled, not the unit: names in `state_dict()` stay, and hooks (those of FSDP too) stay outside.
 Must not know: strategies, the loop.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +18,32 @@ from fabricate.errors import ConfigurationError, first_line
 from fabricate.strategies.base import Strategy
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """What is to be compiled, and for which batches."""
+
+    asked: str | Mapping[str, Any]
+    """"blocks", or options of torch.compile."""
+    rows_differ: bool = False
+    """Whether batches of training differ in their number of rows, as far as the data says so beforehand: the last of an epoch may be
+    shorter. Then the rows are a dynamic size from the first batch on, so that the same code runs for a batch whatever came before it,
+    after a resume too. Code for one size is faster."""
+    rows_differ_in_evaluation: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of torch.compile."""
+        return dict(self.asked) if isinstance(self.asked, Mapping) else {}
+
+
 @contextlib.contextmanager
-def compiled(module: torch.nn.Module, asked: str | Mapping[str, Any]) -> Iterator[str]:
-    """While entered, the units of `module` run compiled; gives a line for the plan. `asked`: "blocks", or options of
-    torch.compile. All ranks, no collectives; the first step on each does the work.
+def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]:
+    """While entered, the units of `module` run compiled; gives a line for the plan. All ranks, no collectives; the first step on each
+    does the work.
 
     Raises `ConfigurationError` when there is nothing to compile, or torch knows no such backend.
     """
-    options = dict(asked) if isinstance(asked, Mapping) else {}
+    asked, options = compilation.asked, compilation.options
     units = _blocks(module)
     if not units and asked == "blocks":
         raise ConfigurationError(
@@ -43,11 +62,12 @@ def compiled(module: torch.nn.Module, asked: str | Mapping[str, Any]) -> Iterato
         for unit in units:
             stack.callback(_restore, unit, unit.__dict__.get("forward"))
             try:
-                unit.forward = Forward(unit, options)
+                unit.forward = Forward(unit, compilation)
             except RuntimeError as exc:  # an unknown backend, or options that contradict each other
                 raise ConfigurationError(f"compile={asked!r}: {first_line(exc)}") from exc
         kinds = dict.fromkeys(type(unit).__name__ for unit in units)
-        yield f"compiled by unit: {len(units)} ({', '.join(kinds)}), {options.get('backend', 'inductor')}"
+        sizes = "; rows are a dynamic size, because the last batch is shorter" if compilation.rows_differ else ""
+        yield f"compiled by unit: {len(units)} ({', '.join(kinds)}), {options.get('backend', 'inductor')}{sizes}"
 
 
 def _restore(unit: torch.nn.Module, before: Any) -> None:
@@ -78,17 +98,23 @@ def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
 class Forward:
     """Stands in for a unit's `forward`. A copy of the unit gets the plain one, for its own parameters."""
 
-    def __init__(self, unit: torch.nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, unit: torch.nn.Module, compilation: Compilation) -> None:
         self._unit = unit
-        self._compiled = torch.compile(unit.forward, **options)
+        self._compiled = torch.compile(unit.forward, **compilation.options)
+        decided = "dynamic" in compilation.options  # by the user, for every size
+        self._dynamic_rows = {
+            True: compilation.rows_differ and not decided,
+            False: compilation.rows_differ_in_evaluation and not decided,
+        }
         functools.update_wrapper(self, unit.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = list(_tensors((args, kwargs)))
-        rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
-        for tensor in tensors:
-            if tensor.ndim and tensor.shape[0] == rows:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # else the last, shorter batch would be compiled anew
+        if self._dynamic_rows[self._unit.training]:
+            tensors = list(_tensors((args, kwargs)))
+            rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
+            for tensor in tensors:
+                if tensor.ndim and tensor.shape[0] == rows:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -91,7 +91,7 @@ def opened(
         raise FabricateError("this Trainer is running already; one fit at a time")
     settle(trainer.settings, found, data)
     with contextlib.ExitStack() as stack:
-        run_dir, engine = _open_engine(stack, trainer.settings, found, training="train" in stages)
+        run_dir, engine = _open_engine(stack, trainer.settings, found, data, training="train" in stages)
         seed = _agree_on_seed(engine, found, data)
         run = _assemble(trainer, found, module, data, engine, run_dir, stack, began)
         trainer._run = run
@@ -111,7 +111,7 @@ def opened(
 
 
 def _open_engine(
-    stack: contextlib.ExitStack, settings: Settings, found: Resolved, *, training: bool
+    stack: contextlib.ExitStack, settings: Settings, found: Resolved, data: Data, *, training: bool
 ) -> tuple[Path | None, Engine]:
     """Set the process up for the run and open the engine; `stack` undoes both. Also where the run writes. All ranks."""
     stack.enter_context(environment_restored())
@@ -132,7 +132,7 @@ def _open_engine(
         log_with=trackers,
         logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
         timeout=datetime.timedelta(seconds=settings.timeout.seconds),
-        compile=settings.compile,
+        compile=data.compilation(settings),
     )
     stack.enter_context(engine)
     if settings.fast_dev_run and run_dir is not None:

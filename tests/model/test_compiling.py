@@ -1,4 +1,4 @@
-"""Trainer(compile=...): the same training, one graph per kind of block whatever the batch, nothing left behind."""
+"""Trainer(compile=...): the same training, one graph per kind of block, also when the last batch is shorter, nothing left behind."""
 
 from __future__ import annotations
 
@@ -119,6 +119,22 @@ def test_blocks_share_one_graph_for_batches_of_every_size_and_train_the_same(tmp
     found = _both("single", 27, str(tmp_path))
     _check(found, steps=7)
     assert found["names"] == list(Language().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "dynamic"), [(8, {}, False), (10, {}, True), (10, {"dynamic": False}, False)]
+)
+def test_rows_are_a_dynamic_size_only_where_batches_differ_and_the_user_does_not_decide(
+    rows: int, options: dict[str, Any], dynamic: bool
+) -> None:
+    symbolic: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        symbolic.append(any(isinstance(size, torch.SymInt) for size in inputs))
+        return graph
+
+    fit(Layers(), torch.randn(rows, 4), compile={"backend": backend, **options})
+    assert set(symbolic) == {dynamic}
 
 
 def test_blocks_are_compiled_under_ddp_and_fsdp(tmp_path: Path) -> None:
