@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
 from benchmarks.tables import machine, table
-from fabricate import Callback, Trainer, TrainModule
+from fabricate import Callback, Trainer, TrainModule, hookimpl
 from fabricate.checkpoint.format.directory import Reader
 
 SHARES = (0.0, 0.5, 0.9)
@@ -62,6 +62,7 @@ class Measures(Callback):
         self._copies: dict[str, torch.Tensor] = {}
         self._since = 0.0
 
+    @hookimpl
     def train_step(self) -> None:
         if self._since:
             self.stopped.append(time.perf_counter() - self._since)

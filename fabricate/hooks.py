@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 PROJECT = "fabricate"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a function or method as a hook implementation; needed outside our base classes, and for `wrapper=True` or ordering."""
+"""Marks a function or method as a hook implementation; needed outside our base classes, for `wrapper=True` or ordering, and for the
+four hooks that do work (`ACTIONS`): a method that merely has the name of one is refused."""
 
 
 class Registrations:
@@ -160,7 +161,8 @@ class Events:
 
     @hookspec(firstresult=True)
     def write_checkpoint(self, trainer: Any, path: Path) -> bool | None:
-        """Wrappable: writes and commits the checkpoint at `path` (which exists only afterwards). Returns True."""
+        """Wrappable: writes and commits the checkpoint at `path` (which exists only afterwards). Returns True. What lies at
+        `path` afterwards is verified: anything but a good checkpoint is an error, and `on_saved` is not called."""
 
     @hookspec
     def on_saved(self, trainer: Any, module: Any, path: Path, step: int) -> None:

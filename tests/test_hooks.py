@@ -375,6 +375,7 @@ class Rounded(Precision):
 
     def on_fit_start(self, module: TrainModule) -> None: ...
 
+    @hookimpl
     def train_step(self, batch: torch.Tensor) -> None: ...
 
 

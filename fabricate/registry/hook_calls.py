@@ -58,7 +58,7 @@ class Manager(pluggy.PluginManager):
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         options = super().parse_hookimpl_opts(plugin, name)
-        if options is None and isinstance(plugin, Listener) and name in EVENTS:
+        if options is None and isinstance(plugin, Listener) and name in EVENTS and name not in ACTIONS:
             method = getattr(type(plugin), name, None)
             if callable(method) and method is not getattr(Listener, name):
                 return {}

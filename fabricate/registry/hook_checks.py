@@ -83,6 +83,8 @@ def _check_hook(
     """Check a method of a listener, or a function with @hookimpl (`marked`: its options): the hook's name, then the arguments."""
     options = marked or {}
     hook = options.get("specname") or method
+    if hook in ACTIONS and marked is None and not inspect.isgeneratorfunction(function):
+        raise _unmarked(plugin, where, hook)
     if hook in HOOKS:
         _check_arguments(where, function, hook)
         _check_kind(where, function, hook, wrapper=bool(options.get("wrapper")))
@@ -94,6 +96,24 @@ def _check_hook(
         raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(hook, HOOKS)}")
     elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):
         raise PluginError(f"{where} is not a hook of fabricate; did you mean {near[0]!r}?")
+
+
+_REPLACES = {
+    "train_step": "the forward through the prepared model",
+    "optimizer_step": "the update",
+    "eval_step": "validation_step, test_step and predict_step",
+    "write_checkpoint": "the writing of checkpoints",
+}
+"""What an implementation of an action that is no wrapper takes the place of."""
+
+
+def _unmarked(plugin: object, where: str, hook: str) -> PluginError:
+    """The error about a method that has the name of an action without being marked: more often a helper than a hook."""
+    helper = "rename the method; or, if it is meant as the hook, " if not isinstance(plugin, Callback) else ""
+    return PluginError(
+        f"{where} has the name of a hook and would take the place of {_REPLACES[hook]}: {helper}wrap that with "
+        "@hookimpl(wrapper=True), or mark a method that may replace it with @hookimpl"
+    )
 
 
 def _check_arguments(where: str, function: Callable[..., Any], hook: str) -> None:

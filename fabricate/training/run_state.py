@@ -55,6 +55,8 @@ class Checkpoints:
     """The newest that is durable."""
     saved_step: int = -1
     """The step that was saved last, or is being saved."""
+    written: Path | None = None
+    """The checkpoint that the loop itself wrote last, or began to write: not a listener of write_checkpoint."""
     background: Background | None = None
     """What writes beside the training, with save="async"."""
     last_save: bool = False

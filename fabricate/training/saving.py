@@ -16,6 +16,8 @@ from fabricate.checkpoint.format.retention import kept
 from fabricate.checkpoint.state import commit as committing
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
+from fabricate.errors import CheckpointError, PluginError
+from fabricate.hooks import PROJECT
 from fabricate.training.log_lines import write_line
 from fabricate.training.run_state import Run
 from fabricate.training.saved_state import assemble, own_buffers
@@ -51,6 +53,7 @@ def save(run: Run, *, last: bool = False) -> None:
             write(run, path)
         else:
             run.calls.write_checkpoint(run.trainer, path)
+            _check_written(run, path)
     except StorageError as exc:
         _refused(run, path, exc, last)
         return
@@ -77,9 +80,32 @@ def write(run: Run, path: Path) -> None:
     content, logs = _assemble(run, path), _logs(run)
     if run.checkpoints.background is None or run.checkpoints.last_save:
         committing.write(run.engine, content, path, logs)
+        run.checkpoints.written = path
         return
+    run.checkpoints.written = path
     trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
     run.checkpoints.background.start(content, path, logs, trained)
+
+
+def _check_written(run: Run, path: Path) -> None:
+    """After the listeners of write_checkpoint: what is announced as saved has to be a good checkpoint. One that a listener wrote in
+    the place of the loop is read in full, each rank its share. All ranks."""
+    ours = run.checkpoints.written == path
+    if ours and run.checkpoints.background is not None and run.checkpoints.background.busy:
+        return  # `finish_background_save` knows how it went
+    fault = ""
+    try:
+        with format.Reader(path) as reader:
+            if not ours:
+                reader.verify(run.engine.rank, run.engine.world_size)
+    except CheckpointError as exc:
+        fault = str(exc)
+    if fault := next(filter(None, run.engine.gather_json(fault)), ""):
+        listeners = [name for name in run.calls.manager.order("write_checkpoint") if name != PROJECT]
+        raise PluginError(
+            f"hook write_checkpoint of plugin {', '.join(map(repr, listeners))} returned without a good checkpoint at {path}: {fault}. "
+            "Wrap the hook with @hookimpl(wrapper=True) and `return (yield)`, or write all of the checkpoint; the previous one is intact"
+        )
 
 
 def write_now(run: Run, path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.optim import lr_scheduler
 
-from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, Trainer, TrainModule, hookimpl
 from fabricate.optim.named_schedules import named_schedule, schedule_names
 from fabricate.optim.schedules import own_lengths
 from fabricate.testing import run_ranks
@@ -44,6 +44,7 @@ class Rates(Callback):
     def __init__(self) -> None:
         self.rates: list[float] = []
 
+    @hookimpl
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.rates.append(float(optimizer.param_groups[0]["lr"]))
 

@@ -57,7 +57,9 @@ def _random_listener(draw: random.Random, number: int, trace: list[Any]) -> Call
             body += f"    return {answer}\n"
         scope: dict[str, Any] = {"trace": trace}
         exec(f"def {hook}(self{''.join(', ' + name for name in taken)}):\n{body}", scope)
-        methods[hook] = hookimpl(wrapper=wraps, **order)(scope[hook]) if wraps or order else scope[hook]
+        methods[hook] = (
+            hookimpl(wrapper=wraps, **order)(scope[hook]) if wraps or order or hook in ACTIONS else scope[hook]
+        )
     listener: Callback = type(f"Random{number}", (Callback,), methods)()
     return listener
 
@@ -127,7 +129,7 @@ def test_an_action_with_only_the_loops_own_default_is_none() -> None:
     manager = Manager()
     manager.add(Default(), PROJECT)
     assert Calls(manager).optimizer_step is None
-    manager.add(type("Own", (Callback,), {"optimizer_step": lambda self: None})(), "own")
+    manager.add(type("Own", (Callback,), {"optimizer_step": hookimpl(lambda self: None)})(), "own")
     step = Calls(manager).optimizer_step
     assert step is not None
     assert step(None, None, None) is True

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fabricate import Callback, PluginError, hookimpl
-from fabricate.hooks import EVENTS, FOREIGN, HOOKS, PER_LISTENER
+from fabricate.hooks import ACTIONS, EVENTS, FOREIGN, HOOKS, PER_LISTENER
 from tests.support.hearing import ROWS, Regression, fit, hearing
 
 
@@ -229,3 +229,52 @@ def test_one_object_listed_twice_is_refused() -> None:
 def test_a_name_that_is_taken_is_refused() -> None:
     plugin = type("Watch", (Callback,), {"on_step": _method("on_step"), "name": "module"})()
     _refused(plugin, "plugin 'module': the name is taken by another plugin of this run")
+
+
+# ----------------------------------------------------------------------------------------------------- names of actions
+
+
+@pytest.mark.parametrize("parameters", ["self, batch", "self", "self, images, labels=None"])
+@pytest.mark.parametrize("hook", ACTIONS)
+def test_a_helper_of_the_module_with_the_name_of_an_action_is_refused(hook: str, parameters: str) -> None:
+    module = type("Helps", (Regression,), {hook: _method(hook, parameters)})()
+    with pytest.raises(
+        PluginError, match=f"Helps.{hook} has the name of a hook and would take the place of .*: rename the method"
+    ):
+        fit(module=module)
+
+
+@pytest.mark.parametrize("hook", ACTIONS)
+def test_an_action_of_a_callback_is_refused_unless_it_is_marked(hook: str, tmp_path: Path) -> None:
+    method = _method(hook)
+    _refused(type("Plain", (Callback,), {hook: method})(), f"Plain.{hook} has the name of a hook")
+    assert fit(type("Marked", (Callback,), {hook: hookimpl(method)})(), val=ROWS, run_dir=tmp_path).steps == 1
+
+
+@pytest.mark.parametrize("leaves", ["nothing", "an empty directory", "less than it should"])
+def test_a_checkpoint_that_a_plugin_did_not_write_is_not_announced(leaves: str, tmp_path: Path) -> None:
+    announced: list[Path] = []
+
+    class Writes(Callback):
+        @hookimpl
+        def write_checkpoint(self, path: Path) -> Any:
+            if leaves == "an empty directory":
+                path.mkdir(parents=True)
+            return True
+
+        def on_saved(self, path: Path) -> None:
+            announced.append(path)
+
+    if leaves == "less than it should":
+
+        def write_checkpoint(self: object, path: Path) -> Iterator[Any]:
+            written = yield
+            (path / "state.json").unlink()
+            return written  # type: ignore[return-value]
+
+        Writes.write_checkpoint = hookimpl(wrapper=True)(write_checkpoint)  # type: ignore[method-assign,assignment]
+    with pytest.raises(
+        PluginError, match="hook write_checkpoint of plugin 'Writes' returned without a good checkpoint at "
+    ):
+        fit(Writes(), run_dir=tmp_path)
+    assert announced == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fabricate_deepspeed.stage3 import ZeRO3
 
-from fabricate import Callback, ConfigurationError, FabricateError, RankError, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, FabricateError, RankError, Trainer, TrainModule, hookimpl
 from fabricate.testing import run_ranks
 from tests.support.by_hand import (
     ROWS,
@@ -205,6 +205,7 @@ class LeavingOut(Callback):
     def __init__(self) -> None:
         self.asked = 0
 
+    @hookimpl
     def optimizer_step(self) -> bool | None:
         self.asked += 1
         return False if self.asked == 2 else None

@@ -231,6 +231,7 @@ class HidesGradients(DDP):
         for parameter in module.parameters():
             parameter.grad = None
 
+    @hookimpl
     def optimizer_step(self, module: TrainModule) -> None:
         for parameter, gradient in zip(module.parameters(), self._taken, strict=True):
             parameter.grad = gradient

@@ -21,7 +21,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from fabricate import Callback, PluginError, Trainer, TrainModule
+from fabricate import Callback, PluginError, Trainer, TrainModule, hookimpl
 from fabricate.checkpoint.format.directory import Reader
 from tests.support.workers import own_children
 
@@ -187,6 +187,7 @@ def test_the_module_is_in_the_mode_it_was_in() -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_at_most_five_of_our_frames_lie_between_fit_and_training_step(wrapped: bool) -> None:
     class Times(Callback):
+        @hookimpl
         def train_step(self) -> None:
             """Anything that makes the loop call the hook; pluggy goes on to the default."""
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from fabricate import Callback, ConfigurationError
+from fabricate import Callback, ConfigurationError, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,7 @@ class EMA(Callback):
     def on_saved(self) -> None:
         self._show(average=True)
 
+    @hookimpl
     def train_step(self) -> None:
         """Training goes on, with the weights. Returns nothing, so that the forward is left to the next one."""
         self._show(average=False)

@@ -70,6 +70,7 @@ class DiLoCo(Strategy):
         # Not before: a checkpoint of another strategy may have changed the weights.
         self._outer = self._outer or Outer(p for p in module.parameters() if p.requires_grad)
 
+    @hookimpl
     def train_step(self) -> None:
         """Training goes on. Returns nothing, so that the forward is left to the next one."""
         self._replicas.part()
