@@ -128,7 +128,8 @@ class Events:
         """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`:
         weighted mean over the whole window and all ranks, 0-dim device tensor. `grad_norm`: before clipping, None only under
         a strategy that cannot tell. Asking for `loss` costs one small all-reduce per update on several ranks, asking for
-        `grad_norm` one norm per update; take only what you use. Weights may be changed (an EMA swap, a projection)."""
+        `grad_norm` one norm per update; take only what you use. Weights may be changed (an EMA swap, a projection), on every
+        rank alike; under "zero3" within `trainer.strategy.changing(parameters)`."""
 
     @hookspec
     def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,8 +152,12 @@ class Calls:
     on_exception: Call | None
     on_teardown: Call | None
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(
+        self, manager: Manager, context: Callable[[str], AbstractContextManager[object] | None] = lambda hook: None
+    ) -> None:
+        """`context`: gives, by hook, the context in which its listeners run, or None."""
         self.manager = manager
+        self._context = context
         self.step = 0
         """The update under way, for the note of an exception."""
         self.refresh()
@@ -191,7 +196,9 @@ class Calls:
         """Without wrappers, pluggy's semantics are a loop: each listener gets the arguments that it names, and of an action
         the first result counts."""
         places = {name: place for place, name in enumerate(self._argnames(hook))}
-        prepared = [(i.plugin_name, i.function, [places[name] for name in i.argnames]) for i in listeners]
+        prepared = [
+            (i.plugin_name, self._inside(hook, i.function), [places[name] for name in i.argnames]) for i in listeners
+        ]
         is_event = hook not in ACTIONS
 
         def call(*arguments: Any) -> Any:
@@ -208,9 +215,20 @@ class Calls:
 
         return call
 
+    def _inside(self, hook: str, function: Call) -> Call:
+        """`function`, run in the context of `hook`."""
+        if (context := self._context(hook)) is None:
+            return function
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            with context:
+                return function(*arguments, **named)
+
+        return call
+
     def _through_pluggy(self, hook: str) -> Call:
         """pluggy runs wrappers and monitoring."""
-        caller = getattr(self.manager.hook, hook)
+        caller = self._inside(hook, getattr(self.manager.hook, hook))
         argnames = self._argnames(hook)
         is_event = hook not in ACTIONS
         may_be_none = is_event or hook == "eval_step"

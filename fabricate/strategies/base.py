@@ -255,6 +255,16 @@ class Strategy(Listener):
         """Called when parts of parameters or of optimizer state were filled: initial values, a checkpoint, a plugin that changed
         weights. All ranks."""
 
+    def during_hook(self, hook: str) -> AbstractContextManager[object] | None:
+        """A context for each listener of the event `hook` while it runs, for a strategy that has to know which parameters a
+        listener uses, so that what it changes counts; None where the module's parameters are what is trained."""
+        return None
+
+    def changing(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[object]:
+        """A context in which code outside of a step may read and change `parameters`, element by element and on every rank alike;
+        what it changes counts. Under a strategy that keeps them empty between steps they are whole inside. All ranks."""
+        return contextlib.nullcontext()
+
     def communication_seconds(self, model: torch.nn.Module) -> float | None:
         """Seconds per update in which this rank did nothing but communicate, as last measured; None where it is not known.
         `model` comes from `prepare`. Called at log boundaries; must not wait for the device."""

@@ -160,7 +160,7 @@ def _assemble(
     began: float,
 ) -> Run:
     settings, training = trainer.settings, data.train is not None
-    calls = Calls(register(found, module, bar=settings.progress and training))
+    calls = Calls(register(found, module, bar=settings.progress and training), found.strategy.during_hook)
     if not found.strategy.exposes_gradients and calls.on_before_step is not None:
         listeners = ", ".join(calls.manager.order("on_before_step"))
         raise ConfigurationError(

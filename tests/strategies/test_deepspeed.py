@@ -425,3 +425,86 @@ def _persist_nothing(directory: Path) -> Path:
     file = directory / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
     return file
+
+
+class Changed(Net):
+    """Hooks change weights in every way: at the start of the fit, after each update, for evaluations, in a frozen copy."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.teacher = torch.nn.Linear(WIDTH, 7).requires_grad_(False)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        with trainer.strategy.changing([self.second.bias]):
+            torch.nn.init.constant_(self.second.bias, 0.25)
+
+    def on_step(self, trainer: Trainer) -> None:
+        with torch.no_grad(), trainer.strategy.changing(self.parameters()):
+            self.first.weight.clamp_(-0.1, 0.1)
+            self.second.weight.data.mul_(0.5)
+            self.gain.data = self.gain.data * 0.9
+            torch._foreach_mul_(list(self.norm.parameters()), 0.9)
+            for mean, weight in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+                mean.lerp_(weight, 0.1)
+
+    def on_eval_start(self, trainer: Trainer) -> None:
+        with torch.no_grad(), trainer.strategy.changing(self.parameters()):
+            self.kept = self.first.bias.clone()
+            self.first.bias.zero_()
+
+    def on_eval_end(self, trainer: Trainer) -> None:
+        with torch.no_grad(), trainer.strategy.changing(self.parameters()):
+            self.first.bias.copy_(self.kept)
+
+
+def _without_whole_parameters() -> ZeRO3:
+    """DeepSpeed leaves small parameters whole on every rank, unless it is told not to."""
+    return ZeRO3(config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+
+
+def _changed(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        seen = Seen()
+        trainer = Trainer(
+            strategy=strategy or _without_whole_parameters(),
+            precision=precision,
+            max_steps=4,
+            seed=3,
+            validate_every=2,
+            progress=False,
+            plugins=[seen],
+        )
+        result = trainer.fit(Changed(), ROWS, ROWS, batch_size=4, shuffle=False)
+        found[precision] = {**seen.weights, "val_loss": torch.tensor(result.metrics["val_loss"])}
+    return found
+
+
+@pytest.mark.parametrize("strategy", [*STAGES, ""])
+def test_weights_that_hooks_change_are_those_of_every_other_strategy(strategy: str) -> None:
+    wanted, found = run_ranks(_changed, 2, "ddp")[0], run_ranks(_changed, 2, strategy)[0]
+    for precision, allowed in (("fp32", 1e-6), ("bf16", 2e-2)):
+        apart = {n: float((found[precision][n].float() - w).abs().max()) for n, w in wanted[precision].items()}
+        assert {name: difference for name, difference in apart.items() if difference > allowed} == {}, precision
+    lent = found["bf16"]["first.bias"]  # to evaluations, which left its master as exact as it was
+    assert bool((lent != lent.bfloat16().float()).any())
+
+
+class Clamping(Net):
+    def on_step(self) -> None:
+        self.first.weight.data.clamp_(-0.1, 0.1)
+
+
+def _clamped() -> str:
+    with pytest.raises(FabricateError) as caught:
+        Trainer(strategy=_without_whole_parameters(), max_steps=1, progress=False).fit(Clamping(), ROWS, batch_size=4)
+    return str(caught.value)
+
+
+def test_a_hook_that_uses_an_empty_parameter_is_refused_by_name() -> None:
+    for text in run_ranks(_clamped, 2):
+        assert text.startswith(
+            "on_step uses the parameter first.weight, which lies in parts on the ranks under strategy='zero3'"
+        )
+        assert "trainer.strategy.changing(" in text

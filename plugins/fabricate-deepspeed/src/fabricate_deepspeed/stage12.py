@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -15,6 +15,11 @@ from fabricate_deepspeed.strategy import ZeRO
 @dataclasses.dataclass(eq=False)
 class _WholeParameters(ZeRO):
     """What both stages do alike."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._places: dict[int, torch.Tensor] = {}
+        """Of each trained parameter, by id, its place in the flat tensors that DeepSpeed writes after an update."""
 
     def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         for parameter in parameters:
@@ -34,6 +39,7 @@ class _WholeParameters(ZeRO):
             parameter.data = whole.to(dtype)
             for name in set(vars(parameter)) - attributes:
                 delattr(parameter, name)
+        self._places = {}
         return True
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -41,6 +47,20 @@ class _WholeParameters(ZeRO):
         if own is not None and own.flat.dtype == tensor.dtype:
             return tensor.detach()  # no master weights beside it
         return super().gather(tensor)
+
+    def prepare_optimizers(
+        self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> torch.nn.Module:
+        engine = super().prepare_optimizers(model, optimizers)
+        self._places = {id(p): p.data for p in self._root.parameters() if id(p) in self._slices}
+        return engine
+
+    def _current(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        place = self._places.get(id(parameter))
+        if place is not None and parameter.data_ptr() != place.data_ptr():  # after `parameter.data = ...`
+            place.copy_(parameter.data)
+            parameter.data = place
+        return parameter.detach().flatten()
 
     def after_load(self) -> None:
         if self._engine is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -149,7 +150,30 @@ class ZeRO3(ZeRO):
             persistent[0].partition(persistent)
         return persistent
 
+    @contextlib.contextmanager
+    def changing(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        used = [p for p in parameters if shards.is_partitioned(p)]
+        empty = [p for p in used if p.ds_status.name == "NOT_AVAILABLE"]
+        with self._uses.paused():
+            if empty:
+                empty[0].all_gather(param_list=empty)
+        try:
+            with super().changing(used):
+                yield
+        finally:
+            with self._uses.paused():
+                if empty:
+                    empty[0].partition(param_list=empty)
+
+    def _current(self, parameter: Any) -> torch.Tensor:
+        start, count = shards.own_range(parameter)
+        part: torch.Tensor = parameter.ds_tensor.detach().flatten().narrow(0, 0, count)
+        if parameter.ds_status.name == "AVAILABLE":
+            part.copy_(parameter.detach().flatten().narrow(0, start, count))
+        return part
+
     def local_part(self, tensor: torch.Tensor) -> Strategy.Part:
+        self._uses.settle()
         if not shards.is_partitioned(tensor):
             return super().local_part(tensor)
         own, shape = self._slices.get(id(tensor)), tuple(tensor.ds_shape)

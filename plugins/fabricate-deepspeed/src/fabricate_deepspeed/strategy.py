@@ -23,6 +23,7 @@ from fabricate_deepspeed import library, shards
 from fabricate_deepspeed.configuration import NO_NVME, Configuration
 from fabricate_deepspeed.loss_scale import LossScale
 from fabricate_deepspeed.optimizers import check_elementwise
+from fabricate_deepspeed.uses import Uses
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -70,6 +71,7 @@ class ZeRO(Strategy, abc.ABC):
         self._hooks: list[Any] = []
         self._ran: list[int] = []
         self._left_over = False
+        self._uses = Uses(self.name, self._take_over)
 
     def _offload(self) -> dict[str, str | None]:
         return {"offload_optimizer": self.offload_optimizer}
@@ -137,6 +139,7 @@ class ZeRO(Strategy, abc.ABC):
             buffer.data = buffer.data.to(self._device)
             dist.broadcast(buffer, src=0)
         self._place(root.parameters())
+        self._uses.watch(module)
         return root if "train" in root.steps else self._for_evaluation()
 
     def _give_memory(self) -> None:
@@ -209,6 +212,7 @@ class ZeRO(Strategy, abc.ABC):
             hook.remove()
         self._quiet.stop()
         self._engine, self._slices, self._groups, self._hooks = None, {}, [], []
+        self._uses.forget()
         return whole
 
     @abc.abstractmethod
@@ -259,7 +263,9 @@ class ZeRO(Strategy, abc.ABC):
         """DeepSpeed clips in its update, to the same norm: `settle` told it."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        self._engine.step()
+        self._uses.settle()
+        with self._uses.paused():
+            self._engine.step()
         self._loss_scale.renew()
         self._left_over = False
         applied: bool = self._engine.was_step_applied()
@@ -297,6 +303,39 @@ class ZeRO(Strategy, abc.ABC):
         ran, self._ran = self._ran, []
         return hash(tuple(ran)) & (2**62 - 1)
 
+    # -- weights that hooks change --------------------------------------------------------------------------------------
+
+    def during_hook(self, hook: str) -> AbstractContextManager[object] | None:
+        # Those left out run inside a forward, or on one rank only.
+        return None if hook in ("train_step", "eval_step", "on_exception", "on_teardown") else self._uses.during(hook)
+
+    @contextlib.contextmanager
+    def changing(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        used = list(parameters)
+        try:
+            yield
+        finally:
+            with self._uses.paused():
+                for parameter in used:
+                    self._current(parameter)
+            self._uses.add(used)
+
+    def _take_over(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Make values that were changed in `parameters`, on every rank alike, those of the master weights of this rank's parts."""
+        for parameter in parameters:
+            current, own = self._current(parameter), self._slices.get(id(parameter))
+            if own is None or not own.count:  # frozen, or all of it on other ranks
+                continue
+            master = own.of(own.flat)
+            current = current.narrow(0, own.start if self.stage < 3 else 0, own.count).to(master.device)
+            if current.dtype != master.dtype:  # a master that is only more exact stays
+                current = torch.where(current == master.to(current.dtype), master, current.to(master.dtype))
+            master.copy_(current)
+
+    @abc.abstractmethod
+    def _current(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What a hook left in `parameter`, flat, from where the next forward takes it: the whole, of one in parts this rank's range."""
+
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
     def loss_scale_state(self) -> dict[str, Any] | None:
@@ -306,6 +345,7 @@ class ZeRO(Strategy, abc.ABC):
         self._loss_scale.load(state)
 
     def local_part(self, tensor: torch.Tensor) -> Strategy.Part:
+        self._uses.settle()
         own = self._slices.get(id(tensor))
         if own is None:
             return super().local_part(tensor)

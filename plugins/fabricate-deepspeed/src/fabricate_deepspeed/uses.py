@@ -1,0 +1,112 @@
+"""Which parameters a hook uses: DeepSpeed trains copies of them, and what is changed in one has to arrive in the other."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fabricate import FabricateError
+
+_HARMLESS = {
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("requires_grad", "dtype", "device", "grad", "is_leaf", "layout")
+    ),
+    *(torch.Tensor.__hash__, torch.Tensor.requires_grad_, torch.Tensor.register_post_accumulate_grad_hook),
+}
+"""What neither reads nor changes a value."""
+
+
+class Uses(TorchFunctionMode):
+    """While entered, notes the parameters that are used, by any function of torch: also by `.data`, which no version counter shows.
+
+    One that is empty, because its parts lie on the ranks, is an error that names it. settle: gets the parameters that were used, when
+    the context is left.
+    """
+
+    def __init__(self, strategy: str, settle: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
+        super().__init__()
+        self._strategy, self._settle = strategy, settle
+        self._names: dict[int, str] = {}
+        self._used: dict[int, torch.nn.Parameter] = {}
+        self._hook, self._paused = "", False
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Note uses of the parameters of `module` from here on."""
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def forget(self) -> None:
+        """Note nothing any more."""
+        self._names, self._used = {}, {}
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While inside, what uses a parameter is not the code of a hook."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def during(self, hook: str) -> During:
+        """The context of one hook."""
+        return During(self, hook)
+
+    def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Note `parameters` as used."""
+        self._used |= {id(parameter): parameter for parameter in parameters if id(parameter) in self._names}
+
+    def settle(self) -> None:
+        """Let what was changed in the parameters used so far count. This rank alone."""
+        if self._used:
+            used, self._used = list(self._used.values()), {}
+            with self.paused():
+                self._settle(used)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._paused and func not in _HARMLESS:
+            for tensor in _tensors((*args, *(kwargs or {}).values())):
+                if (name := self._names.get(id(tensor))) is not None:
+                    self._note(name, tensor, func)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, parameter: Any, func: Any) -> None:
+        status = getattr(parameter, "ds_status", None)
+        if status is None or status.name == "AVAILABLE":
+            self._used[id(parameter)] = parameter
+        elif not sys._getframe(2).f_globals.get("__name__", "").startswith("deepspeed"):
+            raise FabricateError(
+                f"{self._hook} uses the parameter {name}, which lies in parts on the ranks under strategy={self._strategy!r} and is empty "
+                "outside of a step. To read it: trainer.strategy.gather(parameter); to change it: `with "
+                "trainer.strategy.changing(module.parameters()):` around what does; both on all ranks and under any strategy"
+            )
+
+
+class During:
+    """Enters `uses` for one hook."""
+
+    def __init__(self, uses: Uses, hook: str) -> None:
+        self._uses, self._hook = uses, hook
+
+    def __enter__(self) -> None:
+        self._uses._hook = self._hook
+        self._uses.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._uses.__exit__(*exc)
+        # Weights that an evaluation borrows go back before anything trains: masters in float32 are not rounded for them.
+        if self._hook != "on_eval_start" and exc[0] is None:
+            self._uses.settle()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
