@@ -13,6 +13,7 @@ from fabricate.training.agenda import Agenda, Wanted
 from fabricate.training.evaluation import validate
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.log_lines import begin_line, may_wait, stop_if_nonfinite, write_line
+from fabricate.training.replicas import compare, compare_now_and_then
 from fabricate.training.run_state import Run, Update
 from fabricate.training.saving import check_weights, finish_background_save, save_requested
 
@@ -45,7 +46,7 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
     if window.last and run.calls.on_epoch_end is not None:
         run.calls.on_epoch_end(run.trainer, run.module, epoch)
     wanted = agenda.decide_again(wanted, hooks_ran=wanted.log or wanted.evaluate or window.last)
-    _check(run, wanted.log or wanted.save, ends=wanted.end or bool(limit))
+    _check(run, wanted, ends=wanted.end or bool(limit), last=window.last)
     run.now.at_boundary = True
     if not wanted.writing:
         finish_background_save(run)
@@ -94,9 +95,13 @@ def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torc
     first.report()
 
 
-def _check(run: Run, reports: bool, ends: bool) -> None:
-    """Refuse to log, save (`reports`) or end with parameters that are not what they seem."""
-    if reports or ends:
+def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:
+    """Refuse to log, save or end with parameters that are not what they seem. `last`: of an epoch."""
+    if wanted.save or ends or last:
+        compare(run)
+    elif wanted.log:
+        compare_now_and_then(run)
+    if wanted.log or wanted.save or ends:
         _check_frozen(run)
     if ends:
         check_weights(run)

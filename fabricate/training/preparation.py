@@ -27,6 +27,7 @@ from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
 from fabricate.training import resuming
+from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
 
 
@@ -54,6 +55,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         run.calls.on_fit_start(run.trainer, run.module)
     if path is not None:
         resuming.resume(run, path)
+    compare(run)  # what `on_fit_start` or `on_load` changed on one rank only
     if run.run_dir is not None and not settings.save_frozen:
         run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, engine.strategy)
     run.journal.start()

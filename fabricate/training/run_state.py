@@ -2,7 +2,7 @@
 
 `Run` itself does not change. What changes has an owner each: `Progress` (counters), `Metrics` (values not yet reduced), `Journal`
 (files, the latest values, clocks), `Requests` (what was requested), `Checkpoints` (what is saved), `Optimization` (filled before the
-first update), `Now` (the batch at work).
+first update), `Replicas` (when ranks were equal last), `Now` (the batch at work).
 """
 
 from __future__ import annotations
@@ -70,6 +70,16 @@ class Checkpoints:
 
 
 @dataclass(slots=True)
+class Replicas:
+    """What comparing the weights of ranks remembers."""
+
+    equal_at: int = -1
+    """The step at which they were equal last."""
+    logs: int = 0
+    """Log boundaries so far."""
+
+
+@dataclass(slots=True)
 class Now:
     """What this rank is doing at the moment."""
 
@@ -116,6 +126,7 @@ class Run:
     watch: Watch | None
     """What looks at the time budget and the stop file, on the rank that does it for all."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    replicas: Replicas = field(default_factory=Replicas)
     now: Now = field(default_factory=Now)
     notes: list[str] = field(default_factory=list)
     """Lines for the plan."""

@@ -19,6 +19,7 @@ from fabricate.checkpoint.state.finite import not_finite, refusal
 from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
 from fabricate.training.log_lines import write_line
+from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
 from fabricate.training.saved_state import assemble, own_buffers
 
@@ -111,6 +112,7 @@ def _check_written(run: Run, path: Path) -> None:
 def write_now(run: Run, path: Path) -> None:
     """Write the checkpoint `path` and return when it is durable. All ranks."""
     check_weights(run)
+    compare(run)
     committing.write(run.engine, _assemble(run, path), path, _logs(run))
 
 

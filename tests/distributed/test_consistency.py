@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +117,69 @@ def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, found: str, mo
         caught.value
     )
     assert found in str(caught.value)
+
+
+class Drifts(Callback):
+    """Rank 0 does something of its own in the second update, or from the start."""
+
+    def __init__(self, what: str, first: bool) -> None:
+        self.what, self.first, self.saved = what, first, list[int]()
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.first:
+            if self.what == "lr":
+                trainer.optimizers["main"].param_groups[0]["lr"] = 0.2
+            elif self.what == "weight":
+                self.on_step(module, 2)
+
+    def on_before_step(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.first and self.what == "gradient" and trainer.step == 1:
+            parameter = next(module.parameters())
+            assert parameter.grad is not None
+            parameter.grad.mul_(2)
+
+    def on_step(self, module: TrainModule, step: int) -> None:
+        if self.first and self.what == "weight" and step == 2:
+            with torch.no_grad():
+                local = next(module.parameters())
+                getattr(local, "_local_tensor", local).add_(1.0)
+
+    def on_saved(self, step: int) -> None:
+        self.saved.append(step)
+
+
+def _drifted(what: str, strategy: str, run_dir: str) -> tuple[str, list[int]]:
+    drifts = Drifts(what, os.environ["RANK"] == "0")
+    trainer = Trainer(
+        strategy=strategy,
+        max_steps=6,
+        progress=False,
+        plugins=[drifts],
+        run_dir=run_dir,
+        save_every="1 steps",
+        log_every=1,
+    )
+    with pytest.raises(RankError) as caught:
+        trainer.fit(Regression(1), torch.ones(36, 4), batch_size=2)
+    return str(caught.value), drifts.saved
+
+
+@pytest.mark.parametrize(
+    ("what", "strategy", "told", "saved"),
+    [
+        (
+            "gradient",
+            "ddp",
+            "hold different weights at step 2; at step 1 they were equal: layer.weight (ranks [0] and",
+            [1],
+        ),
+        ("weight", "ddp", "hold different weights at step 0: layer.weight (ranks [0] and ranks [1] differ)", []),
+        ("lr", "fsdp", "at step 0: lr of group 0 of optimizer 'main' is 0.2 on rank 0 and 0.1 on rank 1", []),
+    ],
+)
+def test_replicas_that_drift_apart_are_an_error_before_they_are_saved(
+    what: str, strategy: str, told: str, saved: list[int], tmp_path: Path
+) -> None:
+    for rank, (text, announced) in enumerate(run_ranks(_drifted, 2, what, strategy, str(tmp_path / "run"))):
+        assert told in text, rank
+        assert announced == saved

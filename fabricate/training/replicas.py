@@ -1,0 +1,122 @@
+"""Whether the ranks still train one model: what several of them hold of the weights, and the options of every optimizer, compared.
+
+A weight that a hook changes on one rank only, a gradient edited there, or a learning rate of its own: replicas drift apart without
+an error of torch's, and a checkpoint would hold those of rank 0. Must not know: the loop, when something is saved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import xxhash
+
+from fabricate.errors import RankError, few
+from fabricate.strategies.sharding import is_sharded
+from fabricate.training.run_state import Run
+
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_LOGS = 10
+"""Ranks compare at this many log boundaries, and more often at first."""
+
+
+def compare_now_and_then(run: Run) -> None:
+    """`compare`, at some of the log boundaries: the 1st, 2nd, 4th, 8th, 10th, 16th, 20th, ... All ranks."""
+    logs = run.replicas.logs = run.replicas.logs + 1
+    if logs % _MOST_LOGS == 0 or logs & (logs - 1) == 0:
+        compare(run)
+
+
+def compare(run: Run) -> None:
+    """Raise `RankError`, on every rank, where ranks that hold the same weights hold other values of them, or optimizers have other
+    options. Between updates, all ranks; one message. Reads each weight once, and waits for the device."""
+    if run.engine.world_size == 1:
+        return
+    weights = {} if run.engine.strategy.replicas_drift else _sums(run)
+    places = _digest([place for place, _ in weights])
+    options = _options(run)
+    mine = [places, _digest(list(weights.values())), _digest(options)]
+    everyone = run.engine.gather_json(mine)
+    if any(other[2] != mine[2] for other in everyone):
+        _raise_options(run, options)
+    if any(other[0] == place and other[1] != values for place, values, _ in everyone for other in everyone):
+        _raise_weights(run, weights)
+    run.replicas.equal_at = run.progress.step
+
+
+def _sums(run: Run) -> dict[tuple[str, int], int]:
+    """By name and place, the sum of the bits of each weight that another rank holds too: equal for equal values."""
+    held = list(_held(run))
+    if not held:
+        return {}
+    with torch.no_grad():
+        sums = torch.stack([_bits(values).sum(dtype=torch.int64) for *_, values in held]).tolist()
+    return {(name, start): value for (name, start, _), value in zip(held, sums, strict=True)}
+
+
+def _held(run: Run) -> Iterator[tuple[str, int, torch.Tensor]]:
+    for name, parameter in run.module.named_parameters():
+        part = run.engine.strategy.local_part(parameter)
+        if not is_sharded(parameter) and parameter.shape == part.shape:
+            yield name, 0, parameter.detach()  # whole on every rank; of what ZeRO trains, not the master
+        elif part.copies > 1 and part.count:
+            yield name, part.start, part.memory
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    return flat.view(_OF_SIZE[flat.element_size()])
+
+
+def _options(run: Run) -> dict[str, Any]:
+    """The options of every group of every optimizer, by a name for people."""
+    found: dict[str, Any] = {}
+    for label, optimizer in run.optim.optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            for option, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    value = value.tolist()
+                if option != "params" and isinstance(value, int | float | str | tuple | list | None):
+                    found[f"{option} of group {number} of optimizer {label!r}"] = value
+    return found
+
+
+def _digest(values: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(values).encode())
+
+
+def _since(run: Run) -> str:
+    step, equal = run.progress.step, run.replicas.equal_at
+    return f"at step {step}" + (f"; at step {equal} they were equal" if 0 <= equal < step else "")
+
+
+_REMEDY = (
+    "A hook, a step or a schedule changes them on some ranks only, or by values that differ between ranks: change weights, gradients "
+    "and options of optimizers on every rank alike"
+)
+
+
+def _raise_options(run: Run, mine: dict[str, Any]) -> NoReturn:
+    zero, *others = run.engine.gather_json({name: repr(value) for name, value in mine.items()})
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != zero)
+    apart = [name for name in (*zero, *other) if zero.get(name) != other.get(name)]
+    raise RankError(
+        f"ranks train with different optimizers {_since(run)}: {apart[0]} is {zero.get(apart[0])} on rank 0 and {other.get(apart[0])} "
+        f"on rank {rank}. {_REMEDY}"
+    )
+
+
+def _raise_weights(run: Run, mine: dict[tuple[str, int], int]) -> NoReturn:
+    everyone = run.engine.gather_json([[name, start, value] for (name, start), value in mine.items()])
+    known: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, sums in enumerate(everyone):
+        for name, start, value in sums:
+            known[name, start][value].append(rank)
+    apart = {name: list(ranks.values()) for (name, _), ranks in known.items() if len(ranks) > 1}
+    groups = " and ".join(f"ranks {ranks}" for ranks in next(iter(apart.values())))
+    raise RankError(
+        f"ranks that train the same model hold different weights {_since(run)}: {few(list(apart))} ({groups} differ). {_REMEDY}. Nothing "
+        "is saved of this step; the checkpoints before it are intact"
+    )
