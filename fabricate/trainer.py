@@ -67,7 +67,8 @@ class Trainer:
     or offered by an installed plugin.
     limit_train_batches, limit_val_batches: micro-batches per rank (int) or a share of the data (float).
     fast_dev_run: one update, one validation batch, one save and export in a temporary directory; nothing is kept.
-    accept_changes: what may differ from the checkpoint that is resumed ("global_batch_size", "train", "seed", "plugins").
+    accept_changes: what may differ from the checkpoint that is resumed ("global_batch_size", "train", "seed", "plugins", "optimizer",
+    "scheduler", "module" for its constructor arguments, "max_grad_norm", "max_grad_value"); the new values are then in effect.
     """
 
     def __init__(

@@ -16,7 +16,10 @@ from fabricate.values import Every
 
 T = TypeVar("T")
 
-CHANGES = ("global_batch_size", "train", "seed", "plugins")
+CHANGES = (
+    *("global_batch_size", "train", "seed", "plugins"),
+    *("optimizer", "scheduler", "module", "max_grad_norm", "max_grad_value"),
+)
 """What `accept_changes` may name."""
 
 COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options")

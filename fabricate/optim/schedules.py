@@ -5,6 +5,7 @@ Must not know: which optimizers there are, the loop.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -86,15 +87,19 @@ def own_lengths(made: Any, before: int = 0) -> Iterator[tuple[str, int]]:
             yield from own_lengths(part, before)
     elif isinstance(made, lr_scheduler.LambdaLR):
         for function in made.lr_lambdas:
-            for name, value in _captured(function).items():
+            for name, value in captured(function).items():
                 if type(value) is int and any(word in name for word in ("total", "training_steps", "max_steps")):
                     yield name, before + value
 
 
-def _captured(function: Any) -> dict[str, Any]:
+def captured(function: Any) -> dict[str, Any]:
     """The values that a function was created with: keywords of a `functools.partial`, variables of an enclosing function."""
     if isinstance(function, functools.partial):
         return dict(function.keywords)
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
-    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    found = {}
+    for name, cell in zip(names, cells, strict=True):
+        with contextlib.suppress(ValueError):  # one that was never assigned
+            found[name] = cell.cell_contents
+    return found

@@ -29,6 +29,8 @@ def fit(run: Run) -> str:
     if run.settings.validate_first and run.validation and run.progress.step == 0 and not run.checkpoints.restored:
         validate(run, run.progress.epoch)
     while not (reason := finished(run)):
+    if run.checkpoints.restored and finished(run):
+        run.module.print(f"already complete: nothing to train ({finished(run)} reached at step {run.progress.step})")
         for window in windows(run):  # one window of micro-batches makes one update
             state.begin_update()
             losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch

@@ -22,6 +22,7 @@ from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.errors import ConfigurationError
 from fabricate.model.memory import Need, need, outline
+from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
@@ -65,11 +66,12 @@ def _configure_optimizers(run: Run) -> None:
     """Fill `run.optim` with what the module's `configure_optimizers` returns, checked. All ranks."""
     module, engine, optim = run.module, run.engine, run.optim
     where = f"{type(module).__name__}.configure_optimizers"
-    configured = configured_optimizers(where, module)
-    optim.optimizers, optim.schedules = read_optimizers(where, configured, run.total_steps)
+    made = configured_optimizers(where, module)
+    optim.optimizers, optim.schedules = read_optimizers(where, made, run.total_steps)
     checks = (reasons(engine.precision, engine.precision.check_optimizer(o)) for o in optim.optimizers.values())
     if problems := [text for texts in checks for text in texts]:
         raise ConfigurationError("; ".join(dict.fromkeys(problems)))
+    optim.configured = configured(optim.optimizers, optim.schedules)
     run.notes.extend(leave_out_frozen(optim.optimizers))
     optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     if not run.settings.fast_dev_run:

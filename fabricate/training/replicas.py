@@ -24,7 +24,7 @@ _MOST_LOGS = 10
 
 def compare_now_and_then(run: Run) -> None:
     """`compare`, at some of the log boundaries: the 1st, 2nd, 4th, 8th, 10th, 16th, 20th, ... All ranks."""
-    logs = run.replicas.logs = run.replicas.logs + 1
+    logs = run.optim.logs = run.optim.logs + 1
     if logs % _MOST_LOGS == 0 or logs & (logs - 1) == 0:
         compare(run)
 
@@ -43,7 +43,7 @@ def compare(run: Run) -> None:
         _raise_options(run, options)
     if any(other[0] == place and other[1] != values for place, values, _ in everyone for other in everyone):
         _raise_weights(run, weights)
-    run.replicas.equal_at = run.progress.step
+    run.optim.equal_at = run.progress.step
 
 
 def _sums(run: Run) -> dict[tuple[str, int], int]:
@@ -88,7 +88,7 @@ def _digest(values: Any) -> str:
 
 
 def _since(run: Run) -> str:
-    step, equal = run.progress.step, run.replicas.equal_at
+    step, equal = run.progress.step, run.optim.equal_at
     return f"at step {step}" + (f"; at step {equal} they were equal" if 0 <= equal < step else "")
 
 

@@ -23,9 +23,12 @@ from fabricate.checkpoint.format.schema import saved_world_size, shared_state
 from fabricate.checkpoint.state.logical import (
     compare_frozen,
     compare_model,
+    compare_optimizer,
     load_model,
+    optimizer_groups,
 )
 from fabricate.errors import CheckpointError
+from fabricate.training.changes import check_changes, take_over
 from fabricate.training.run_state import Run
 from fabricate.training.saved_state import data_identity, restore
 from fabricate.training.saving import checkpoints, prune
@@ -177,16 +180,23 @@ def resume(run: Run, path: Path) -> None:
         _compare_parts(run, path, tree)
         compare_model(reader, run.module, run.engine.strategy)
         compare_frozen(reader, run.module, run.engine.strategy)
+        groups = optimizer_groups(run.module, run.optim.optimizers, run.engine.strategy)
+        for label, optimizer in run.optim.optimizers.items():
+            compare_optimizer(path, label, optimizer, tree["optimizers"][label], groups[label])
+        changes = check_changes(run, path, tree)
         restore(run, reader, tree)
+        take_over(run, changes)
         saved = reader.manifest.topology
     if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
         run.checkpoints.newest, run.checkpoints.saved_step = path, run.progress.step
         prune(run)  # a kill may have come between the last save and what was to go after it
         _cut_metrics(run, tree["metrics_bytes"])
     now = run.engine.topology()
-    run.journal.event("resumed", path=path.name, saved=saved, now=now)
+    run.journal.event("resumed", path=path.name, saved=saved, now=now, changed=[str(change) for change in changes])
     changed = [f"{name} {value} -> {now.get(name, 1)}" for name, value in saved.items() if value != now.get(name)]
     run.module.print("; ".join([f"resumed from {path} (step {run.progress.step})", *changed]))
+    if changes:
+        run.module.print(f"changed since it was saved: {'; '.join(map(str, changes))}")
 
 
 def _compare_data(run: Run, path: Path, tree: Any) -> None:

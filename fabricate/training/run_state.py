@@ -2,7 +2,7 @@
 
 `Run` itself does not change. What changes has an owner each: `Progress` (counters), `Metrics` (values not yet reduced), `Journal`
 (files, the latest values, clocks), `Requests` (what was requested), `Checkpoints` (what is saved), `Optimization` (filled before the
-first update), `Replicas` (when ranks were equal last), `Now` (the batch at work).
+first update), `Now` (the batch at work).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fabricate.distributed.engine import Engine
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.module import RunningTrainer, TrainModule
+from fabricate.optim.configured import Configured
 from fabricate.optim.schedules import Schedule
 from fabricate.registry.hook_calls import Calls
 from fabricate.training.journal import Journal
@@ -43,8 +44,14 @@ class Optimization:
     schedules: dict[str, Schedule] = field(default_factory=dict)
     parameters: dict[str, list[torch.nn.Parameter]] = field(default_factory=dict)
     """The trainable parameters of each optimizer, listed once: nothing walks the module per step."""
+    configured: list[Configured] = field(default_factory=list)
+    """What `configure_optimizers` set, option by option."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Parameters that were not trainable when the fit began."""
+    equal_at: int = -1
+    """The step at which ranks that train the same weights were last seen to hold the same."""
+    logs: int = 0
+    """Log boundaries so far, at some of which that is looked at."""
 
 
 @dataclass(slots=True)
@@ -67,16 +74,6 @@ class Checkpoints:
     """The digests of the parameters that checkpoints leave out, by name."""
     restored: bool = False
     """Whether the run goes on from a checkpoint."""
-
-
-@dataclass(slots=True)
-class Replicas:
-    """What comparing the weights of ranks remembers."""
-
-    equal_at: int = -1
-    """The step at which they were equal last."""
-    logs: int = 0
-    """Log boundaries so far."""
 
 
 @dataclass(slots=True)
@@ -126,7 +123,6 @@ class Run:
     watch: Watch | None
     """What looks at the time budget and the stop file, on the rank that does it for all."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    replicas: Replicas = field(default_factory=Replicas)
     now: Now = field(default_factory=Now)
     notes: list[str] = field(default_factory=list)
     """Lines for the plan."""

@@ -22,7 +22,6 @@ from fabricate.checkpoint.format.schema import own_state, saved_world_size
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.logical import (
     Saver,
-    compare_optimizer,
     decode_mapping,
     digest,
     load_model,
@@ -38,6 +37,7 @@ from fabricate.metrics.torchmetrics_objects import load_torchmetrics_state, torc
 from fabricate.model.building import pretrained_record
 from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
+from fabricate.training.changes import configuration
 from fabricate.training.run_state import Run
 
 
@@ -102,6 +102,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
             label: {"kind": s.kind, "state": saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)}
             for label, s in run.optim.schedules.items()
         },
+        "configuration": configuration(run),
         "scaler": run.engine.scaler_state(),
         "seed": run.source.seed,
         "data": data_identity(run) | {"state": saver.encode(run.source.state, "data", saver.whole)},
@@ -142,8 +143,6 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
     """Put everything back as it was when the checkpoint was saved. `tree`: its `shared_state`. All ranks."""
     engine, optim = run.engine, run.optim
     groups = optimizer_groups(run.module, optim.optimizers, engine.strategy)
-    for label, optimizer in optim.optimizers.items():
-        compare_optimizer(reader.path, label, optimizer, tree["optimizers"][label], groups[label])
     load_model(reader, run.module, engine.strategy)
     for label, optimizer in optim.optimizers.items():
         load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)

@@ -224,7 +224,7 @@ def _sections(reader: Reader, file: str) -> dict[tuple[str, str], Any]:
     tree: Any = _plain(reader.json(file)) if _has(reader, file) else {}
     sections: dict[tuple[str, str], Any] = {}
     for top, value in tree.items():
-        if top == "imported":  # where it came from, not what it is
+        if top in ("imported", "configuration"):  # where it came from and what was set, not what it is
             continue
         if top in ("optimizers", "schedulers", "plugins"):
             sections |= {(f"{top[:-1]} {name}", f"{top}.{name}"): below for name, below in value.items()}

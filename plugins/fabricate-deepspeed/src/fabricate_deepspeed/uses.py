@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -79,7 +79,7 @@ class Uses(TorchFunctionMode):
         status = getattr(parameter, "ds_status", None)
         if status is None or status.name == "AVAILABLE":
             self._used[id(parameter)] = parameter
-        elif not sys._getframe(2).f_globals.get("__name__", "").startswith("deepspeed"):
+        elif not _called_by_deepspeed():
             raise FabricateError(
                 f"{self._hook} uses the parameter {name}, which lies in parts on the ranks under strategy={self._strategy!r} and is empty "
                 "outside of a step. To read it: trainer.strategy.gather(parameter); to change it: `with "
@@ -102,6 +102,14 @@ class During:
         # Weights that an evaluation borrows go back before anything trains: masters in float32 are not rounded for them.
         if self._hook != "on_eval_start" and exc[0] is None:
             self._uses.settle()
+
+
+def _called_by_deepspeed() -> bool:
+    """Whether the function that the mode has intercepted was called by code of DeepSpeed, which knows what it does."""
+    frame = inspect.currentframe()
+    for _ in range(3):  # this function, `_note`, `__torch_function__`
+        frame = frame and frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -1,0 +1,129 @@
+"""What a script changed since the checkpoint that it resumes from: named, refused or accepted, and then in effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule
+from tests.support.runs import events
+
+ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
+
+
+class Tuned(TrainModule):
+    def __init__(
+        self, lr: float = 0.1, decay: float = 0.0, schedule: str = "", gamma: float = 0.5, width: int = 1
+    ) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.lr, self.decay, self.schedule, self.gamma = lr, decay, schedule, gamma
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return 1e-3 * torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=self.decay)
+        if self.schedule == "steps":
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, self.gamma)
+        return (optimizer, self.schedule) if self.schedule else optimizer
+
+
+class Rates(Callback):
+    """The options that each update was made with."""
+
+    def __init__(self) -> None:
+        self.used: list[tuple[float, float]] = []
+
+    def on_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        group = optimizer.param_groups[0]
+        self.used.append((round(float(group["lr"]), 9), group["weight_decay"]))
+
+
+def fit(run_dir: Path, module: Tuned, steps: int = 2, **options: Any) -> tuple[list[tuple[float, float]], FitResult]:
+    rates = Rates()
+    trainer = Trainer(max_steps=steps, seed=1, run_dir=run_dir, progress=False, plugins=[rates], **options)
+    return rates.used, trainer.fit(module, ROWS, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "options", "named", "accept", "used"),
+    [
+        ({}, {"lr": 0.01}, {}, "lr of group 0 of optimizer 'main' 0.1 -> 0.01", ("optimizer", "module"), (0.01, 0.0)),
+        (
+            {},
+            {"decay": 0.5},
+            {},
+            "weight_decay of group 0 of optimizer 'main' 0.0 -> 0.5",
+            ("optimizer", "module"),
+            (0.1, 0.5),
+        ),
+        ({}, {"width": 2}, {}, "argument width of Tuned 1 -> 2", ("module",), (0.1, 0.0)),
+        ({}, {}, {"max_grad_norm": 0.5}, "max_grad_norm None -> 0.5", ("max_grad_norm",), (0.1, 0.0)),
+        (
+            {"schedule": "steps"},
+            {"schedule": "steps", "gamma": 0.1},
+            {},
+            "gamma of scheduler 'main' 0.5 -> 0.1",
+            ("scheduler", "module"),
+            (0.025, 0.0),
+        ),
+        (
+            {"schedule": "steps"},
+            {"schedule": "steps", "lr": 0.4},
+            {},
+            "lr of group 0 of optimizer 'main' 0.1 -> 0.4",
+            ("optimizer", "module"),
+            (0.1, 0.0),
+        ),
+        (
+            {"schedule": "linear:total=4"},
+            {"schedule": "cosine:total=4"},
+            {},
+            "kind of scheduler 'main' linear:total=4 -> cosine:total=4",
+            ("scheduler", "module"),
+            (0.05, 0.0),
+        ),
+    ],
+    ids=["lr", "decay", "argument", "clipping", "gamma", "lr under a schedule", "schedule"],
+)
+def test_what_changes_how_training_goes_on_is_refused_by_name_or_in_effect(
+    first: dict[str, Any],
+    then: dict[str, Any],
+    options: dict[str, Any],
+    named: str,
+    accept: tuple[str, ...],
+    used: tuple[float, float],
+    tmp_path: Path,
+) -> None:
+    fit(tmp_path, Tuned(**first))
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, Tuned(**then), 3, **options)
+    assert named in str(caught.value)
+    assert f"Trainer(accept_changes={accept!r})" in str(caught.value)
+    assert fit(tmp_path, Tuned(**then), 3, accept_changes=accept, **options)[0] == [used]
+    # The new values are those of the run from here on.
+    assert len(fit(tmp_path, Tuned(**then), 4, **options)[0]) == 1
+
+
+def test_what_may_change_is_named_where_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, Tuned(schedule="linear"))
+    capsys.readouterr()
+    rates, _ = fit(tmp_path, Tuned(schedule="linear", lr=0.1), 4, log_every="2 steps")
+    assert rates == [(0.05, 0.0), (0.025, 0.0)]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since it was saved: ")]
+    assert "max_steps 2 -> 4" in line
+    assert "log_every 10 steps -> 2 steps" in line
+    (event,) = [event for event in events(tmp_path) if event["event"] == "resumed"]
+    assert "max_steps 2 -> 4" in event["changed"]
+
+
+def test_a_run_that_is_complete_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, Tuned())
+    capsys.readouterr()
+    rates, result = fit(tmp_path, Tuned())
+    assert (rates, result.steps, result.stop_reason) == ([], 2, "max_steps")
+    assert "already complete: nothing to train (max_steps reached at step 2)" in capsys.readouterr().out
