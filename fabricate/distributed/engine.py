@@ -27,7 +27,7 @@ from fabricate.distributed.loss_scaling import Scaled, Unscaled
 from fabricate.distributed.meeting import interface_towards, open_process_group
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.launch.ranks import Launch
-from fabricate.model.building import blanks, fill, materialise, pretrained_models
+from fabricate.model.building import blanks, fill, materialise, pretrained_models, set_modes
 from fabricate.model.compiling import Compilation, compiled
 from fabricate.module import TrainModule, step_function
 from fabricate.precisions.base import Precision
@@ -276,7 +276,7 @@ class Engine(Group):
         What is on the meta device gets its initial values from `seed`: before, where a rank holds the whole model, and after
         the strategy has cut it where it holds a part."""
         steps = {stage: step_function(module, stage) for stage in stages}
-        module.train()
+        self.notes.extend(set_modes(module) if "train" in steps else [])
         self._module = module
         if "_sharded" in module.__dict__ or any(is_sharded(p) for p in module.parameters()):
             return self._reuse(module, steps)

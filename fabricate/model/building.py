@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fabricate.errors import ConfigurationError, first_line
+from fabricate.errors import ConfigurationError, few, first_line
 from fabricate.model.pretrained import Stored, deferred
 from fabricate.module import TrainModule, overrides
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
@@ -36,6 +36,36 @@ class Blank:
 def pretrained_models(module: torch.nn.Module) -> list[Any]:
     """The outermost transformers models inside `module` (transformers is not imported for this)."""
     return list(_pretrained(module).values())
+
+
+def set_modes(module: torch.nn.Module) -> list[str]:
+    """Put `module` into the modes in which it trains; notes for the plan. What its author set stays, submodule by submodule, with two
+    exceptions: a whole module in eval mode was used for something else before, and transformers leaves what it loads in eval mode.
+    Of these, what is not frozen trains in train mode."""
+    notes = []
+    for name, model in {"": module, **_pretrained(module)}.items():
+        trained = any(p.requires_grad for p in model.parameters())
+        if not model.training and trained:
+            _train(model, whole=bool(name))
+            text = f"the transformers model {name!r}" if name else type(module).__name__
+            notes.append(
+                f"{text} was in eval mode and trains in train mode; to leave parts of it in eval mode, set that in on_fit_start"
+            )
+    kept: list[str] = []
+    for name, child in module.named_modules():
+        if not child.training and not any(name.startswith(f"{outer}.") for outer in kept):
+            kept.append(name)
+    return [*notes, *([f"in eval mode, as set: {few(kept)}"] if kept else [])]
+
+
+def _train(module: torch.nn.Module, *, whole: bool) -> None:
+    """Train mode for `module` and what is in it; unless it is meant as a `whole`, frozen parts stay as they are."""
+    parameters = list(module.parameters())
+    if parameters and not whole and not any(p.requires_grad for p in parameters):
+        return
+    module.training = True
+    for child in module.children():
+        _train(child, whole=whole)
 
 
 def _pretrained(module: torch.nn.Module) -> dict[str, Any]:

@@ -308,3 +308,56 @@ def test_turns_may_freeze_what_was_trainable() -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-9)
 
     assert len(fit(None, module=Turns())[1].losses) == STEPS
+
+
+# ------------------------------------------------------------------------------------------------------ train and eval mode
+
+
+class Partly(TrainModule):
+    """A frozen part in eval mode, normalisation in eval mode, a transformers model as `from_pretrained` leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+        self.backbone.requires_grad_(False).eval()
+        self.norm = torch.nn.BatchNorm1d(4).eval()
+        self.head = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Dropout(0.1))
+        self.model = gpt2().eval()
+        self.teacher = gpt2().eval().requires_grad_(False)
+        self.modes: list[dict[str, bool]] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.modes.append({name: child.training for name, child in self.named_modules()})
+        return self.head(self.norm(self.backbone(batch))).square().mean()
+
+    def validation_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert not any(child.training for child in self.modules())
+        return {"loss": self.head(self.norm(self.backbone(batch))).square().mean()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_every_part_trains_in_the_mode_that_was_set(capsys: pytest.CaptureFixture[str]) -> None:
+    module, rows = Partly(), torch.randn(8, 3)
+    statistics = [buffer.clone() for part in (module.backbone, module.norm) for buffer in part.buffers()]
+    before = {name: child.training for name, child in module.named_modules()}
+    Trainer(max_steps=4, validate_every=1, progress=False).fit(module, rows, rows, batch_size=2)
+    for modes in module.modes:
+        in_eval = [name for name, training in modes.items() if not training]
+        assert {name.partition(".")[0] for name in in_eval} == {"backbone", "norm", "teacher"}
+        assert {"backbone.1", "backbone.2", "teacher.transformer"} <= set(in_eval)
+    after = [buffer for part in (module.backbone, module.norm) for buffer in part.buffers()]
+    assert all(map(torch.equal, statistics, after))
+    assert {name: child.training for name, child in module.named_modules()} == before
+    printed = capsys.readouterr().out
+    assert "note: the transformers model 'model' was in eval mode and trains in train mode" in printed
+    assert "note: in eval mode, as set: backbone, norm, teacher" in printed
+
+
+def test_a_module_that_was_evaluated_by_hand_trains_in_train_mode_except_what_is_frozen() -> None:
+    module = Partly().eval()
+    Trainer(max_steps=1, progress=False).fit(module, torch.randn(8, 3), batch_size=2)
+    (modes,) = module.modes
+    assert {name.partition(".")[0] for name, training in modes.items() if not training} == {"backbone", "teacher"}
+    assert not module.training
