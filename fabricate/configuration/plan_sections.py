@@ -59,6 +59,8 @@ def _ranks(resolved: Resolved) -> Iterator[Setting]:
     """Where the run takes place."""
     world_size, launcher = resolved.launch.world_size, resolved.launch.launcher
     kind = "NO" if world_size == 1 else "MULTI_CPU" if resolved.device.type == "cpu" else "MULTI_GPU"
+    types = resolved.strategy.distributed_types
+    kind = kind if kind in types else types[0]
     detected = torch.cuda.is_available() or kind == "NO"
     yield Setting("device", str(resolved.device), "detected" if detected else "no GPU here")
     yield Setting("world_size", world_size, f"launcher ({launcher})")

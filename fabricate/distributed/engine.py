@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, send_to_device
 
 from fabricate.data.transfer import Transfer
+from fabricate.distributed.accelerator import Moment, RunAccelerator
 from fabricate.distributed.fork import settle_fork
 from fabricate.distributed.group import Group
 from fabricate.distributed.loss_scaling import Scaled, Unscaled
 from fabricate.distributed.meeting import interface_towards, open_process_group
+from fabricate.distributed.shared_state import SharedState
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.launch.ranks import Launch
 from fabricate.model.building import blanks, fill, materialise, pretrained_models, set_modes
@@ -59,10 +59,13 @@ class Root(torch.nn.Module):
     Accelerate and transformers look for them on the prepared model.
     """
 
-    def __init__(self, module: TrainModule, context: contextlib.AbstractContextManager[object] | None) -> None:
+    def __init__(
+        self, module: TrainModule, context: contextlib.AbstractContextManager[object] | None, moment: Moment
+    ) -> None:
         super().__init__()
         self.module = module
         self._context = context
+        self._moment = moment
         self.steps: dict[str, Callable[[Any, int], Any]] = {}
         inner = pretrained_models(module)
         if len(inner) == 1:
@@ -71,10 +74,14 @@ class Root(torch.nn.Module):
             self._tp_plan = getattr(inner[0], "_tp_plan", None)
 
     def forward(self, stage: str, batch: Any, batch_idx: int) -> Any:
-        if self._context is None:
-            return self.steps[stage](batch, batch_idx)
-        with self._context:
-            return self.steps[stage](batch, batch_idx)
+        self._moment.forward = True
+        try:
+            if self._context is None:
+                return self.steps[stage](batch, batch_idx)
+            with self._context:
+                return self.steps[stage](batch, batch_idx)
+        finally:
+            self._moment.forward = False
 
 
 class Engine(Group):
@@ -91,6 +98,7 @@ class Engine(Group):
         logging_dir: str | None = None,
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         compile: Compilation | None = None,
+        accumulation: int = 1,
     ) -> None:
         super().__init__(launch.rank, launch.world_size)
         self.launch = launch
@@ -112,6 +120,7 @@ class Engine(Group):
         """Of the process, as the precision wants them."""
         self._module: TrainModule | None = None
         """What the strategy holds, from `prepare` on."""
+        self._accumulation = accumulation
         self._compile = compile
         self._compiled = contextlib.ExitStack()
         self.notes: list[str] = []
@@ -133,28 +142,15 @@ class Engine(Group):
 
     def __enter__(self) -> Engine:
         self.check()
-        arguments = self.strategy.accelerator_arguments()
-        handlers = [*arguments.pop("kwargs_handlers", ()), InitProcessGroupKwargs(timeout=self._timeout)]
+        self._shared_state = SharedState()
+        self._shared_state.check(self.launch, self.device, self.precision.mixed_precision, self._accumulation)
         if note := settle_fork(self.device):
             self.notes.append(note)
         with self._environment():
             if self.world_size > 1 and not dist.is_initialized():
                 open_process_group(self.rank, self.world_size, self.device, self._timeout)
-            try:
-                self.accelerator = Accelerator(
-                    cpu=self._cpu,
-                    mixed_precision=self.precision.mixed_precision,
-                    log_with=self._log_with or None,
-                    project_dir=self._logging_dir,
-                    kwargs_handlers=handlers,
-                    **arguments,
-                )
-            except (ValueError, ImportError, RuntimeError) as exc:
-                self.__exit__(type(exc), exc, exc.__traceback__)
-                raise FabricateError(
-                    f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}"
-                ) from exc
             with self._left_on_failure():
+                self._build_accelerator()
                 self.join(self._timeout)  # the others notice when this rank fails from here on
                 self._verify()
         with self._left_on_failure():
@@ -164,9 +160,31 @@ class Engine(Group):
             self.context = self.precision.forward_context(self.device)
             self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
             self.accelerator.scaler = self.scaler
+            self.accelerator.native_amp = self.context is not None
             self.scaling = Unscaled(self.strategy) if self.scaler is None else Scaled(self.strategy, self.scaler)
             self._verify_precision()
         return self
+
+    def _build_accelerator(self) -> None:
+        """`RunAccelerator`, beside what Accelerate shares with code outside of the run."""
+        self._shared_state.set_aside(self.world_size)
+        try:
+            self.accelerator = RunAccelerator(
+                self,
+                self.strategy,
+                self.precision,
+                tracked=bool(self._log_with or self._made_later),
+                cpu=self._cpu,
+                mixed_precision=self.precision.mixed_precision,
+                gradient_accumulation_steps=self._accumulation,
+                log_with=self._log_with or None,
+                project_dir=self._logging_dir,
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=self._timeout)],
+            )
+        except (ValueError, ImportError, RuntimeError) as exc:
+            raise FabricateError(f"Accelerate could not be set up for strategy {self.strategy.name!r}: {exc}") from exc
+        self.moment = self.accelerator.moment
+        self._gradient_state = self.accelerator.gradient_state
 
     def __exit__(self, *exc: object) -> None:
         """Take the module out of the strategy and forget Accelerate's shared state; the process group stays for the next fit
@@ -179,8 +197,7 @@ class Engine(Group):
                 self._module.__dict__.pop("_sharded", None)
         finally:
             self._settings.close()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+            self._shared_state.restore()
 
     @contextlib.contextmanager
     def _left_on_failure(self) -> Iterator[None]:
@@ -217,11 +234,6 @@ class Engine(Group):
     def _environment(self) -> Iterator[None]:
         """os.environ as the Accelerator should see it while it is built; exactly as before afterwards."""
         before = dict(os.environ)
-        if PartialState._shared_state or AcceleratorState._shared_state:
-            raise ConfigurationError(
-                "an Accelerator (or PartialState) exists already in this process; fabricate's Trainer owns the Accelerator: "
-                "remove yours and use trainer.accelerator inside the module's steps and hooks"
-            )
         for name in _HIDDEN:
             os.environ.pop(name, None)
         os.environ.update(self.launch.environment)
@@ -285,11 +297,12 @@ class Engine(Group):
         self.precision.convert(module)
         self._compile_units(module)
         waiting = blanks(module)
-        self.root = Root(module, self.context)
+        self.root = Root(module, self.context, self.moment)
         self.root.steps = steps
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", _NOBODYS)
-        model = self.strategy.prepare(self.accelerator, self.root, module)
+        with self.accelerator.building():
+            model = self.strategy.prepare(self.accelerator, self.root, module)
         if not isinstance(model, torch.nn.Module):
             raise PluginError(
                 f"{type(self.strategy).__name__}.prepare returned {type(model).__name__}; return the module that the loop runs"
@@ -327,8 +340,10 @@ class Engine(Group):
         self._compile_units(module)
         self.root = root
         self.root.steps = steps
-        self.root._context = self.context
-        return self._ready(self.strategy.reuse(self.accelerator, model, root))
+        self.root._context, self.root._moment = self.context, self.moment
+        with self.accelerator.building():
+            model = self.strategy.reuse(self.accelerator, model, root)
+        return self._ready(model)
 
     def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Let the strategy take over the optimizers of a fit. All ranks."""
@@ -337,7 +352,9 @@ class Engine(Group):
                 f"strategy={self.strategy.name!r} trains with one optimizer and there are {len(optimizers)} ({', '.join(optimizers)}); "
                 "put the parameters into groups of one, or use strategy='ddp' or 'fsdp'"
             )
-        self._ready(self.strategy.prepare_optimizers(self.model, optimizers))
+        with self.accelerator.building():
+            model = self.strategy.prepare_optimizers(self.model, optimizers)
+        self._ready(model)
 
     def _ready(self, model: torch.nn.Module) -> torch.nn.Module:
         """Where nothing is wrapped around the root and nothing hooked to it, the loop calls the step itself."""
@@ -345,6 +362,7 @@ class Engine(Group):
         self.root.__dict__.pop("forward", None)
         self.root.__dict__.pop("_original_forward", None)
         self.model = model
+        self.accelerator.knows(model, self.root)
         bare = model is self.root and self.context is None and "train" in self.root.steps
         self.forward: Callable[[Any, int], Any] = functools.partial(model, "train")
         if bare and not (
@@ -365,6 +383,7 @@ class Engine(Group):
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """The context of one micro-batch: only in the last of a window (`is_last`) are gradients averaged over ranks."""
+        self._gradient_state.sync_gradients = is_last
         return contextlib.nullcontext() if is_last else self.strategy.no_sync(self.model)
 
     @property
@@ -396,7 +415,13 @@ class Engine(Group):
         if self.rank == 0:  # a tracker may ask Accelerate for its rank while it is made: not before now
             os.makedirs(self._logging_dir or ".", exist_ok=True)
             self.accelerator.log_with += [_checked_tracker(m("fabricate", self._logging_dir)) for m in self._made_later]
-        self.accelerator.init_trackers("fabricate", config=flat)
+        with self.accelerator.building():
+            self.accelerator.init_trackers("fabricate", config=flat)
+
+    def end_trackers(self) -> None:
+        """Let the trackers finish. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
 
 def _checked_tracker(made: Any) -> Any:

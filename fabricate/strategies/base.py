@@ -74,7 +74,8 @@ class Strategy(Listener):
     clips: ClassVar[str] = "fabricate"
     """Who clips, for the plan."""
     distributed_types: ClassVar[tuple[str, ...]] = ("NO", "MULTI_CPU", "MULTI_GPU")
-    """What `accelerator.distributed_type` may be once the Accelerator exists; anything else is an error before step 1."""
+    """What `accelerator.distributed_type` may be once the Accelerator exists; anything else is an error before step 1. "FSDP" and
+    "DEEPSPEED": the plugin that `accelerator_arguments` gives is set."""
 
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
         """Reasons why this strategy cannot run here, each with its remedy; empty when it can. Pure, all ranks."""
@@ -104,7 +105,8 @@ class Strategy(Listener):
         """Called once before anything is built, with what came out of all settings. Raises `ConfigurationError`. Pure."""
 
     def accelerator_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `accelerate.Accelerator(...)`, `kwargs_handlers` among them."""
+        """Keyword arguments for `accelerate.Accelerator(...)`: `kwargs_handlers`, and the `fsdp_plugin` or `deepspeed_plugin` that says
+        what the strategy does itself (`accelerator.state` then says FSDP or DEEPSPEED, on a CPU as well)."""
         return {}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:

@@ -60,7 +60,7 @@ class FSDP(Strategy):
     min_world_size: ClassVar[int] = 2
     lockstep: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
-    distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
+    distributed_types: ClassVar[tuple[str, ...]] = ("FSDP",)
 
     def __post_init__(self) -> None:
         if self.offload not in (None, "cpu"):
@@ -179,6 +179,18 @@ class FSDP(Strategy):
 
     # -- building -------------------------------------------------------------------------------------------------------
 
+    def accelerator_arguments(self) -> dict[str, Any]:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=self.reshard_after_forward,
+            cpu_offload=self.offload is not None,
+            activation_checkpointing=self.activation_checkpointing,
+            cpu_ram_efficient_loading=False,
+        )
+        return {"fsdp_plugin": plugin}
+
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         import torch
         from torch.distributed.fsdp import fully_shard
@@ -188,6 +200,7 @@ class FSDP(Strategy):
 
         self._device, self._division = accelerator.device, self._divide(module)
         options = self._options(accelerator.num_processes)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:  # fully_shard keeps each rank's own values: they have to be rank 0's
                 values = tensor.detach().to(self._device)  # one at a time: fully_shard moves one unit at a time as well
@@ -294,7 +307,8 @@ class FSDP(Strategy):
                 f"{changed[0]}={before[changed[0]]!r}; use the same, or build a new module"
             )
         self._device = accelerator.device
-        self._options(accelerator.num_processes)
+        options = self._options(accelerator.num_processes)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
         self._attach(root, module, [(name, module.get_submodule(name)) for name in names])
         return model
 

@@ -97,9 +97,14 @@ def _evaluate_source(run: Run, source: Source, stage: str, prefix: str) -> dict[
 
 def _batches(run: Run, source: Source) -> Iterator[tuple[EvalBatch, Any]]:
     """The batches of this rank, each also on the device."""
-    for batch_idx, item in enumerate(source.batches(stand_ins=run.engine.strategy.lockstep)):
-        run.now.batch_idx = batch_idx
-        yield item, run.engine.to_device(item.batch)
+    moment = run.engine.moment
+    moment.uneven = True  # ranks have unequal numbers of them
+    try:
+        for batch_idx, item in enumerate(source.batches(stand_ins=run.engine.strategy.lockstep)):
+            run.now.batch_idx = batch_idx
+            yield item, run.engine.to_device(item.batch)
+    finally:
+        moment.uneven = False
 
 
 def _step(run: Run, batch: Any, stage: str) -> Any:

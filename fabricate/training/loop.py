@@ -65,6 +65,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
     for micro_step, (batch, rows) in enumerate(run.journal.stopwatch.timed(window.micro_batches)):
         is_last = micro_step == window.num_micro_steps - 1
         run.now.batch = batch = engine.to_device(batch)
+        engine.moment.rows = rows
         with engine.gradient_sync(is_last):
             wrapped = calls.train_step  # None: nothing wraps the forward
             output = wrapped(trainer, module, batch) if wrapped else engine.forward(batch, progress.micro_step)
@@ -86,12 +87,15 @@ def update(state: LoopState, losses: WindowLosses) -> Update:
     engine, calls = run.engine, run.calls
     optimizer, parameters = run.optim.optimizers[losses.optimizer], run.optim.parameters[losses.optimizer]
     engine.scaling.unscale(optimizer)
+    engine.moment.rows = None
     losses.normalise(parameters)
     norm = engine.strategy.grad_norm(parameters) if state.wants_norm else None
     state.clip(parameters, norm)
+    engine.moment.gradients_final = True
     if calls.on_before_step is not None:
         calls.on_before_step(run.trainer, run.module, optimizer, norm)
     applied = state.apply(optimizer, norm)
+    engine.moment.gradients_final, engine.moment.skipped = False, not applied
     return Update(applied, norm, engine.strategy.route())
 
 

@@ -115,6 +115,7 @@ def _open_engine(
 ) -> tuple[Path | None, Engine]:
     """Set the process up for the run and open the engine; `stack` undoes both. Also where the run writes. All ranks."""
     stack.enter_context(environment_restored())
+    training = data.train is not None
     run_dir = settings.run_dir if training else None
     if settings.fast_dev_run and training:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
@@ -133,6 +134,7 @@ def _open_engine(
         logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
         timeout=datetime.timedelta(seconds=settings.timeout.seconds),
         compile=data.compilation(settings),
+        accumulation=data.accumulation[0],
     )
     stack.enter_context(engine)
     if settings.fast_dev_run and run_dir is not None:
@@ -255,7 +257,7 @@ def _close(run: Run) -> None:
         if run.calls.on_teardown is not None:
             run.calls.on_teardown(run.trainer, run.module)
         if run.source is not None and run.settings.trackers:
-            run.engine.accelerator.end_training()
+            run.engine.end_trackers()
     except Exception as exc:
         if pending is None:
             raise

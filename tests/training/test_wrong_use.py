@@ -9,7 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 
 from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, Trainer
 from tests.support.wrong import ROWS, Regression, answering, refused, wrong_module
@@ -260,18 +260,6 @@ def test_a_fit_inside_a_fit_is_refused() -> None:
             trainer.fit(Regression(), ROWS, batch_size=2)
 
     refused("this Trainer is running already; one fit at a time", error=FabricateError, plugins=[Nests()], forwards=1)
-
-
-def test_an_accelerator_that_exists_already_is_refused() -> None:
-    accelerate.Accelerator(cpu=True)
-    try:
-        refused(
-            "an Accelerator (or PartialState) exists already in this process; fabricate's Trainer owns the Accelerator"
-        )
-        assert PartialState._shared_state, "the user's own Accelerator was taken down"
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def test_a_loader_that_accelerate_prepared_is_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -52,7 +53,7 @@ class ZeRO(Strategy, abc.ABC):
     scales_loss: ClassVar[bool] = True
     skips_nonfinite: ClassVar[bool] = True
     clips: ClassVar[str] = "DeepSpeed"
-    distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
+    distributed_types: ClassVar[tuple[str, ...]] = ("DEEPSPEED",)
     _to_disk: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Options and devices that offload to files."""
 
@@ -124,6 +125,12 @@ class ZeRO(Strategy, abc.ABC):
 
     # -- building -------------------------------------------------------------------------------------------------------
 
+    def accelerator_arguments(self) -> dict[str, Any]:
+        from accelerate.utils import DeepSpeedPlugin
+
+        # Without zero.Init: transformers would read weights its way.
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=self._configuration.content, zero3_init_flag=False)}
+
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         self._device, self._local_rank = accelerator.device, str(accelerator.local_process_index)
         self._deepspeed, self._root = library.load(self._device), root
@@ -132,6 +139,7 @@ class ZeRO(Strategy, abc.ABC):
             self._deepspeed.init_distributed(dist.get_backend())
         trained = sum(math.prod(self.local_part(p).shape) for p in root.parameters() if p.requires_grad)
         self._configuration.fill_sizes(trained, getattr(getattr(root, "config", None), "hidden_size", None))
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(copy.deepcopy(self._configuration.content))
         # DeepSpeed wraps; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         accelerator.prepare_model(root, device_placement=False, evaluation_mode=True)
         self._give_memory()
