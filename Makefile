@@ -58,6 +58,7 @@ campaign: env
 	$(BIN)/python -m campaigns.parity --out docs/parity.md
 	$(BIN)/python -m campaigns.invariance --out docs/invariance.md
 	$(BIN)/python -m campaigns.matrix --out docs/matrix.md
+	$(BIN)/python -m campaigns.accelerator --out docs/accelerator.md
 	$(BIN)/python -m campaigns.precision --out docs/precision.md
 	$(BIN)/python -m campaigns.checkpoints --long --out docs/reliability.md
 
