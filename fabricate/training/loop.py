@@ -28,9 +28,9 @@ def fit(run: Run) -> str:
     state, agenda = LoopState(run), Agenda(run)
     if run.settings.validate_first and run.validation and run.progress.step == 0 and not run.checkpoints.restored:
         validate(run, run.progress.epoch)
-    while not (reason := finished(run)):
     if run.checkpoints.restored and finished(run):
         run.module.print(f"already complete: nothing to train ({finished(run)} reached at step {run.progress.step})")
+    while not (reason := finished(run)):
         for window in windows(run):  # one window of micro-batches makes one update
             state.begin_update()
             losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch
@@ -94,6 +94,8 @@ def update(state: LoopState, losses: WindowLosses) -> Update:
     engine.moment.gradients_final = True
     if calls.on_before_step is not None:
         calls.on_before_step(run.trainer, run.module, optimizer, norm)
+    if run.checkpoints.background is not None:
+        run.checkpoints.background.before_step()
     applied = state.apply(optimizer, norm)
     engine.moment.gradients_final, engine.moment.skipped = False, not applied
     return Update(applied, norm, engine.strategy.route())

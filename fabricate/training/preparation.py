@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ import torch
 
 from fabricate.checkpoint.state.commit import Background
 from fabricate.checkpoint.state.logical import frozen_digests, optimizer_groups
+from fabricate.checkpoint.state.staging import DeviceStaging, Staging
 from fabricate.configuration.opened_data import Data
 from fabricate.configuration.plan import Plan
 from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
-from fabricate.errors import ConfigurationError
+from fabricate.distributed.engine import Engine
+from fabricate.errors import ConfigurationError, size_text
+from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
@@ -44,7 +48,8 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     resuming.occupy(run, _warn)
     path = resuming.choose(run, os.fspath(resume), _warn)
     if run.run_dir is not None and settings.save == "async":
-        run.checkpoints.background = Background(engine.beside())
+        staging = Staging() if engine.device.type == "cpu" else DeviceStaging(engine.device)
+        run.checkpoints.background = Background(engine.beside(), staging)
     if run.run_dir is not None and engine.rank == 0:
         _write_plan(run.run_dir, plan)
     engine.barrier()
@@ -98,6 +103,8 @@ def _plan(run: Run, found: Resolved, data: Data) -> Plan:
     needed = dataclasses.replace(needed, module=outline(module))  # an engine may hide shapes from now on
     if run.run_dir is not None and (problems := list(unsaved_state(needed, engine.strategy))):
         raise ConfigurationError("; ".join(problems))
+    if run.run_dir is not None and run.settings.save == "async":
+        check_room_for_copies(needed, engine)
     engine.prepare_optimizers(optim.optimizers)
     found = dataclasses.replace(found, seed=(run.source.seed, found.seed[1]))
     return make_plan(run.settings, found, module, data, optim.optimizers, optim.schedules, run.notes, needed)
@@ -120,6 +127,22 @@ def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:
                     f"{what} strategy={strategy.name!r} cannot save in parts; use strategy='ddp', another optimizer, or leave out "
                     "run_dir, so that nothing is saved"
                 )
+
+
+def check_room_for_copies(needed: Need, engine: Engine) -> None:
+    """`ConfigurationError` unless the host has room for what a save in the background copies: this rank's share of the state."""
+    state = needed.whole["parameters"] + needed.whole["optimizer state"]
+    copies = math.ceil(state / engine.world_size)
+    per_rank = needed.per_rank(engine.strategy, engine.world_size)
+    on_device = engine.device.type != "cpu"
+    there = sum(size for kind, size in per_rank.items() if not on_device or kind.startswith("host "))
+    room, where = host_memory(engine.launch.local_world_size)
+    if copies + there > room:
+        beside = f", beside {size_text(there)} that it holds there" if there else ""
+        raise ConfigurationError(
+            f"save='async' copies the state to host memory before it is written, {size_text(copies)} on each rank{beside}, and a rank has "
+            f"{size_text(room)} ({where}); use save='sync', or start more ranks on more hosts"
+        )
 
 
 def _write_plan(run_dir: Path, plan: Plan) -> None:

@@ -16,6 +16,7 @@ from fabricate.checkpoint.format.retention import kept
 from fabricate.checkpoint.state import commit as committing
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
+from fabricate.checkpoint.state.staging import read_ahead
 from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
 from fabricate.training.log_lines import write_line
@@ -80,7 +81,7 @@ def write(run: Run, path: Path) -> None:
     """Write the checkpoint `path` of the run directory, or begin to. All ranks."""
     content, logs = _assemble(run, path), _logs(run)
     if run.checkpoints.background is None or run.checkpoints.last_save:
-        committing.write(run.engine, content, path, logs)
+        _write(run, content, path, logs)
         run.checkpoints.written = path
         return
     run.checkpoints.written = path
@@ -113,7 +114,13 @@ def write_now(run: Run, path: Path) -> None:
     """Write the checkpoint `path` and return when it is durable. All ranks."""
     check_weights(run)
     compare(run)
-    committing.write(run.engine, _assemble(run, path), path, _logs(run))
+    _write(run, _assemble(run, path), path, _logs(run))
+
+
+def _write(run: Run, content: Content, path: Path, logs: list[Path]) -> None:
+    if run.engine.device.type != "cpu":
+        content.chunks = read_ahead(content.chunks)
+    committing.write(run.engine, content, path, logs)
 
 
 def check_weights(run: Run) -> None:

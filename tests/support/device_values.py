@@ -87,6 +87,12 @@ class Device(TorchDispatchMode):
     def _count(self, function: Any, args: Any, kwargs: Any, there: bool, target: Any) -> None:
         if function is _aten._local_scalar_dense.default and there:
             self.waits.append("item")
+        if (
+            function is _aten.copy_.default
+            and isinstance(args[1], DeviceTensor)
+            and not isinstance(args[0], DeviceTensor)
+        ):
+            self.waits += [] if len(args) > 2 and args[2] else ["to the host"]
         if function is _aten._to_copy.default and target is not None:
             to_host = torch.device(target).type == "cpu"
             free = kwargs.get("non_blocking") and (to_host or args[0].data_ptr() in self.pinned)
@@ -95,17 +101,35 @@ class Device(TorchDispatchMode):
 
 
 class Stream:
-    """The one stream of the device."""
+    """A stream of the device, and its moments. `name`: empty for the one of the computation."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, name: str = "") -> None:
+        self._device, self._name = device, name
+
+    def _note(self, text: str) -> None:
+        self._device.events.append(f"{self._name} {text}".strip())
 
     def record_event(self) -> Stream:
-        self._device.events.append("recorded")
+        self._note("recorded")
         return self
 
     def synchronize(self) -> None:
-        self._device.events.append("waited for")
+        self._note("waited for")
+
+    def query(self) -> bool:
+        self._note("asked")
+        return True
+
+    def wait_event(self, event: Stream) -> None:
+        self._note(f"waits for {event._name or 'the computation'}")
+
+    wait_stream = wait_event
+
+    def __enter__(self) -> None:
+        self._note("entered")
+
+    def __exit__(self, *exc: object) -> None:
+        self._note("left")
 
 
 @contextlib.contextmanager

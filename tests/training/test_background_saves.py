@@ -302,3 +302,14 @@ def test_two_ranks_write_beside_their_training_what_they_would_write_in_it(tmp_p
         assert list(first) == [2, 4, 6, 8, 10]
         assert committed(tmp_path / strategy / "async") == first
         assert committed(tmp_path / strategy / "refused") == first
+
+
+def test_a_host_without_room_for_the_copies_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fabricate.training import preparation
+
+    monkeypatch.setattr(preparation, "host_memory", lambda ranks: (2000, "the limit of the control group"))
+    with pytest.raises(FabricateError, match=r"save='async' copies the state to host memory .* use save='sync'"):
+        fit(tmp_path)
+    assert fit(tmp_path, save="sync").steps == STEPS

@@ -142,9 +142,9 @@ def _text(failure: BaseException) -> str:
 class Background:
     """Writes one checkpoint at a time in a thread of every rank, while they train. The same calls on every rank."""
 
-    def __init__(self, group: Ranks) -> None:
+    def __init__(self, group: Ranks, staging: Staging) -> None:
         self._group = group
-        self._staging = Staging()
+        self._staging = staging
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.path: Path | None = None
@@ -166,7 +166,8 @@ class Background:
         """Copy what is to be written and begin to write it. Nothing may be under way. trained: the names of parameters by
         those of their chunks; a value among them that is not finite is a failure."""
         assert self._thread is None
-        content.chunks, ready = self._staging.copy(content.chunks)
+        weights = lambda name: name in trained or name.startswith("optimizer/")  # noqa: E731
+        content.chunks, ready = self._staging.copy(content.chunks, weights)
 
         def check() -> None:
             ready()
@@ -185,6 +186,10 @@ class Background:
         self.path, self.step, self._failure = path, content.manifest["step"], None
         self._thread = threading.Thread(target=work, name="fabricate-save", daemon=True)
         self._thread.start()
+
+    def before_step(self) -> None:
+        """Called before the optimizer changes weights: on a device the change waits for their copy, not the host."""
+        self._staging.before_step()
 
     def finish(self, timeout: float | None = None) -> BaseException | None:
         """Wait for what is under way, at most `timeout` seconds; returns why it failed. Afterwards another may start."""
