@@ -46,12 +46,11 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def opaque(batch: Any) -> bool:
-    """Whether something in `batch` moves by a `to` of its own, so that the tensors in it cannot be found."""
+    """Whether something in `batch` moves by a `to` of its own, so that the tensors in it cannot be found, or is a sparse tensor."""
     if isinstance(batch, torch.Tensor):
-        return False
-    if isinstance(batch, Mapping | list | tuple):
-        return any(opaque(part) for part in _parts(batch))
-    return hasattr(batch, "to")
+        return batch.layout is not torch.strided  # a sparse one is several, none of which knows another stream
+    moves_itself = hasattr(batch, "to") and not isinstance(batch, Mapping | list | tuple)
+    return moves_itself or any(opaque(part) for part in _parts(batch))
 
 
 def _parts(batch: Any) -> list[Any]:

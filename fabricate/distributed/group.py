@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fabricate.distributed.connections import Connections, PeerLost, break_connections, opened
 from fabricate.distributed.failures import Failures, is_echo
 from fabricate.errors import RankError
+from fabricate.strategies.sharding import broadcast
 
 _exit_handlers: list[object] = []
 _reported: list[str] = []
@@ -243,7 +244,7 @@ class Group:
         buffers = list(module.buffers())
         own = [buffer.clone() for buffer in buffers]
         for buffer in buffers:
-            dist.broadcast(buffer, src=0)
+            broadcast(buffer)
 
         def restore() -> None:
             for buffer, value in zip(buffers, own, strict=True):

@@ -16,7 +16,7 @@ class Progress:
     step: applied updates. epoch: the pass under way, from 0; at its end it counts completed passes. position: rows of the
     global order consumed in this pass (batches, for iterables of batches). micro_step: micro-batches of this rank in this
     pass. samples: rows consumed by all ranks since the beginning. tokens: sum of the weights of all ranks; behind by up to
-    one log interval when weights are device tensors. skipped: updates that were not applied. seconds: time in `fit`.
+    one log interval and an update when weights are device tensors. skipped: updates that were not applied. seconds: time in `fit`.
     """
 
     step: int = 0

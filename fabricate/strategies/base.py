@@ -38,6 +38,8 @@ class Strategy(Listener):
         gradient_accumulation_steps: int
         max_grad_norm: float | None
         nonfinite: str
+        compiles: bool = False
+        """Whether `Trainer(compile=...)` is set."""
 
         @property
         def scales_loss(self) -> bool:
@@ -252,6 +254,11 @@ class Strategy(Listener):
         if own:
             optimizer.state[parameter] = own
         return {key: self.local_part(own[key]) for key, value in state.items() if type(value) is torch.dtype}
+
+    @staticmethod
+    def broadcast(tensor: torch.Tensor) -> None:
+        """Give every rank rank 0's values of `tensor`, in place, whatever its dtype and layout. All ranks."""
+        parts.broadcast(tensor)
 
     def after_load(self) -> None:
         """Called when parts of parameters or of optimizer state were filled: initial values, a checkpoint, a plugin that changed

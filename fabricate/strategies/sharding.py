@@ -190,6 +190,18 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
+def broadcast(tensor: torch.Tensor) -> None:
+    """Give every rank rank 0's values of `tensor`, in place. All ranks. They travel as contiguous bytes: NCCL takes neither every dtype
+    nor every layout."""
+    import torch
+    import torch.distributed as dist
+
+    values = tensor.detach().contiguous()
+    dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values)
+
+
 def is_wrapper(value: object) -> bool:
     """Whether `value` is a tensor subclass that is made of other tensors, as those of low-bit optimizers are. Its shape is not that of
     what it holds."""

@@ -19,6 +19,11 @@ from fabricate.training.run_state import Run
 
 _NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")
 _APART = ("on the same device", "is not on the expected device", "same device type", "device of")
+_LATE = (
+    "a device reports what fails in its own work some calls later: the traceback, the step and the batch named here may come after those "
+    "at fault. Run once with CUDA_LAUNCH_BLOCKING=1 in the environment, or a few steps on a CPU, to see the line; an index out of range "
+    "is the usual cause (a label that is no class, a token that is not in the vocabulary)"
+)
 _MISSED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -29,6 +34,8 @@ def explain(run: Run, exc: BaseException) -> str:
         isinstance(exc, RuntimeError) and any(word in text for word in _NO_ROOM)
     ):
         return _no_room(run)
+    if isinstance(exc, torch.AcceleratorError):
+        return _LATE
     if not isinstance(exc, RuntimeError):
         return ""
     if _MISSED in text:

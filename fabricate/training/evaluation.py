@@ -41,14 +41,19 @@ def _evaluating(run: Run) -> Iterator[None]:
     restore_buffers = run.engine.share_buffers(run.module)
     pending, run.module._logged[:] = list(run.module._logged), []
     run.module.eval()
+    device_works = True
     try:
         with torch.no_grad():
             yield
+    except torch.AcceleratorError:
+        device_works = False  # whatever uses it from here on raises the same, in place of the first report
+        raise
     finally:
         for module, mode in modes:
             module.training = mode
-        set_rng_state(generators)
-        restore_buffers()
+        if device_works:
+            set_rng_state(generators)
+            restore_buffers()
         run.module._logged[:] = pending
 
 
@@ -171,9 +176,7 @@ def _rows(output: Any, rows: int) -> list[Any]:
             raise ConfigurationError(
                 f"predict_step returned {shape} for a batch of {rows} rows; the leading dimension has to be the rows"
             )
-        if isinstance(output, torch.Tensor):
-            return list(output.cpu())  # one copy for all rows
-        return [o.cpu() if isinstance(o, torch.Tensor) else o for o in output]
+        return [_on_host(row) for row in _on_host(output)]  # of a tensor one copy, whose rows are there already
     if isinstance(output, Mapping):
         columns = {k: _rows(v, rows) for k, v in output.items()}
         return [{k: column[i] for k, column in columns.items()} for i in range(rows)]
@@ -183,6 +186,10 @@ def _rows(output: Any, rows: int) -> list[Any]:
     raise ConfigurationError(
         f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them"
     )
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] | None:

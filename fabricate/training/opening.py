@@ -227,7 +227,8 @@ def noting_failures(run: Run) -> Iterator[None]:
             f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
         )
         if run.now.batch is not None:
-            exc.add_note(f"the batch was {describe(run.now.batch)}")
+            or_before = ", or one before it" if isinstance(exc, torch.AcceleratorError) else ""
+            exc.add_note(f"the batch was {describe(run.now.batch)}{or_before}")
         raise
 
 

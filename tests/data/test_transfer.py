@@ -45,6 +45,13 @@ def test_what_moves_by_itself_is_recognised_wherever_it_is() -> None:
     assert opaque({"a": torch.zeros(1), "b": [Own()]})
 
 
+def test_sparse_tensors_are_not_left_to_a_stream_that_they_cannot_record() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert opaque(sparse)
+    assert opaque({"a": [torch.zeros(1), sparse]})
+    assert opaque(Pair(sparse))
+
+
 def test_batches_stay_where_they_are_without_a_device() -> None:
     batch = [torch.zeros(2)]
     assert Transfer(torch.device("cpu"), lambda given: given)(batch) is batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from fabricate import Trainer, TrainModule
+from fabricate.distributed.group import Group
 from fabricate.testing import run_ranks
 
 
@@ -67,7 +68,8 @@ def three_updates() -> dict[str, list[str]]:
             seed=1,
             progress=False,
         )
-        with remembered(function, happened[strategy]):
+        both = remembered("all_reduce", happened[strategy]) if strategy == "fsdp" else nullcontext()
+        with remembered(function, happened[strategy]), both:
             trainer.fit(Classes(happened[strategy]), data, batch_size=2)
     return happened
 
@@ -87,8 +89,17 @@ def test_what_ranks_sum_up_is_on_its_way_while_backward_runs(ranks: list[dict[st
 def test_fsdp_gathers_no_more_than_fully_shard_by_hand(ranks: list[dict[str, list[str]]]) -> None:
     """Each block before its forward and before its backward, what is in no block once."""
     for happened in ranks:
-        told = [each for each in happened["fsdp"] if each != "backward"]
+        told = [each for each in happened["fsdp"] if each not in ("backward", "all_reduce")]
         assert told[: 3 * 6] == [*["all_gather_into_tensor"] * 5, "step"] * 3
+
+
+def test_no_gather_of_a_backward_waits_behind_the_sum_over_ranks(ranks: list[dict[str, list[str]]]) -> None:
+    """Messages of one process group are sent in order, and the sum is known at the end of the forward only."""
+    for happened in ranks:
+        updates = " ".join(happened["fsdp"]).split("step")[1:3]
+        for messages in (update.split() for update in updates):
+            assert "all_reduce" in messages[messages.index("backward") :]
+            assert "all_gather_into_tensor" not in messages[messages.index("all_reduce") :]
 
 
 def number_of_groups() -> list[int]:
@@ -105,3 +116,43 @@ def test_later_fits_of_a_process_open_no_process_group() -> None:
     """torch closes none before the process ends: each keeps threads, connections and, on a GPU, memory."""
     for numbers in run_ranks(number_of_groups, 2):
         assert numbers[2] == numbers[3] == numbers[1], numbers
+
+
+def shared_values() -> list[Any]:
+    """This rank's values before, those that all share, and this rank's again."""
+    rank = dist.get_rank()
+    module = torch.nn.Module()
+    module.register_buffer("counts", torch.full((3,), rank + 1, dtype=torch.int16))
+    module.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t() + 10 * rank)
+    module.register_buffer("flag", torch.tensor(rank == 0))
+    found = [[buffer.tolist() for buffer in module.buffers()]]
+    restore = Group(rank, 2).share_buffers(module)
+    found.append([buffer.tolist() for buffer in module.buffers()])
+    restore()
+    return [*found, [buffer.tolist() for buffer in module.buffers()], module.get_buffer("turned").is_contiguous()]
+
+
+def only_what_nccl_takes() -> list[Any]:
+    """`shared_values`, where a broadcast takes contiguous tensors of some dtypes."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    own = dist.broadcast
+
+    def strict(tensor: torch.Tensor, **options: Any) -> Any:
+        assert tensor.is_contiguous()
+        assert tensor.dtype in (torch.float32, torch.int64, torch.uint8)
+        return own(tensor, **options)
+
+    dist.broadcast = strict
+    try:
+        return shared_values()
+    finally:
+        dist.broadcast = own
+
+
+def test_buffers_of_any_dtype_and_layout_are_shared() -> None:
+    first, second = run_ranks(only_what_nccl_takes, 2)
+    for own, shared, again, contiguous in (first, second):
+        assert shared == first[0]
+        assert again == own
+        assert not contiguous

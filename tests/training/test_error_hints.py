@@ -347,3 +347,40 @@ def test_as_replicas_it_ends_with_what_takes_the_memory_and_what_helps(tmp_path:
     assert "out of memory on rank" in text
     assert "strategy='ddp' keeps about 1.6 GiB on each rank (parameters 1.5 GiB, gradients 32.0 MiB" in text
     assert "a rank has 1.4 GiB (ulimit -d). What helps: divide them over more ranks with strategy='fsdp'" in text
+
+
+# ------------------------------------------------------------------------------------------------- errors of a device's own work
+
+
+class Asserts(Net):
+    """As where an index is out of range on a GPU: the error comes up in a later call."""
+
+    evaluates = False
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        if not self.evaluates:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_an_error_that_a_device_reports_late_says_so() -> None:
+    kind, text = failure(Asserts())
+    assert kind == "AcceleratorError"
+    assert "the batch was" in text
+    assert "or one before it" in text
+    assert "Run once with CUDA_LAUNCH_BLOCKING=1 in the environment, or a few steps on a CPU" in text
+
+
+def test_the_end_of_an_evaluation_does_not_touch_a_device_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fabricate.training import evaluation
+
+    touched: list[object] = []
+    monkeypatch.setattr(evaluation, "set_rng_state", touched.append)
+    module = Asserts()
+    module.evaluates = True
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        Trainer(max_steps=1, progress=False).validate(module, rows(), batch_size=2)
+    assert touched == []

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
 from fabricate_deepspeed.strategy import ZeRO
 
@@ -24,7 +23,7 @@ class _WholeParameters(ZeRO):
     def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.data = parameter.data.to(self._device)
-            dist.broadcast(parameter.detach(), src=0)
+            self.broadcast(parameter)
 
     def _for_evaluation(self) -> torch.nn.Module:
         return self._root

@@ -145,7 +145,7 @@ class ZeRO(Strategy, abc.ABC):
         self._give_memory()
         for buffer in root.buffers():
             buffer.data = buffer.data.to(self._device)
-            dist.broadcast(buffer, src=0)
+            self.broadcast(buffer)
         self._place(root.parameters())
         self._uses.watch(module)
         return root if "train" in root.steps else self._for_evaluation()

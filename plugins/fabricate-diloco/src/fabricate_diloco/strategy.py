@@ -12,7 +12,6 @@ from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from fabricate import ConfigurationError, Strategy, hookimpl
 from fabricate_diloco.outer import Outer
@@ -53,7 +52,7 @@ class DiLoCo(Strategy):
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         model = super().prepare(accelerator, root, module)  # placed, and nothing around it that would synchronise
         for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+            self.broadcast(tensor)
         self._outer: Outer | None = None
         return model
 
