@@ -18,7 +18,7 @@ from fabricate.errors import ConfigurationError, first_line, size_text
 from fabricate.launch.ranks import Launch, detect
 from fabricate.launch.settings import requests
 from fabricate.launch.variables import Request
-from fabricate.model.memory import Need, available, need_ahead, total
+from fabricate.model.memory import Need, capacity, need_ahead, total
 from fabricate.module import TrainModule
 from fabricate.precisions.base import Precision
 from fabricate.registry.hook_calls import Origin
@@ -140,7 +140,7 @@ def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: 
         return "ddp", f"{reason}; memory is not known before building ({first_line(exc)})"
     replica: Strategy = registry.resolve("strategy", "ddp")[0]
     takes = total(needed.per_rank(replica, launch.world_size), device.type != "cpu")
-    room, where = available(device, launch.local_world_size)
+    room, where = capacity(device, launch.local_world_size)
     fits = f"{reason}; a replica takes {size_text(takes)}"
     if takes > room:
         return "fsdp", f"{fits}, more than {size_text(room)} ({where})"

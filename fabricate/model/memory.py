@@ -60,11 +60,26 @@ def halved(needed: Need, strategy: Strategy, world_size: int) -> tuple[int, int]
 
 
 def available(device: torch.device, local_ranks: int) -> tuple[int, str]:
-    """Bytes that a rank can have in all, and where: on its device, or its share of the host."""
+    """Bytes that a rank can have in all, and where: what is free on its device or held by this process already, or its share of the
+    host."""
     if device.type == "cpu":
         return host_memory(local_ranks)
-    properties = torch.cuda.get_device_properties(device)
-    return properties.total_memory, properties.name
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory(), "of the host's memory, for the GPU"
+    free, _ = torch.accelerator.get_memory_info(device)
+    return free + torch.accelerator.memory_reserved(device), f"free on {_name(device)}"
+
+
+def capacity(device: torch.device, local_ranks: int) -> tuple[int, str]:
+    """As `available`, whatever else lies on the device at the moment: the same on every rank, so that ranks choose alike."""
+    if device.type in ("cpu", "mps"):
+        return available(device, local_ranks)
+    return torch.accelerator.get_memory_info(device)[1], _name(device)
+
+
+def _name(device: torch.device) -> str:
+    module: Any = torch.get_device_module(device)
+    return str(getattr(module, "get_device_name", str)(device))
 
 
 def outline(module: TrainModule) -> TrainModule:

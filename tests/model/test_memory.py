@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from fabricate import ConfigurationError, Strategy, Trainer, TrainModule
 from fabricate.model.host_memory import host_memory
-from fabricate.model.memory import need, outline
+from fabricate.model.memory import available, capacity, need, outline
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
@@ -292,3 +292,14 @@ class Named(Strategy):
 def test_a_strategy_divides_the_kinds_that_it_names() -> None:
     found = Named().memory_per_rank(torch.nn.Linear(1, 1), {"parameters": 10, "gradients": 10}, 4)
     assert found == {"parameters": 10, "gradients": 3}
+
+
+def test_a_plan_counts_what_is_free_on_a_device_and_ranks_choose_by_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: (50, 80))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: 20)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "some GPU")
+    assert available(device, 1) == (70, "free on some GPU"), "what this process holds already is its own to use"
+    assert capacity(device, 1) == (80, "some GPU"), "the same on every rank, whatever else runs beside it"
