@@ -161,8 +161,10 @@ def _for_evaluation(data: object, loading: Loading) -> Loading:
 
 
 def settle(settings: Settings, resolved: Resolved, data: Data) -> None:
-    """Give the strategy what came out of all settings. Pure."""
-    resolved.strategy.settle(settled(settings, resolved, data))
+    """Give the strategy and the precision what came out of all settings. Pure."""
+    result = settled(settings, resolved, data)
+    resolved.strategy.settle(result)
+    resolved.precision.settle(result)
 
 
 def settled(settings: Settings, resolved: Resolved, data: Data) -> Strategy.Settled:
@@ -175,4 +177,5 @@ def settled(settings: Settings, resolved: Resolved, data: Data) -> Strategy.Sett
         gradient_accumulation_steps=data.accumulation[0],
         max_grad_norm=resolved.max_grad_norm[0] if resolved.max_grad_norm else None,
         nonfinite=settings.nonfinite,
+        compiles=settings.compile is not None,
     )

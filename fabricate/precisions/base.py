@@ -32,6 +32,10 @@ class Precision(Listener):
         the `Strategy` beside it."""
         return ()
 
+    def settle(self, settled: Any) -> None:
+        """Called once before anything is built, with what came out of all settings, a `Strategy.Settled`. Raises
+        `ConfigurationError`. Pure."""
+
     def convert(self, module: torch.nn.Module) -> None:
         """Change `module` in place (dtypes, layers) before it is sharded. Names in `state_dict()` must stay."""
 

@@ -43,6 +43,8 @@ class FP8(Precision):
         if self.backend not in _PACKAGES:
             raise ConfigurationError(f"fp8: backend={self.backend!r}: give 'torchao' or 'te'")
         self._layers: dict[str, torch.nn.Module] = {}
+        self._subclasses = 0
+        self._slow = False
 
     def check(self, device: torch.device, strategy: Strategy) -> Iterable[str]:
         package = _PACKAGES[self.backend]
@@ -58,8 +60,14 @@ class FP8(Precision):
                 "use precision='bf16', or 'fp8:emulate=true' to try the rounding without the speed"
             )
 
+    def settle(self, settled: Strategy.Settled) -> None:
+        self._slow = self.backend == "torchao" and not (self.emulate or settled.compiles)
+
     def convert(self, module: torch.nn.Module) -> None:
-        linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+        every = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+        # A subclass may compute something else, or nothing: attention reads the weight of its output layer without calling it.
+        linear = {name: layer for name, layer in every.items() if type(layer) is torch.nn.Linear}
+        self._subclasses = len(every) - len(linear)
         fitting = [name for name, layer in linear.items() if not (layer.in_features % 16 or layer.out_features % 16)]
         self._layers = {name: linear[name] for name in fitting if not (self.skip and re.search(self.skip, name))}
         if not self._layers:
@@ -74,7 +82,9 @@ class FP8(Precision):
             return
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
+        recipe = Float8LinearConfig.from_recipe_name(self.recipe)
+        # Zeros up to a multiple of 16 rows, where a batch has another number: the products of backward need one.
+        config = dataclasses.replace(recipe, emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in self._layers)
 
     def on_teardown(self, trainer: Trainer, module: TrainModule) -> None:
@@ -97,4 +107,6 @@ class FP8(Precision):
     def describe(self) -> dict[str, str]:
         recipe = f", {self.recipe}" if self.backend == "torchao" else ""
         how = "emulated: float8's rounding without its speed" if self.emulate else "native"
-        return {"float8": f"{len(self._layers)} linear layers by {self.backend}{recipe}; {how}"}
+        left = f"; {self._subclasses} of subclasses of Linear left alone" if self._subclasses else ""
+        slow = "; without compile=True its scaling takes longer than it saves, and bf16 is faster" if self._slow else ""
+        return {"float8": f"{len(self._layers)} linear layers by {self.backend}{recipe}; {how}{left}{slow}"}
