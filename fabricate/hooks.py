@@ -139,7 +139,8 @@ class Events:
     @hookspec
     def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:
         """At a log boundary, and at the end of a fit for what came after the last one: floats, reduced over micro-batches and
-        ranks, the same on every rank. No collectives needed."""
+        ranks, the same on every rank. No collectives needed. On a GPU the host waits for the device before this call; without
+        a listener but the progress bar it does not."""
 
     @hookspec
     def on_eval_start(self, trainer: Any, module: Any, stage: str) -> None:

@@ -57,6 +57,7 @@ class Trainer:
     deterministic: torch's deterministic algorithms while the fit runs.
     compile: True: torch.compile for each block that repeats (of a transformers model, of a ModuleList), else for each layer
     of the module; "blocks": blocks or an error; a mapping: options of torch.compile. Nothing stays compiled afterwards.
+    Rows are a dynamic size where the last batch is known to be shorter, unless the options say.
     save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
     save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens").

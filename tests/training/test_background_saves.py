@@ -313,3 +313,20 @@ def test_a_host_without_room_for_the_copies_is_refused_before_the_first_step(
     with pytest.raises(FabricateError, match=r"save='async' copies the state to host memory .* use save='sync'"):
         fit(tmp_path)
     assert fit(tmp_path, save="sync").steps == STEPS
+
+
+def test_each_change_of_weights_comes_after_what_is_being_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Steps(Callback):
+        def on_before_step(self) -> None:
+            order.append("gradients")
+
+        def on_step(self) -> None:
+            order.append("weights")
+
+    monkeypatch.setattr(Staging, "before_step", lambda staging: order.append("copies"))
+    fit(tmp_path, Steps(), steps=3)
+    assert order == ["gradients", "copies", "weights"] * 3
