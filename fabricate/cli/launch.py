@@ -34,8 +34,27 @@ def _single(*names: str, **settings: Any) -> Callable[[Callable[..., None]], Cal
     return click.option(*names, multiple=True, callback=_once, **settings)
 
 
+class _Count(click.ParamType[int | str]):
+    """A number of processes, or a word for torchrun."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value in ("gpu", "auto"):
+            return str(value)
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of processes; give one, 'gpu' or 'auto'", param, ctx)
+
+
 _OPTIONS = (
-    _single("--nproc", type=int, metavar="N", help="Processes on this node; default: 1, or what the config file says."),
+    _single(
+        "--nproc",
+        type=_Count(),
+        metavar="N|gpu|auto",
+        help="Processes on this node, or one per device, counted by torchrun; default: 1, or what the config file says.",
+    ),
     _single("--nnodes", type=int, metavar="N", help="Nodes in all; start the same command on each."),
     _single("--node-rank", type=int, metavar="I", help="Which of the nodes this is, from 0."),
     _single("--master-addr", metavar="HOST", help="The host of node rank 0."),
@@ -45,6 +64,11 @@ _OPTIONS = (
         type=click.IntRange(min=0),
         metavar="SECONDS",
         help="How long ranks have to save and end, once told to or once another one failed; default: 30.",
+    ),
+    _single(
+        "--numa-binding",
+        type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
+        help="torchrun's option: which cores near its GPU each rank is bound to.",
     ),
     _single("--strategy", metavar="NAME", help="ddp, fsdp, zero3, ..., with options: zero3:offload_optimizer=cpu."),
     _single("--precision", metavar="NAME", help="fp32, bf16, fp16, ..."),
@@ -70,12 +94,13 @@ def prepared(
     arguments: Sequence[str],
     config: str | None,
     plugins: Sequence[str],
-    nproc: int | None,
+    nproc: int | str | None,
     nnodes: int | None,
     node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
     shutdown_timeout: int | None,
+    numa_binding: str | None,
     strategy: str | None,
     precision: str | None,
     plan_only: bool = False,
@@ -100,6 +125,7 @@ def prepared(
         node_rank=_agreed("--node-rank", node_rank, file.path, "machine_rank", file.node_rank) or 0,
         master_addr=_agreed("--master-addr", master_addr, file.path, "main_process_ip", file.master_addr),
         master_port=_agreed("--master-port", master_port, file.path, "main_process_port", file.master_port),
+        numa_binding=numa_binding,
     )
     environment = commands.environment(
         os.environ,

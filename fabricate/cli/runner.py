@@ -48,10 +48,16 @@ def _alone(script: str, arguments: Sequence[str]) -> int:
 
 def _torchrun(arguments: Sequence[str]) -> int:
     """torchrun, with the exit code of the first rank that failed; 128 + N where signal N ended it or torchrun."""
+    import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    if "--numa-binding" in arguments[: arguments.index("--")] and not torch.cuda.is_available():
+        print(
+            "--numa-binding: torch binds ranks to cores near NVIDIA GPUs, and sees none; leave it out", file=sys.stderr
+        )
+        return 2
     _wait_for_ranks(float(os.environ.get(SHUTDOWN_TIMEOUT, "30")))
     try:
         main(list(arguments))
@@ -62,6 +68,9 @@ def _torchrun(arguments: Sequence[str]) -> int:
         return code if code > 0 else 128 - code
     except SignalException as exc:
         return 128 + int(exc.sigval)
+    except ValueError as exc:  # of torchrun's own: a rank's failure is a ChildFailedError
+        print(f"--nproc: torchrun cannot count the devices here: {exc}", file=sys.stderr)
+        return 2
     return 0
 
 

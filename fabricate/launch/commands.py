@@ -34,20 +34,22 @@ def command(
     script: str,
     arguments: Sequence[str],
     *,
-    nproc: int,
+    nproc: int | str,
     nnodes: int = 1,
     node_rank: int = 0,
     master_addr: str | None = None,
     master_port: int | None = None,
+    numa_binding: str | None = None,
     python: str = sys.executable,
 ) -> list[str]:
-    """The command line that runs `script` on `nproc` ranks of this node: in one process for one in all, else through torchrun.
+    """The command line that runs `script` on `nproc` ranks of this node: in one process for one in all, else through torchrun, which
+    counts "gpu" and "auto" itself, and binds ranks to the cores near their GPUs as `numa_binding` says.
 
     Raises ConfigurationError for counts that cannot be, and for several nodes without the address of the first.
 
         command("train.py", ["--lr", "0.1"], nproc=1)[2:] == ["fabricate.cli.runner", "--alone", "--", "train.py", "--lr", "0.1"]
     """
-    if nproc < 1 or nnodes < 1:
+    if (isinstance(nproc, int) and nproc < 1) or nnodes < 1:
         raise ConfigurationError(f"--nproc {nproc} --nnodes {nnodes}: a run has one process on one node at least")
     if not 0 <= node_rank < nnodes:
         raise ConfigurationError(f"--node-rank {node_rank} --nnodes {nnodes}: node ranks count from 0 to {nnodes - 1}")
@@ -55,13 +57,15 @@ def command(
         raise ConfigurationError(
             f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same everywhere"
         )
-    if nproc == nnodes == 1:
+    if nproc == nnodes == 1 and numa_binding is None:
         return [python, "-m", "fabricate.cli.runner", "--alone", "--", script, *arguments]
     if nnodes == 1 and master_addr is None and master_port is None:
         meeting = ["--standalone"]
     else:
         meeting = ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
         meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
+    if numa_binding is not None:
+        meeting += ["--numa-binding", numa_binding]
     # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
     return [python, "-m", "fabricate.cli.runner", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
 
@@ -85,7 +89,7 @@ def listed_plugins(text: str) -> list[str]:
 def environment(
     base: Mapping[str, str],
     *,
-    nproc: int = 1,
+    nproc: int | str = 1,
     strategy: str | None = None,
     precision: str | None = None,
     plugins: Sequence[str] = (),
@@ -121,6 +125,6 @@ def environment(
     result["FABRICATE_LAUNCHED"] = "1"
     # A store shared between the rendezvous and the process group keeps the keys of the ranks before a restart.
     result["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if nproc > 1:  # one process keeps torch's own choice, as under plain Python
+    if isinstance(nproc, int) and nproc > 1:  # one process keeps torch's own choice, as under plain Python
         result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     return result

@@ -234,6 +234,30 @@ def test_the_ranks_of_one_node_meet_by_themselves() -> None:
     assert line == ["py", "-m", "fabricate.cli.runner", "--standalone", "--nproc-per-node", "2", "--", "s.py", "--log"]
 
 
+def test_torchrun_counts_devices_and_binds_ranks_to_cores() -> None:
+    for count in ("gpu", "auto"):
+        line = command("s.py", [], nproc=count, numa_binding="node", python="py")
+        assert line[3:] == ["--standalone", "--numa-binding", "node", "--nproc-per-node", count, "--", "s.py"]
+        assert "OMP_NUM_THREADS" not in environment({}, nproc=count)
+    assert "--nproc-per-node" in command("s.py", [], nproc=1, numa_binding="node"), "one rank is bound by torchrun too"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc", "gpu"], "--nproc: torchrun cannot count the devices here: Cuda is not available."),
+        (["--numa-binding", "node"], "--numa-binding: torch binds ranks to cores near NVIDIA GPUs, and sees none"),
+        (["--nproc", "gpus"], "'gpus' is not a number of processes; give one, 'gpu' or 'auto'"),
+    ],
+)
+def test_what_needs_gpus_says_that_there_are_none(options: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fabricate", "run", __file__, *options], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
