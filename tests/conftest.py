@@ -9,6 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+# The tests mean the same on every machine: GPUs are hidden before torch looks for them, from the processes that tests start as well.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
+
 import psutil
 import pytest
 import torch
