@@ -121,6 +121,8 @@ class Opened:
     def __init__(self) -> None:
         self.connections: dict[str, Connections] = {}
         self.counterparts: dict[int, ProcessGroup] = {}
+        self.of_strategies: set[ProcessGroup] = set()
+        """What strategies opened: those of meshes, DeepSpeed's."""
         self.broken = False
         """Whether the connections of the default group broke."""
         self._count = 0

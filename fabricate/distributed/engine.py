@@ -301,7 +301,7 @@ class Engine(Group):
         self.root.steps = steps
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", _NOBODYS)
-        with self.accelerator.building():
+        with self.opening_groups(), self.accelerator.building():
             model = self.strategy.prepare(self.accelerator, self.root, module)
         if not isinstance(model, torch.nn.Module):
             raise PluginError(
@@ -341,7 +341,7 @@ class Engine(Group):
         self.root = root
         self.root.steps = steps
         self.root._context, self.root._moment = self.context, self.moment
-        with self.accelerator.building():
+        with self.opening_groups(), self.accelerator.building():
             model = self.strategy.reuse(self.accelerator, model, root)
         return self._ready(model)
 
@@ -352,7 +352,7 @@ class Engine(Group):
                 f"strategy={self.strategy.name!r} trains with one optimizer and there are {len(optimizers)} ({', '.join(optimizers)}); "
                 "put the parameters into groups of one, or use strategy='ddp' or 'fsdp'"
             )
-        with self.accelerator.building():
+        with self.opening_groups(), self.accelerator.building():
             model = self.strategy.prepare_optimizers(self.model, optimizers)
         self._ready(model)
 

@@ -12,7 +12,7 @@ import datetime
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -229,6 +229,23 @@ class Group:
                     known[number] = group
         dist.distributed_c10d._set_pg_timeout(self._timeout, known[number])
         return known[number]
+
+    @contextlib.contextmanager
+    def opening_groups(self) -> Iterator[None]:
+        """Process groups that a strategy opens meanwhile have the time-out of this piece of work, and so have those that strategies opened
+        in earlier ones: torch gives new ones its own. This rank alone."""
+        if not dist.is_initialized():
+            yield
+            return
+        known, every = opened().of_strategies, dist.distributed_c10d._world.pg_map
+        before = set(every)
+        try:
+            yield
+        finally:
+            known |= set(every) - before
+            known &= set(every)  # without those that were closed
+            for group in known:
+                dist.distributed_c10d._set_pg_timeout(self._timeout, group)
 
     def beside(self) -> Group:
         """The same ranks once more, for a thread of each: its messages do not meet those of the main thread."""

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from fabricate import Trainer, TrainModule
 from fabricate.distributed.group import Group
-from fabricate.testing import run_ranks
+from fabricate.testing import close_pools, run_ranks
 
 
 class Classes(TrainModule):
@@ -102,20 +102,40 @@ def test_no_gather_of_a_backward_waits_behind_the_sum_over_ranks(ranks: list[dic
             assert "all_gather_into_tensor" not in messages[messages.index("all_reduce") :]
 
 
-def number_of_groups() -> list[int]:
-    """How many process groups are open after each fit."""
+def groups() -> list[tuple[int, set[int]]]:
+    """After each fit: how many process groups are open, and the time-outs in minutes of those that a rank opened for strategies."""
     data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
-    numbers = []
-    for strategy in ("ddp", "fsdp", "ddp", "fsdp"):
-        Trainer(strategy=strategy, max_steps=1, progress=False).fit(Classes([]), data, batch_size=2)
-        numbers.append(len(dist.distributed_c10d._world.pg_map))
-    return numbers
+    found = []
+    for strategy, minutes in (("ddp", 7), ("fsdp", 7), ("zero1", 7), ("ddp", 9), ("fsdp", 9), ("zero1", 9)):
+        module = Classes([])
+        trainer = Trainer(
+            strategy=strategy, max_steps=1, progress=False, precision="fp32", timeout=f"{minutes} minutes"
+        )
+        trainer.fit(module, data, batch_size=2)
+        every = dist.distributed_c10d._world.pg_map
+        limits = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
+        found.append((len(every), {limit.total_seconds() // 60 for limit in limits}))
+    return found
 
 
-def test_later_fits_of_a_process_open_no_process_group() -> None:
+@pytest.fixture(scope="module")
+def fits() -> list[list[tuple[int, set[int]]]]:
+    """What each of two ranks saw, in new processes: every group that is open belongs to these fits."""
+    close_pools()
+    return run_ranks(groups, 2)
+
+
+def test_later_fits_of_a_process_open_no_process_group(fits: list[list[tuple[int, set[int]]]]) -> None:
     """torch closes none before the process ends: each keeps threads, connections and, on a GPU, memory."""
-    for numbers in run_ranks(number_of_groups, 2):
-        assert numbers[2] == numbers[3] == numbers[1], numbers
+    for rank in fits:
+        numbers = [number for number, _ in rank]
+        assert numbers[3:] == numbers[2:3] * 3, numbers
+
+
+def test_the_time_out_of_the_trainer_reaches_every_process_group(fits: list[list[tuple[int, set[int]]]]) -> None:
+    """Those of meshes and DeepSpeed's too, to which torch gives ten minutes with NCCL and thirty with gloo."""
+    for rank in fits:
+        assert [limits for _, limits in rank] == [{7}] * 3 + [{9}] * 3
 
 
 def shared_values() -> list[Any]:
