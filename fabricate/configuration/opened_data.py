@@ -171,6 +171,7 @@ def settled(settings: Settings, resolved: Resolved, data: Data) -> Strategy.Sett
     """What came out of all settings, as strategies receive it."""
     return Strategy.Settled(
         world_size=resolved.launch.world_size,
+        local_world_size=resolved.launch.local_world_size,
         device=resolved.device,
         precision=resolved.precision,
         micro_batch_size=data.train.batch_size if data.train is not None else None,

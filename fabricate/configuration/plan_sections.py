@@ -17,6 +17,7 @@ from fabricate.configuration.opened_data import Data, settled
 from fabricate.configuration.plan import Plan, Setting
 from fabricate.configuration.resolve import Resolved
 from fabricate.data.source import Source
+from fabricate.distributed.devices import distributed_type, note_on
 from fabricate.errors import FabricateError, size_text
 from fabricate.model.memory import Need, available, halved, total
 from fabricate.optim.schedules import Schedule
@@ -51,20 +52,26 @@ def make_plan(
         *_outputs(settings, bool(data.validation)),
     )
     sources = [source for source in (data.train, *data.validation.values()) if source is not None]
-    all_notes = [*notes, *(note for source in sources for note in source.notes)]
+    all_notes = [*notes, *_notes_on_ranks(resolved), *(note for source in sources for note in source.notes)]
     return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)))
 
 
 def _ranks(resolved: Resolved) -> Iterator[Setting]:
     """Where the run takes place."""
     world_size, launcher = resolved.launch.world_size, resolved.launch.launcher
-    kind = "NO" if world_size == 1 else "MULTI_CPU" if resolved.device.type == "cpu" else "MULTI_GPU"
-    types = resolved.strategy.distributed_types
-    kind = kind if kind in types else types[0]
-    detected = torch.cuda.is_available() or kind == "NO"
-    yield Setting("device", str(resolved.device), "detected" if detected else "no GPU here")
+    yield Setting("device", str(resolved.device), resolved.device_source)
     yield Setting("world_size", world_size, f"launcher ({launcher})")
+    kind, kinds = distributed_type(resolved.device, resolved.strategy.in_group(world_size)), resolved.strategy.distributed_types
+    kind = kind if kind in kinds else kinds[0]
     yield Setting("distributed_type", kind, "Accelerate")
+
+
+def _notes_on_ranks(resolved: Resolved) -> Iterator[str]:
+    """What a reader may not expect of this number of ranks on these devices."""
+    if note := note_on(resolved.device):
+        yield note
+    if resolved.launch.world_size == 1 and resolved.strategy.in_group(1):
+        yield f"strategy={resolved.strategy.name!r} on one process: nothing is divided between ranks"
 
 
 def _strategy_and_precision(resolved: Resolved) -> Iterator[Setting]:

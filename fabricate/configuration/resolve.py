@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fabricate.configuration.arguments import Settings
+from fabricate.distributed.devices import choose_device
 from fabricate.errors import ConfigurationError, first_line, size_text
 from fabricate.launch.ranks import Launch, detect
 from fabricate.launch.settings import requests
@@ -42,6 +43,7 @@ class Resolved:
     launch: Launch
     registry: Registry
     device: torch.device
+    device_source: str
     choices: dict[str, Choice]
     accumulation: tuple[int, str] | None
     max_grad_norm: tuple[float, str] | None
@@ -68,8 +70,7 @@ def resolve(settings: Settings, module: TrainModule, training: bool = True) -> R
     error that names both. `module` is measured where a choice needs it, not changed. All ranks, no collectives."""
     launch, requested = detect(os.environ), requests(os.environ)
     registry = Registry(settings.plugins)
-    on_cpu = "cpu" in requested or not torch.cuda.is_available()
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
+    device, device_source = choose_device(os.environ, requested, launch.local_rank)
     choices: dict[str, Choice] = {}
     for kind, value in (("strategy", settings.strategy), ("precision", settings.precision)):
         name, source = _choose(kind, value, requested.get(kind), device)
@@ -91,6 +92,7 @@ def resolve(settings: Settings, module: TrainModule, training: bool = True) -> R
         launch=launch,
         registry=registry,
         device=device,
+        device_source=device_source,
         choices=choices,
         accumulation=_agreed("gradient_accumulation_steps", settings.gradient_accumulation_steps, requested, int),
         max_grad_norm=max_grad_norm,

@@ -20,8 +20,9 @@ from accelerate.utils import InitProcessGroupKwargs, send_to_device
 
 from fabricate.data.transfer import Transfer
 from fabricate.distributed.accelerator import Moment, RunAccelerator
+from fabricate.distributed.devices import KINDS, distributed_type, make_current
 from fabricate.distributed.fork import settle_fork
-from fabricate.distributed.group import Group
+from fabricate.distributed.group import Group, leave_at_exit
 from fabricate.distributed.loss_scaling import Scaled, Unscaled
 from fabricate.distributed.meeting import interface_towards, open_process_group
 from fabricate.distributed.shared_state import SharedState
@@ -48,6 +49,8 @@ _HIDDEN = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_DYNAMO_BACKEND",
 )
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Hidden as well where there is no process group: Accelerate would open one."""
 _NOBODYS: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
 """Of a sharded module: by which strategy on how many ranks, its root and what that was prepared to. This: nobody's, unusable."""
 
@@ -106,6 +109,7 @@ class Engine(Group):
         self.strategy = strategy
         self.precision = precision
         self._cpu = device.type == "cpu"
+        self.in_group = strategy.in_group(launch.world_size)
         self._log_with = [tracker for tracker in log_with if not inspect.isfunction(tracker)]
         self._made_later = [tracker for tracker in log_with if inspect.isfunction(tracker)]
         self._logging_dir = logging_dir
@@ -137,6 +141,11 @@ class Engine(Group):
                 f"compile= is set and strategy={self.strategy.name!r} works inside the forward that would be compiled; leave compile "
                 "out, or use strategy='ddp' or 'fsdp'"
             )
+        if self.in_group and not KINDS.get(self.device.type, "unknown"):
+            problems.append(
+                f"strategy={self.strategy.name!r} on {self.launch.world_size} of {self.device.type}: torch has no process group on such a "
+                "device; start one process with strategy='single', or compute on the CPU with ACCELERATE_TORCH_DEVICE=cpu"
+            )
         if problems:
             raise ConfigurationError("; ".join(problems))
 
@@ -146,9 +155,10 @@ class Engine(Group):
         self._shared_state.check(self.launch, self.device, self.precision.mixed_precision, self._accumulation)
         if note := settle_fork(self.device):
             self.notes.append(note)
+        make_current(self.device)
         with self._environment():
-            if self.world_size > 1 and not dist.is_initialized():
-                open_process_group(self.rank, self.world_size, self.device, self._timeout)
+            if self.in_group:
+                self._open_group()
             with self._left_on_failure():
                 self._build_accelerator()
                 self.join(self._timeout)  # the others notice when this rank fails from here on
@@ -167,7 +177,7 @@ class Engine(Group):
 
     def _build_accelerator(self) -> None:
         """`RunAccelerator`, beside what Accelerate shares with code outside of the run."""
-        self._shared_state.set_aside(self.world_size)
+        self._shared_state.set_aside(distributed_type(self.device, self.in_group))
         try:
             self.accelerator = RunAccelerator(
                 self,
@@ -198,6 +208,17 @@ class Engine(Group):
         finally:
             self._settings.close()
             self._shared_state.restore()
+
+    def _open_group(self) -> None:
+        """Open torch's default process group, or keep the one that is open: of an earlier fit, or of the user's code. All ranks."""
+        if not dist.is_initialized():
+            open_process_group(self.rank, self.world_size, self.device, self._timeout)
+            leave_at_exit()
+        elif dist.get_world_size() != self.world_size:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size} was launched, and this process has a process group of {dist.get_world_size()} "
+                "already, from an earlier fit or opened by the script; start new processes, or a new notebook kernel"
+            )
 
     @contextlib.contextmanager
     def _left_on_failure(self) -> Iterator[None]:
@@ -234,20 +255,20 @@ class Engine(Group):
     def _environment(self) -> Iterator[None]:
         """os.environ as the Accelerator should see it while it is built; exactly as before afterwards."""
         before = dict(os.environ)
-        for name in _HIDDEN:
+        for name in (*_HIDDEN, *_RANK):
             os.environ.pop(name, None)
-        os.environ.update(self.launch.environment)
-        if self.world_size > 1:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.device)  # else Accelerate would choose one itself
+        if self.in_group:
+            launch = self.launch
+            places = (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size)
+            os.environ.update(launch.environment | {n: str(place) for n, place in zip(_RANK, places, strict=True)})
             os.environ.setdefault(
                 "OMP_NUM_THREADS", str(torch.get_num_threads())
             )  # else Accelerate changes torch's threads
             master = os.environ.get("MASTER_ADDR")
-            if master and self.world_size > self.launch.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+            if master and self.world_size > launch.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
                 interface = interface_towards(master)
                 os.environ.update({"GLOO_SOCKET_IFNAME": interface} if interface else {})
-        elif self._cpu:
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                os.environ.pop(name, None)  # torchrun with one process: no process group is needed
         try:
             yield
         finally:

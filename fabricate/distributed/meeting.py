@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import socket
+from collections.abc import Iterable, Mapping
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from fabricate.distributed.devices import backend, physical_name
 from fabricate.errors import RankError
 
 _READ_TIMEOUT = datetime.timedelta(seconds=30)
@@ -42,34 +44,42 @@ def _address_towards(host: str) -> str | None:
 
 
 def open_process_group(rank: int, world_size: int, device: torch.device, timeout: datetime.timedelta) -> None:
-    """Open torch's default process group after `meet`, on a CPU or a CUDA device. Accelerate keeps it. All ranks.
+    """Open torch's default process group on devices of the kind of `device`, after `meet`. Accelerate keeps it. All ranks.
 
-    On CUDA it carries CPU tensors too (gloo), and `device` is this rank's from here on, so that NCCL need not guess it.
+    It carries CPU tensors too, and a device other than the CPU is bound to it, so that NCCL need not guess it. One process needs no
+    address to meet at.
     """
-    store = meet(rank, world_size, {"torch": torch.__version__, "the device": device.type}, timeout)
-    backend, own = "gloo", None
-    if device.type == "cuda":
-        backend, own = "cpu:gloo,cuda:nccl", torch.device("cuda", (device.index or 0) % torch.cuda.device_count())
-        torch.cuda.set_device(own)  # as Accelerate will
+    store: Store = dist.HashStore()  # type: ignore[attr-defined]
+    if world_size > 1:
+        built = {"torch": torch.__version__, "the device": device.type}
+        store = meet(rank, world_size, built, timeout, physical_name(device))
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=own)
+        dist.init_process_group(
+            backend(device),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
     except RuntimeError as exc:
         raise RankError(
-            f"rank {rank} on {socket.gethostname()} could not open torch's process group ({backend}): {exc}"
+            f"rank {rank} on {socket.gethostname()} could not open torch's process group ({backend(device)}): {exc}"
         ) from exc
 
 
-def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta) -> Store:
+def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta, device: str = "") -> Store:
     """Compare what ranks are built of before they open a process group, in which they would wait for each other without a
     word. Returns the store at MASTER_ADDR, which rank 0 has to hold until the group is open. All ranks.
 
-    built: what has to be the same everywhere, by what it is called. Raises `RankError`, the same on every rank.
+    built: what has to be the same everywhere, by what it is called. device: the name of the physical device of this rank, which has to
+    be its own; empty: not compared. Raises `RankError`, the same on every rank.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        compare_builds(store, rank, world_size, built)
+        compare_builds(store, rank, world_size, built, device)
     except dist.DistError as exc:
         raise RankError(
             f"rank {rank} on {socket.gethostname()} did not meet all of {world_size} ranks at {address} within {timeout}: start one "
@@ -79,7 +89,7 @@ def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.ti
     return met
 
 
-def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, str]) -> None:
+def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, str], device: str = "") -> None:
     """See `meet`. Needs nothing but the store, where each rank reads what rank 0 is built of, and the last one to have compared
     leaves the result. All ranks."""
     name = "fabricate/built"
@@ -87,22 +97,43 @@ def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, st
     if rank == 0:
         store.set(f"{name}/0", json.dumps(own))
     zero = json.loads(store.get(f"{name}/0"))
-    if any(zero[topic] != own[topic] for topic in built):
-        store.compare_set(f"{name}/different", "", json.dumps(own))
+    if problem := _difference(zero, own, built) or _shared_device(store, name, rank, device):
+        store.compare_set(f"{name}/problem", "", problem)
     if store.add(f"{name}/compared", 1) == world_size:
-        different = store.check([f"{name}/different"])
-        store.set(f"{name}/result", store.get(f"{name}/different").decode() if different else "null")
-    other = json.loads(store.get(f"{name}/result"))
-    if other is None:
+        found = store.check([f"{name}/problem"])
+        store.set(f"{name}/result", store.get(f"{name}/problem").decode() if found else "")
+    result = store.get(f"{name}/result").decode()
+    if not result:
         return
     if store.add(f"{name}/read", 1) == world_size:
         store.set(f"{name}/all have read", "")
     if rank == 0:  # with whose process the store would go
         with contextlib.suppress(dist.DistError):
             store.wait([f"{name}/all have read"], _READ_TIMEOUT)
-    topic = next(topic for topic in built if zero[topic] != other[topic])
-    raise RankError(
-        f"{topic} is {zero[topic]} on rank 0 on {zero['host']} and {other[topic]} on rank {other['rank']} on {other['host']}; ranks that "
+    raise RankError(result)
+
+
+def _difference(zero: Mapping[str, object], own: Mapping[str, object], topics: Iterable[str]) -> str:
+    """What this rank is built of and rank 0 is not."""
+    topic = next((topic for topic in topics if zero[topic] != own[topic]), None)
+    if topic is None:
+        return ""
+    return (
+        f"{topic} is {zero[topic]} on rank 0 on {zero['host']} and {own[topic]} on rank {own['rank']} on {own['host']}; ranks that "
         "train together have the same: install the same packages on every host, and show each of them its GPUs, or none "
         "(CUDA_VISIBLE_DEVICES)"
+    )
+
+
+def _shared_device(store: Store, name: str, rank: int, device: str) -> str:
+    """That another rank computes on the physical device of this one."""
+    if not device:
+        return ""
+    first = store.compare_set(f"{name}/device/{device}", "", str(rank)).decode()
+    if first == str(rank):
+        return ""
+    return (
+        f"rank {first} and rank {rank} on {socket.gethostname()} compute on one device ({device.partition(' ')[2]}), which a process "
+        "group of the device's own kind does not allow: start one process per device, and show each of them all devices of its host or "
+        "one of its own; or open a group that allows it before the fit, torch.distributed.init_process_group('cpu:gloo,cuda:gloo')"
     )

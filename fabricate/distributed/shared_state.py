@@ -41,12 +41,13 @@ class SharedState:
                     f"micro-batches: use Trainer(gradient_accumulation_steps={steps}), {_FORGET}"
                 )
 
-    def set_aside(self, world_size: int) -> None:
-        """Leave what is known about the process, which a new Accelerator adopts; forget the rest until `restore`."""
+    def set_aside(self, distributed_type: str) -> None:
+        """Leave what is known about the process, which a new Accelerator adopts; forget the rest until `restore`. `distributed_type`: what
+        Accelerate calls the process in this run."""
         AcceleratorState._shared_state.clear()
         GradientState._shared_state.clear()
-        if world_size == 1 and PartialState._shared_state:  # it may have opened a process group of one
-            PartialState._shared_state["distributed_type"] = DistributedType.NO
+        if PartialState._shared_state:  # in one process some strategies have a process group of one, and some have none
+            PartialState._shared_state["distributed_type"] = DistributedType(distributed_type)
 
     def restore(self) -> None:
         """As it was before the run."""

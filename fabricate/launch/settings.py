@@ -15,7 +15,8 @@ from fabricate.launch.variables import Request, flag, text
 def requests(environ: Mapping[str, str]) -> dict[str, Request]:
     """The settings that a launcher passes on in `environ`.
 
-    Keys, those that were set: strategy, precision, gradient_accumulation_steps, max_grad_norm, cpu, plugins, plan_only.
+    Keys, those that were set: strategy, precision, gradient_accumulation_steps, max_grad_norm, cpu, device, plugins,
+    plan_only.
     Values are text, written as for `fabricate run`: a name with options, a number, names joined by commas, "true". What
     `accelerate launch` exports without a request (precision "no", one accumulation step) is not a request.
 
@@ -31,6 +32,7 @@ def requests(environ: Mapping[str, str]) -> dict[str, Request]:
         ),
         "max_grad_norm": accelerate_variables.number(environ, "ACCELERATE_GRADIENT_CLIPPING", float, "none"),
         "cpu": flag(environ, "ACCELERATE_USE_CPU"),
+        "device": text(environ, "ACCELERATE_TORCH_DEVICE"),
     }
     backend = text(environ, "ACCELERATE_DYNAMO_BACKEND")
     if backend and backend.value.lower() != "no":

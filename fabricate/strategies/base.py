@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from fabricate.precisions.base import Precision
 
 
+GROUPS = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
+"""What Accelerate calls the ranks of a process group, by the kind of their devices."""
+
+
 class Strategy(Listener):
     """Base of every strategy. Override what differs; the defaults are those of one process."""
 
@@ -32,6 +36,8 @@ class Strategy(Listener):
         """What is settled before anything is built. None: not set, or not known."""
 
         world_size: int
+        local_world_size: int
+        """The ranks on the host of this one."""
         device: torch.device
         precision: Precision
         micro_batch_size: int | None
@@ -75,9 +81,9 @@ class Strategy(Listener):
     """Whether `step` itself leaves out an update whose gradient is not finite."""
     clips: ClassVar[str] = "fabricate"
     """Who clips, for the plan."""
-    distributed_types: ClassVar[tuple[str, ...]] = ("NO", "MULTI_CPU", "MULTI_GPU")
-    """What `accelerator.distributed_type` may be once the Accelerator exists; anything else is an error before step 1. "FSDP" and
-    "DEEPSPEED": the plugin that `accelerator_arguments` gives is set."""
+    distributed_types: ClassVar[tuple[str, ...]] = ("NO", *GROUPS)
+    """What `accelerator.distributed_type` may be once the Accelerator exists; anything else is an error before step 1. Without "NO" one
+    process has a process group too. "FSDP" and "DEEPSPEED": the plugin that `accelerator_arguments` gives is set."""
 
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
         """Reasons why this strategy cannot run here, each with its remedy; empty when it can. Pure, all ranks."""
@@ -91,6 +97,10 @@ class Strategy(Listener):
                 f"strategy={self.name!r} is for {self.max_world_size} process and {world_size} were started; "
                 "use strategy='ddp' or 'fsdp', or start one process"
             )
+
+    def in_group(self, world_size: int) -> bool:
+        """Whether these ranks have a process group. One rank has one where `distributed_types` leaves out "NO". Pure."""
+        return world_size > 1 or "NO" not in self.distributed_types
 
     def ranks_per_row(self, world_size: int) -> int:
         """How many successive ranks read the same rows, because together they compute what elsewhere one rank does: a divisor of

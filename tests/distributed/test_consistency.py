@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +77,13 @@ def test_what_differs_is_told_on_every_rank(case: str, told: str) -> None:
     assert messages[1:] == messages[:1] * 2
 
 
-def _compared(*ranks: dict[str, str]) -> list[str]:
+def _compared(*ranks: dict[str, str], devices: Sequence[str] = ("", "", "")) -> list[str]:
     """What each rank is told before there is a process group; a thread stands for each process, the store is real."""
     store, told = dist.HashStore(), [""] * len(ranks)
 
     def compare(rank: int, built: dict[str, str]) -> None:
         try:
-            compare_builds(store, rank, len(ranks), built)
+            compare_builds(store, rank, len(ranks), built, devices[rank])
         except RankError as exc:
             told[rank] = str(exc)
 
@@ -104,6 +106,16 @@ def test_another_build_of_torch_or_another_device_is_named_before_ranks_wait_for
     assert without == without[:1] * 2
     assert "the device is cuda on rank 0" in without[0]
     assert "and cpu on rank 1" in without[0]
+
+
+def test_two_ranks_on_one_device_are_named_before_nccl_waits_for_them() -> None:
+    ours = {"torch": "2.13.0"}
+    assert _compared(ours, ours, ours, devices=("here 1", "here 2", "there 1")) == ["", "", ""]
+    messages = _compared(ours, ours, ours, devices=("here 1", "here 2", "here 1"))
+    assert messages == messages[:1] * 3
+    assert "compute on one device (1)" in messages[0]
+    assert {"rank 0", "rank 2"} <= set(re.findall(r"rank \d", messages[0]))
+    assert "init_process_group('cpu:gloo,cuda:gloo')" in messages[0]
 
 
 @pytest.mark.parametrize(("rank", "found"), [(0, "1/2 clients joined"), (1, "timed out")])
