@@ -163,11 +163,9 @@ def wrong(row: Start) -> str:
         return "" if row.refused else f"{row.strategy} runs instead of a refusal"
     alone = row.how.startswith("python") or row.how == "accelerate launch train.py"
     wanted = (row.told or ("single" if alone else "ddp")) if row.asked == "auto" else row.asked
-    if (alone and wanted != "single") or row.told not in (SAYS_NOTHING, wanted):
-        names = [wanted, row.told] if row.told else ["needs 2 or more processes"]
-        return (
-            "" if all(name in row.refused for name in names) else f"{row.strategy or row.refused} instead of a refusal"
-        )
+    if row.told not in (SAYS_NOTHING, wanted):
+        named = all(name in row.refused for name in (wanted, row.told))
+        return "" if named else f"{row.strategy or row.refused} instead of a refusal"
     return "" if row.strategy == wanted.partition(":")[0] else f"{row.strategy or row.refused} instead of {wanted}"
 
 

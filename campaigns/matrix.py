@@ -168,7 +168,7 @@ def wrong(cell: Cell) -> str:
 
 
 def observe() -> list[Cell]:
-    """All cells, as rank 0 saw them. On one rank only "single" is there; the others are refused in fp32 as in any other."""
+    """All cells, as rank 0 saw them. On one rank "single" is there in every precision, the others in fp32."""
     everything = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
     alone = [(strategy, precision) for strategy, precision in everything if "single" in strategy or precision == "fp32"]
     cells: list[Cell] = []

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from fabricate.errors import ConfigurationError
-from fabricate.strategies.base import Strategy
+from fabricate.strategies.base import GROUPS, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,7 @@ class DDP(Strategy):
     gradient_as_bucket_view: bool = False
     communication_hook: str | None = None
     name: ClassVar[str] = "ddp"
-    min_world_size: ClassVar[int] = 2
-    distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
+    distributed_types: ClassVar[tuple[str, ...]] = GROUPS
 
     def __post_init__(self) -> None:
         if self.find_unused_parameters and self.static_graph:
@@ -58,27 +57,29 @@ class DDP(Strategy):
                 "strategy='powersgd' of the package fabricate-powersgd"
             )
 
-    def accelerator_arguments(self) -> dict[str, Any]:
-        from accelerate.utils import DistributedDataParallelKwargs
-
-        handler = DistributedDataParallelKwargs(
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            bucket_cap_mb=self.bucket_cap_mb,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-        )
-        return {"kwargs_handlers": [handler]}
-
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         gradients = whole.get("gradients", 0)
         more = {} if self.gradient_as_bucket_view or not gradients else {"gradient buckets": gradients}
         return {**whole, **more}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-        model = cast("DistributedDataParallel", accelerator.prepare_model(root))
+        from torch.nn.parallel import DistributedDataParallel
+
+        placed = super().prepare(accelerator, root, module)
         self._first_update = True
-        self._model: DistributedDataParallel | None = model
         self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._model: DistributedDataParallel | None = None
+        if not self._trained:
+            return placed  # DDP refuses a module of which nothing is trained
+        # Not Accelerate's wrapper: that leaves one process as it is, and takes the local rank for the index of the device.
+        model = DistributedDataParallel(
+            placed,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+        )
+        self._model = model
         if not self.find_unused_parameters and not self.static_graph:
             _arrange_buckets(model, self._trained.values())
         if self.communication_hook is not None:
@@ -144,8 +145,7 @@ def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.
     import torch
 
     trained = list(parameters)
-    if trained:
-        model.reducer.prepare_for_backward([])  # what DDP calls at the end of a forward
-        torch.stack([parameter.sum().float() * 0 for parameter in trained]).sum().backward()  # type: ignore[no-untyped-call]
+    model.reducer.prepare_for_backward([])  # what DDP calls at the end of a forward
+    torch.stack([parameter.sum().float() * 0 for parameter in trained]).sum().backward()  # type: ignore[no-untyped-call]
     for parameter in trained:
         parameter.grad = None

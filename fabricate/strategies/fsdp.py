@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -57,7 +56,6 @@ class FSDP(Strategy):
     accumulate: str = "shards"
     tp: int = 1
     name: ClassVar[str] = "fsdp"
-    min_world_size: ClassVar[int] = 2
     lockstep: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
     distributed_types: ClassVar[tuple[str, ...]] = ("FSDP",)
@@ -88,7 +86,7 @@ class FSDP(Strategy):
         self._units: list[str] | None = None
         self._ran: list[int] = []
         self._watched: list[torch.nn.Parameter] = []
-        self._world_size, self._accumulation = 0, 1
+        self._world_size, self._local_world_size, self._accumulation = 0, 0, 1
         self._over: Any = None
         """The mesh of the shards of one copy; `_ways`: of the ranks that divide layers."""
         self._ways: Any = None
@@ -102,11 +100,11 @@ class FSDP(Strategy):
         shards, groups = self._shards(world_size), world_size // self.tp
         if not shards or groups % shards:
             yield (
-                f"fsdp: shard={self.shard!r}: {shards} is no divisor of {world_size} processes"
+                f"fsdp: shard={self.shard!r}: {shards} is not a divisor of {world_size} process{'es' * (world_size > 1)}"
                 + (f" in {groups} groups of tp={self.tp}" if self.tp > 1 else "")
                 + "; choose one, or leave it out"
             )
-        elif shards < 2 and self.tp == 1:
+        elif shards < 2 and self.tp == 1 and world_size > 1:
             yield f"fsdp: shard={self.shard!r}: a node has one process, so nothing would be divided; use strategy='ddp'"
 
     def ranks_per_row(self, world_size: int) -> int:
@@ -115,11 +113,12 @@ class FSDP(Strategy):
     def _shards(self, world_size: int) -> int:
         """Into how many shards a parameter is cut, after the cut of `tp`, in one copy of the model."""
         if self.shard == "node":
-            return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) // self.tp
+            return (self._local_world_size or world_size) // self.tp
         return int(self.shard or world_size // self.tp)
 
     def settle(self, settled: Strategy.Settled) -> None:
-        self._world_size, self._accumulation = settled.world_size, settled.gradient_accumulation_steps
+        self._world_size, self._local_world_size = settled.world_size, settled.local_world_size
+        self._accumulation = settled.gradient_accumulation_steps
         computes = settled.precision.mixed_precision.replace("no", "fp32")
         if self.tp > 1 and settled.scales_loss:  # torch's scaler would look at each rank's columns by themselves
             raise ConfigurationError(
@@ -410,7 +409,7 @@ class FSDP(Strategy):
         units = f"units by wrap={self.wrap!r}" if self._units is None else f"{len(self._units)} units"
         shards = self._shards(self._world_size)
         over, copies = (
-            f"over {shards} ranks" if shards > 1 else "whole on each of them",
+            f"over {shards} ranks" if shards > 1 else "whole on each rank",
             self._world_size // shards // self.tp,
         )
         layers = str(self._division or f"divided over {self.tp} successive ranks, as the model's tp_plan says")

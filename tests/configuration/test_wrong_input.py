@@ -24,11 +24,8 @@ from tests.support.wrong import ROWS, Regression, answering, refused, wrong_modu
         ),
         ({"strategy": Single}, "strategy=Single is a class; pass an object, Single(), or a name"),
         ({"strategy": "fsdp:offlod=cpu"}, "strategy='fsdp' has no option 'offlod'; did you mean 'offload'?"),
-        (
-            {"strategy": "ddp"},
-            "strategy='ddp' needs 2 or more processes and 1 was started; start them with `fabricate run",
-        ),
-        ({"strategy": "fsdp"}, "strategy='fsdp' needs 2 or more processes and 1 was started"),
+        ({"strategy": "fsdp:shard=2"}, "fsdp: shard=2: 2 is not a divisor of 1 process; choose one, or leave it out"),
+        ({"strategy": "fsdp:tp=2"}, "2 successive ranks read the same rows, so their number has to be a multiple of 2"),
         ({"precision": "bf61"}, "precision='bf61' is not known; did you mean 'bf16'?; known: "),
         ({"precision": "fp16:init_scale=big"}, "precision='fp16': option init_scale='big' is not float"),
         ({"precision": "fp16:init_scale=0"}, "fp16: init_scale=0.0, growth_interval=2000: both have to be at least 1"),

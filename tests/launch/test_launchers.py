@@ -110,6 +110,8 @@ def started(root: Path) -> dict[str, list[str]]:
     deepspeed = yaml(root, "deepspeed.yaml", DEEPSPEED.format(file=stage2))
     run = {
         "python": [sys.executable, str(SCRIPT)],
+        "python-ddp": ["env", "FABRICATE_STRATEGY=ddp", sys.executable, str(SCRIPT)],
+        "fabricate-offload": fabricate("--nproc", "1", "--strategy", "zero2:offload_optimizer=cpu"),
         "torchrun": [*torchrun(), str(SCRIPT)],
         "accelerate": [*accelerate(), str(SCRIPT)],
         "accelerate-gpus-file": [
@@ -195,6 +197,8 @@ def settings(run_dir: Path) -> dict[str, Any]:
     ("name", "world_size", "strategy"),
     [
         ("python", 1, "single"),
+        ("python-ddp", 1, "ddp"),
+        ("fabricate-offload", 1, "zero2"),
         ("torchrun", 2, "ddp"),
         ("accelerate", 1, "single"),
         ("accelerate-gpus-file", 2, "ddp"),

@@ -96,13 +96,14 @@ def test_options_and_helpers_may_be_named_freely() -> None:
         clip_: float = 1.0
         steps: int = 3  # near to `step`
         name: ClassVar[str] = "own"
+        min_world_size: ClassVar[int] = 2
 
         def helper(self) -> None: ...
 
         def _prepared(self) -> None: ...
 
     with pytest.raises(Exception, match="strategy='own' needs 2 or more processes"):
-        _fit(strategy=Own())
+        _fit(strategy=Own())  # refused for what it says, not for its names
 
 
 def test_a_callback_that_hears_nothing_is_refused() -> None:

@@ -175,9 +175,10 @@ def test_a_file_that_offloads_to_files_says_where_and_nothing_that_a_checkpoint_
     assert held["host swap buffers"] == 5 * held["host gradients"], "a group at a time, here of everything"
 
 
-def test_one_process_is_told_what_to_do() -> None:
-    with pytest.raises(ConfigurationError, match="needs 2 or more processes and 1 was started"):
-        _plan("zero2")
+def test_one_process_is_enough_for_a_file() -> None:
+    plan = _plan(f"zero3:config={FILES / 'deepspeed_zero3.json'}")
+    assert (plan["world_size"], plan["distributed_type"]) == (1, "MULTI_CPU")
+    assert "strategy='zero3' on one process: nothing is divided between ranks" in plan.notes
 
 
 def _optimizer_sections(sections: list[dict[str, Any]]) -> list[str]:

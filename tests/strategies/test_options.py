@@ -468,7 +468,7 @@ def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> Non
         "fsdp:param_dtype=bf16": "use precision='bf16', or leave param_dtype out",
         "fsdp:wrap=Missing": "the module has no Missing; it has Block, Linear",
         "fsdp:wrap=size:big": "give a number of parameters, for instance size:100M",
-        "fsdp:shard=3": "shard=3: 3 is no divisor of 2 processes",
+        "fsdp:shard=3": "shard=3: 3 is not a divisor of 2 processes",
         "fsdp:shard=rack": "give a number of ranks, 'node', or leave it out",
         "fsdp:accumulate=none": "give 'shards' or 'whole'",
         "fsdp:shard=1": "two ranks or more share a copy of the model",

@@ -69,17 +69,21 @@ def refusals(where: str) -> Iterator[None]:
         raise ConfigurationError(f"DeepSpeed refuses {where}: {exc}") from exc
 
 
-class Quiet:
-    """Between `start` and `stop`, torch's words about calls that DeepSpeed makes are not repeated; afterwards the level of
-    DeepSpeed's logger, which a configuration file may set for the whole process, is as before."""
+class Setup:
+    """The process as DeepSpeed wants it, between `start` and `stop`: LOCAL_RANK, from which it makes the name of the device also in
+    the course of a forward, is the index of the device, and torch's words about calls that DeepSpeed makes are not repeated. Afterwards
+    the level of DeepSpeed's logger, which a configuration file may set for the whole process, is as before."""
 
     def __init__(self) -> None:
         self._levels: dict[logging.Logger | logging.Handler, int] = {}
         self._filter: Any = None
+        self._local_rank: str | None = None
 
-    def start(self) -> None:
+    def start(self, device: torch.device) -> None:
         """Begin, unless it was begun."""
         if self._filter is None:
+            self._local_rank = os.environ.get("LOCAL_RANK")
+            os.environ["LOCAL_RANK"] = str(device.index or 0)
             logger = logging.getLogger("DeepSpeed")
             self._levels = {target: target.level for target in (logger, *logger.handlers)}
             warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
@@ -87,6 +91,10 @@ class Quiet:
 
     def stop(self) -> None:
         """End, if it was begun."""
+        if self._filter is None:
+            return
+        os.environ.pop("LOCAL_RANK", None)
+        os.environ.update({} if self._local_rank is None else {"LOCAL_RANK": self._local_rank})
         for target, level in self._levels.items():
             target.setLevel(level)
         if self._filter in warnings.filters:

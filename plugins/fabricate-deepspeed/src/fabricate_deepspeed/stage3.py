@@ -91,7 +91,7 @@ class ZeRO3(ZeRO):
         """DeepSpeed's function that leaves each rank its part of rank 0's values. All ranks."""
         zero = self._configuration.content["zero_optimization"]
         content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        with self._process(), library.refusals(self._configuration.where):
+        with library.environment(), library.refusals(self._configuration.where):
             made = self._deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=content)
         cut: Callable[[list[torch.nn.Parameter]], None] = made._convert_to_zero_parameters
         return cut

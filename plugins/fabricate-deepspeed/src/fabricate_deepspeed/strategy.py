@@ -46,7 +46,6 @@ class ZeRO(Strategy, abc.ABC):
     offload_optimizer: str | None = None
     allow_untested_optimizer: bool = False
     stage: ClassVar[int]
-    min_world_size: ClassVar[int] = 2
     exposes_gradients: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = True
     several_optimizers: ClassVar[bool] = False
@@ -68,7 +67,7 @@ class ZeRO(Strategy, abc.ABC):
         self._engine: Any = None
         self._slices: dict[int, shards.Slice] = {}
         self._groups: list[list[torch.nn.Parameter]] = []
-        self._quiet = library.Quiet()
+        self._setup = library.Setup()
         self._hooks: list[Any] = []
         self._ran: list[int] = []
         self._left_over = False
@@ -132,10 +131,10 @@ class ZeRO(Strategy, abc.ABC):
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=self._configuration.content, zero3_init_flag=False)}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-        self._device, self._local_rank = accelerator.device, str(accelerator.local_process_index)
+        self._device = accelerator.device
         self._deepspeed, self._root = library.load(self._device), root
-        self._quiet.start()
-        with self._process():
+        self._setup.start(self._device)
+        with library.environment():
             self._deepspeed.init_distributed(dist.get_backend())
         trained = sum(math.prod(self.local_part(p).shape) for p in root.parameters() if p.requires_grad)
         self._configuration.fill_sizes(trained, getattr(getattr(root, "config", None), "hidden_size", None))
@@ -196,12 +195,9 @@ class ZeRO(Strategy, abc.ABC):
         return engine  # type: ignore[no-any-return]
 
     def _initialize(self, content: Mapping[str, Any], **arguments: Any) -> Any:
-        with self._process(), library.refusals(self._configuration.where):
+        with library.environment(), library.refusals(self._configuration.where):
             engine, *_ = self._deepspeed.initialize(model=self._root, config=dict(content), **arguments)
         return engine
-
-    def _process(self) -> AbstractContextManager[None]:
-        return library.environment(LOCAL_RANK=self._local_rank)
 
     def _verify(self, dtype: torch.dtype) -> None:
         found = {p.dtype for p in self._root.parameters() if p.requires_grad and p.is_floating_point()}
@@ -218,7 +214,7 @@ class ZeRO(Strategy, abc.ABC):
             self._hooks += [self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook]
         for hook in self._hooks:
             hook.remove()
-        self._quiet.stop()
+        self._setup.stop()
         self._engine, self._slices, self._groups, self._hooks = None, {}, [], []
         self._uses.forget()
         return whole

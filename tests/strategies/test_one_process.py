@@ -1,0 +1,196 @@
+"""Strategies for ranks on one process, as `python script.py` starts it: the numbers of a loop by hand, one fit after another."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch.distributed import checkpoint
+
+from fabricate import Callback, RankError, Trainer
+from fabricate.testing.ranks import run_alone
+from tests.support.by_hand import BATCH, ROWS, STEPS, TOLERANCE, Net, Seen, by_hand, difference, made
+
+STRATEGIES = (
+    "ddp",
+    "ddp:find_unused_parameters=true",
+    "ddp:static_graph=true",
+    "fsdp",
+    "fsdp:offload=cpu",
+    "fsdp:shard=node",
+    "fsdp:accumulate=whole",
+    "fsdp:wrap=Linear,activation_checkpointing=true",
+    "powersgd",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero1:offload_optimizer=cpu",
+    "zero2:offload_optimizer=cpu",
+    "zero3:offload_param=cpu",
+    "zero3:offload_optimizer=cpu,offload_param=cpu",
+)
+RESUMED = ("fsdp", "zero3", "zero2:offload_optimizer=cpu")
+EVALUATED = ("single", "ddp", "fsdp", "zero3")
+
+
+def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, **arguments: Any) -> Seen:
+    """Windows of `BATCH` rows in two micro-batches, clipped."""
+    module, seen = made(Net, kind), Seen()
+    options = {"precision": "fp32", "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "seed": 3, **arguments}
+    plugins = [*options.pop("plugins", ()), seen]
+    trainer = Trainer(strategy=strategy, max_steps=steps, progress=False, plugins=plugins, **options)
+    trainer.fit(module, ROWS, batch_size=BATCH // 2, shuffle=False)
+    return seen
+
+
+class Kinds(Callback):
+    """Each fit's strategy, and what its Accelerator calls the process."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.found.append((trainer.strategy.name, str(trainer.accelerator.distributed_type.value)))
+
+
+def one_after_another() -> list[tuple[str, str]]:
+    kinds = Kinds()
+    for strategy in ("fsdp", "single", "ddp", "auto"):
+        assert difference(fit(strategy, plugins=[kinds]), by_hand()) < TOLERANCE
+    return kinds.found
+
+
+def resumed(strategy: str, folder: Path) -> float:
+    """Two updates, two more under `single`, and two more: how far that is from six by hand."""
+    losses, norms = list[float](), list[float]()
+    for steps, kind in ((2, strategy), (4, "single"), (6, strategy)):
+        seen = fit(kind, steps=steps, run_dir=folder / strategy, save_every="2 steps")
+        losses += seen.losses
+        norms += seen.norms
+    seen.losses, seen.norms = losses, norms
+    return difference(seen, by_hand(steps=6))
+
+
+def evaluated(strategy: str) -> float:
+    trainer = Trainer(strategy=strategy, precision="fp32", progress=False)
+    (loss,) = trainer.validate(made(Net), ROWS, batch_size=7).values()
+    return float(loss)
+
+
+class Talks(Callback):
+    """Collectives of torch's own: of tensors on the CPU, of objects, and of a checkpoint that is written in the background."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.heard: list[Any] = []
+
+    def on_step(self) -> None:
+        numbers = torch.ones(3)
+        dist.all_reduce(numbers)
+        self.heard = [numbers.tolist(), gather_object(["mine"])]
+        checkpoint.async_save({"numbers": numbers}, checkpoint_id=self.folder).result()
+
+
+def talked(folder: Path) -> list[Any]:
+    talks = Talks(folder)
+    fit("fsdp", steps=1, plugins=[talks])
+    return [*talks.heard, (folder / ".metadata").exists()]
+
+
+def of_another_size() -> str:
+    """As in a notebook that trained on one process, and then starts two."""
+    places = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in places.items():
+            patch.setenv(name, value)
+        with pytest.raises(RankError) as caught:
+            fit("ddp", steps=1)
+    return str(caught.value)
+
+
+def opened_by_the_script() -> list[Any]:
+    """The script's own group: gloo on devices lets several ranks share one."""
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    own = dist.group.WORLD
+    far = [difference(fit(strategy), by_hand()) for strategy in ("ddp", "fsdp", "single")]
+    return [max(far) < TOLERANCE, dist.group.WORLD is own, dist.get_backend_config()]
+
+
+def job(folder: Path) -> dict[str, Any]:
+    """All of it, in one process without the variables of a launcher; an exception is one of the answers."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    before = dict(os.environ)
+    jobs: dict[str, Callable[[], Any]] = {
+        each: lambda each=each: [difference(fit(each, kind), by_hand(kind)) for kind in ("adamw", "sgd")]
+        for each in STRATEGIES
+    }
+    jobs |= {f"resumed {each}": lambda each=each: resumed(each, folder) for each in RESUMED}
+    jobs |= {f"evaluated {each}": lambda each=each: evaluated(each) for each in EVALUATED}
+    jobs |= {"one after another": one_after_another, "talked": lambda: talked(folder / "talked")}
+    jobs |= {"another size": of_another_size, "opened by the script": opened_by_the_script}
+    found: dict[str, Any] = {}
+    for name, run in jobs.items():
+        try:
+            found[name] = run()
+        except Exception as exc:
+            found[name] = "".join(traceback.format_exception(exc))
+    changed = {name for name, value in os.environ.items() if before.get(name) != value}
+    found["environment"] = sorted(name for name in changed if not name.startswith(("KMP_", "TORCHINDUCTOR_")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_alone(job, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(answers: dict[str, Any], strategy: str) -> None:
+    found = answers[strategy]
+    assert not isinstance(found, str), found
+    assert max(found) < TOLERANCE
+
+
+def test_fits_of_one_process_have_the_strategy_that_each_names(answers: dict[str, Any]) -> None:
+    """A process group that an earlier fit opened does not make a group of `single` or `auto`."""
+    found = answers["one after another"]
+    assert found == [("fsdp", "MULTI_CPU"), ("single", "NO"), ("ddp", "MULTI_CPU"), ("single", "NO")], found
+
+
+@pytest.mark.parametrize("strategy", RESUMED)
+def test_a_checkpoint_of_one_process_goes_to_single_and_back(answers: dict[str, Any], strategy: str) -> None:
+    found = answers[f"resumed {strategy}"]
+    assert not isinstance(found, str), found
+    assert found < TOLERANCE
+
+
+def test_an_evaluation_runs_on_one_process_too(answers: dict[str, Any]) -> None:
+    found = [answers[f"evaluated {strategy}"] for strategy in EVALUATED]
+    assert found == pytest.approx([found[0]] * len(found), rel=1e-6), found
+
+
+def test_the_environment_is_as_before(answers: dict[str, Any]) -> None:
+    """DeepSpeed wants LOCAL_RANK while it trains."""
+    assert answers["environment"] == []
+
+
+def test_code_of_the_user_has_the_collectives_of_torch(answers: dict[str, Any]) -> None:
+    assert answers["talked"] == [[1.0, 1.0, 1.0], ["mine"], True], answers["talked"]
+
+
+def test_a_process_group_of_another_size_is_an_error_before_ranks_wait(answers: dict[str, Any]) -> None:
+    wanted = "rank 0 of 2 was launched, and this process has a process group of 1 already, from an earlier fit"
+    assert answers["another size"].startswith(wanted), answers["another size"]
+
+
+def test_a_process_group_that_the_script_opened_is_kept(answers: dict[str, Any]) -> None:
+    assert answers["opened by the script"] == [True, True, "cpu:gloo,cuda:gloo"], answers["opened by the script"]
