@@ -94,7 +94,8 @@ def _versions(device_type: str | None) -> Iterator[Finding]:
 def _device(device_type: str | None) -> Any:
     import torch
 
-    return torch.device("cuda" if torch.cuda.is_available() and device_type != "cpu" else "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None or device_type == "cpu" else found
 
 
 def _devices(device_type: str | None) -> Iterator[Finding]:
@@ -108,6 +109,10 @@ def _devices(device_type: str | None) -> Iterator[Finding]:
         yield Finding(
             "devices", "absent", f"no accelerator; this torch is {f'built for {built}' if built else 'a CPU build'}"
         )
+        return
+    if _device(device_type).type != "cuda":
+        kind = f"{torch.accelerator.device_count()} of the kind {_device(device_type).type}"
+        yield Finding("devices", "good", f"{kind}, on which fabricate was not yet run")
         return
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
@@ -157,8 +162,8 @@ def _timed(layer: Any, x: Any, context: Any) -> tuple[Any, float]:
     def run() -> Any:
         with context or contextlib.nullcontext():
             output = layer(x)
-        if x.device.type == "cuda":
-            torch.cuda.synchronize()
+        if x.device.type != "cpu":
+            torch.accelerator.synchronize()
         return output
 
     result, best = run(), float("inf")

@@ -82,7 +82,7 @@ def note_on(device: torch.device) -> str:
     """A line for the plan about a kind of device on which fabricate was not tried; empty for the others."""
     if device.type in ("cpu", "cuda"):
         return ""
-    return f"fabricate was not yet run on {device.type}; {_ON_CPU}"
+    return f"fabricate was not yet run on {device.type}, and checkpoints lack its random state; {_ON_CPU}"
 
 
 def make_current(device: torch.device) -> None:
