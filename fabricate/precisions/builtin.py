@@ -45,24 +45,43 @@ class FP32(Precision):
             return {}
         if self.tf32 is not None:
             return {"float32 products": "TF32" if self.tf32 else "float32, no TF32"}
-        kinds: dict[str, Any] = {"matrix products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn}
-        said = [f"{kind} {'TF32' if part.allow_tf32 else 'float32'}" for kind, part in kinds.items()]
+        said = [f"{kind} {'TF32' if _allows_tf32(part) else 'float32'}" for kind, part in _tf32_parts().items()]
         return {"float32 products": f"torch's settings: {', '.join(said)}"}
+
+
+def _tf32_parts() -> dict[str, Any]:
+    """What of torch has a switch for TF32."""
+    import torch
+
+    return {"matrix products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn}
+
+
+def _new_switches(part: Any) -> list[Any]:
+    """Where torch has its newer switch, `fp32_precision`, for `part`; nowhere in versions that have `allow_tf32` only. Once a
+    script has set the newer one, reading the other is an error."""
+    owners = [part.conv, part.rnn] if hasattr(part, "conv") else [part]
+    return [owner for owner in owners if hasattr(owner, "fp32_precision")]
+
+
+def _allows_tf32(part: Any) -> bool:
+    switches = _new_switches(part)
+    return bool(switches[0].fp32_precision == "tf32" if switches else part.allow_tf32)
 
 
 @contextlib.contextmanager
 def _allow_tf32(allowed: bool) -> Iterator[None]:
-    import torch
-
-    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [part.allow_tf32 for part in kinds]
-    for part in kinds:
-        part.allow_tf32 = allowed
+    parts = list(_tf32_parts().values())
+    before = [_allows_tf32(part) for part in parts]
+    switches = [(switch, switch.fp32_precision) for part in parts for switch in _new_switches(part)]
+    for part in parts:
+        part.allow_tf32 = allowed  # sets the newer switches as well
     try:
         yield
     finally:
-        for part, value in zip(kinds, before, strict=True):
+        for part, value in zip(parts, before, strict=True):
             part.allow_tf32 = value
+        for switch, precision in switches:
+            switch.fp32_precision = precision
 
 
 @dataclasses.dataclass(eq=False)

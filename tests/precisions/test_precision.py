@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from campaigns.precision import table
 from fabricate import ConfigurationError, Precision, Trainer, TrainModule
+from fabricate.precisions.builtin import FP32
 
 X = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X.sum(1, keepdim=True) / 4)
@@ -72,6 +73,21 @@ def test_what_is_said_about_tf32_holds_for_the_run_and_no_longer(precision: str,
     Trainer(precision=precision, progress=False).validate(module, DATA, batch_size=8)
     assert module.seen == [allowed] * 10
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, True), "torch's own"
+
+
+def test_torchs_newer_switch_for_tf32_is_read_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    switch: Any = torch.backends.cuda.matmul
+    switch.fp32_precision = "tf32"  # as a script may, which makes it an error to read allow_tf32
+    try:
+        text = "torch's settings: matrix products TF32, convolutions TF32"
+        assert FP32().describe() == {"float32 products": text}
+        with FP32(tf32=False).process_context(torch.device("cpu")):
+            assert (switch.fp32_precision, switch.allow_tf32) == ("ieee", False)
+        assert switch.fp32_precision == "tf32"
+    finally:
+        switch.allow_tf32 = False
+        switch.fp32_precision = "none"
 
 
 def test_settings_of_the_process_are_given_back_after_a_failure() -> None:
