@@ -28,6 +28,7 @@ from fabricate.distributed.meeting import interface_towards, open_process_group
 from fabricate.distributed.shared_state import SharedState
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
 from fabricate.launch.ranks import Launch
+from fabricate.metrics.torchmetrics_objects import move_torchmetrics
 from fabricate.model.building import blanks, fill, materialise, pretrained_models, set_modes
 from fabricate.model.compiling import Compilation, compiled
 from fabricate.module import TrainModule, step_function
@@ -311,6 +312,7 @@ class Engine(Group):
         steps = {stage: step_function(module, stage) for stage in stages}
         self.notes.extend(set_modes(module) if "train" in steps else [])
         self._module = module
+        move_torchmetrics(module, self.device)
         if "_sharded" in module.__dict__ or any(is_sharded(p) for p in module.parameters()):
             return self._reuse(module, steps)
         if not self.strategy.shards_parameters:

@@ -19,6 +19,14 @@ def is_torchmetric(value: object) -> bool:
     return module is not None and isinstance(value, module.Metric)
 
 
+def move_torchmetrics(module: torch.nn.Module, device: torch.device) -> None:
+    """Put the state of every torchmetrics object inside `module` onto `device`. It is neither a parameter nor a buffer, so what
+    moves those may leave it behind."""
+    for part in module.modules():
+        if is_torchmetric(part):
+            part.to(device)
+
+
 def torchmetrics_state(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """The state of every torchmetrics object inside `module`, by its name in the module; copies."""
     state: dict[str, dict[str, Any]] = {}
