@@ -171,11 +171,9 @@ class Strategy(Listener):
         return gradient
 
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
-        """Multiply every gradient by `factor` (0-dim, on the device, the same on every rank), in place; no wait."""
-        import torch
-
-        if grads := _local_gradients(parameters):
-            torch._foreach_mul_(grads, factor)
+        """Multiply every gradient by `factor` (0-dim, on the device, the same on every rank), in place; no wait, unless gradients
+        are in host memory."""
+        _multiply(_local_gradients(parameters), factor)
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """2-norm of the global gradient over `parameters`: 0-dim device tensor, the same on every rank. All ranks."""
@@ -194,8 +192,7 @@ class Strategy(Listener):
         """Scale gradients in place so that their global norm is at most `max_norm`; `norm` comes from `grad_norm`."""
         import torch
 
-        if grads := _local_gradients(parameters):
-            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        _multiply(_local_gradients(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     def clip_by_value(self, parameters: Sequence[torch.nn.Parameter], max_value: float) -> None:
         """Clamp every element of the gradients to -max_value ... max_value, in place. Not called unless `exposes_gradients`."""
@@ -316,6 +313,14 @@ class Strategy(Listener):
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic ("unused parameters": "looked for")."""
         return {}
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """In place. `factor` is on the device, and gradients that are offloaded are not: they cannot be multiplied by it there."""
+    import torch
+
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 def _local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

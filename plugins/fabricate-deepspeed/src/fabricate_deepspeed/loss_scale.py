@@ -31,8 +31,9 @@ class LossScale:
         self._zero.external_loss_scale = self._zero.loss_scaler.cur_scale
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply the gradients of the coming update by `factor`: divided by less, in the pass that is made anyway."""
-        self._zero.external_loss_scale = self._zero.external_loss_scale / factor
+        """Multiply the gradients of the coming update by `factor`: divided by less, in the pass that is made anyway. Where the
+        optimizer is offloaded they are in host memory, and so has to be what they are divided by."""
+        self._zero.external_loss_scale = self._zero.external_loss_scale / factor.to(self._zero.device)
 
     def state(self) -> dict[str, Any] | None:
         """With the keys of `torch.amp.GradScaler.state_dict`; None where nothing is scaled."""
