@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.sharding import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -379,7 +380,7 @@ class FSDP(Strategy):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         here: Any = tensor.to(self._device)
-        if self.tp == 1 or not self._is_divided(here):
+        if self.tp == 1 or not is_sharded(tensor) or not self._is_divided(tensor):  # buffers are not sharded
             return super().gather(here)
         # One cut after the other, the last one first: both at once, torch warns of what it does.
         import torch
