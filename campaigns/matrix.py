@@ -37,7 +37,7 @@ STRATEGIES = (
     "fsdp:wrap=none",
     "fsdp:reshard_after_forward=false",
     "fsdp:offload=cpu",
-    "fsdp:param_dtype=bf16",
+    "fsdp:param_dtype=fp32",
     "fsdp:activation_checkpointing=true",
     "fsdp:accumulate=whole",
     "fsdp:shard=node",
@@ -154,9 +154,10 @@ def wrong(cell: Cell) -> str:
         return "refused after a step had run" if cell.steps else ""
     if cell.strategy in NOWHERE:
         return "runs, and no strategy does it"
-    if "param_dtype=bf16" in cell.strategy and cell.parameters != "bfloat16":
-        return f"computes with parameters in {cell.parameters}"
     strategy, precision = cell.strategy.partition(":")[0], cell.precision.partition(":")[0]
+    gathered = "float32" if "param_dtype=fp32" in cell.strategy else COMPUTES_IN[precision]
+    if strategy == "fsdp" and cell.parameters != gathered:
+        return f"computes with parameters in {cell.parameters} instead of {gathered}"
     if cell.steps != 2:
         return f"{cell.steps} steps instead of 2"
     if cell.activations != COMPUTES_IN[precision]:

@@ -61,7 +61,10 @@ def _ranks(resolved: Resolved) -> Iterator[Setting]:
     world_size, launcher = resolved.launch.world_size, resolved.launch.launcher
     yield Setting("device", str(resolved.device), resolved.device_source)
     yield Setting("world_size", world_size, f"launcher ({launcher})")
-    kind, kinds = distributed_type(resolved.device, resolved.strategy.in_group(world_size)), resolved.strategy.distributed_types
+    kind, kinds = (
+        distributed_type(resolved.device, resolved.strategy.in_group(world_size)),
+        resolved.strategy.distributed_types,
+    )
     kind = kind if kind in kinds else kinds[0]
     yield Setting("distributed_type", kind, "Accelerate")
 
@@ -202,6 +205,7 @@ def _memory(resolved: Resolved, needed: Need, settled: Strategy.Settled) -> Iter
     """What a rank needs under the strategy of this run, and under the others."""
     world_size, on_device = resolved.launch.world_size, resolved.device.type != "cpu"
     room, where = available(resolved.device, resolved.launch.local_world_size)
+    needed = needed.computed_in(resolved.precision)
     per_rank = needed.per_rank(resolved.strategy, world_size)
     has = f"{size_text(room)} ({where})"
     yield Setting(

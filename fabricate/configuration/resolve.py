@@ -6,6 +6,7 @@ sends no message to another rank. Must not know data, the engine, the loop, chec
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -75,9 +76,10 @@ def resolve(settings: Settings, module: TrainModule, training: bool = True) -> R
     for kind, value in (("strategy", settings.strategy), ("precision", settings.precision)):
         name, source = _choose(kind, value, requested.get(kind), device)
         if name == "auto":
-            name, source = _automatic(
-                launch, device, registry, lambda: need_ahead(module, training, settings.max_steps)
-            )
+            precision = _choose("precision", settings.precision, requested.get("precision"), device)[0]
+            computes: Precision = registry.resolve("precision", precision)[0]
+            ahead = functools.partial(_need, settings, module, training, computes)
+            name, source = _automatic(launch, device, registry, ahead)
         chosen, offer = registry.resolve(kind, name)
         choices[kind] = Choice(chosen, source, offer.origin if offer is not None else distribution_of(chosen))
         if kind == "strategy":
@@ -129,6 +131,10 @@ def _check_max_grad_value(settings: Settings, strategy: Strategy, max_grad_norm:
             f"max_grad_value={settings.max_grad_value}: strategy={strategy.name!r} keeps gradients to itself and cannot clip them "
             "by value; use max_grad_norm="
         )
+
+
+def _need(settings: Settings, module: TrainModule, training: bool, precision: Precision) -> Need:
+    return need_ahead(module, training, settings.max_steps).computed_in(precision)
 
 
 def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: Callable[[], Need]) -> tuple[str, str]:

@@ -64,9 +64,16 @@ class Root(torch.nn.Module):
     """
 
     def __init__(
-        self, module: TrainModule, context: contextlib.AbstractContextManager[object] | None, moment: Moment
+        self,
+        module: TrainModule,
+        context: contextlib.AbstractContextManager[object] | None,
+        moment: Moment,
+        keeps_casts: bool,
     ) -> None:
+        """`keeps_casts`: whether autocast may keep a copy of a weight until the forward ends, for its next use. Where parameters are
+        gathered and freed one after the other, the copies would add up to the whole model."""
         super().__init__()
+        self._keeps_casts = keeps_casts
         self.module = module
         self._context = context
         self._moment = moment
@@ -83,6 +90,8 @@ class Root(torch.nn.Module):
             if self._context is None:
                 return self.steps[stage](batch, batch_idx)
             with self._context:
+                if not self._keeps_casts:
+                    torch.set_autocast_cache_enabled(False)  # the context puts it back
                 return self.steps[stage](batch, batch_idx)
         finally:
             self._moment.forward = False
@@ -320,7 +329,7 @@ class Engine(Group):
         self.precision.convert(module)
         self._compile_units(module)
         waiting = blanks(module)
-        self.root = Root(module, self.context, self.moment)
+        self.root = Root(module, self.context, self.moment, keeps_casts=not self.strategy.shards_parameters)
         self.root.steps = steps
         if self.strategy.shards_parameters:
             object.__setattr__(module, "_sharded", _NOBODYS)

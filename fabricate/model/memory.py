@@ -7,6 +7,7 @@ the batch. Must not know: the engine, the loop.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from fabricate.model.host_memory import host_memory
 from fabricate.module import TrainModule, overrides
 from fabricate.optim.optimizers import read_optimizers
 from fabricate.optim.trial import State, inner_tensors, tried_state
+from fabricate.precisions.base import Precision
 from fabricate.seeding import rng_state, set_rng_state
-from fabricate.strategies.base import Strategy
+from fabricate.strategies.base import CAST_COPIES, Strategy
 
 ADAM_BYTES = 8
 """Bytes of optimizer state per trainable parameter where the optimizer cannot be tried out: two float32 averages."""
@@ -35,8 +37,19 @@ class Need:
     whole: dict[str, int]
     counted: str
     optimizers: Mapping[str, torch.optim.Optimizer]
+    multiplied: int
+    """Parameters in float32 that are multiplied as matrices: autocast copies them."""
     states: Mapping[str, State] = field(default_factory=dict)
     """What each optimizer will keep, where that could be tried."""
+
+    def computed_in(self, precision: Precision) -> Need:
+        """The same with the copies that `precision` makes of weights by autocast."""
+        converts = (
+            type(precision).convert is not Precision.convert
+        )  # layers that cast their weights themselves, or have no need
+        if precision.mixed_precision not in ("bf16", "fp16") or converts:
+            return self
+        return dataclasses.replace(self, whole={**self.whole, CAST_COPIES: 2 * self.multiplied})
 
     def per_rank(self, strategy: Strategy, world_size: int) -> dict[str, int]:
         """Bytes of each kind on one rank."""
@@ -125,8 +138,9 @@ def need(
     a parameter that may be sharded."""
     parameters: dict[torch.Tensor, torch.Tensor] = {p: _meta(p, shape(p)) for p in module.parameters()}
     whole = {"parameters": sum(_bytes(empty) for empty in parameters.values())}
+    multiplied = _multiplied(module, parameters)
     if optimizers is None:
-        return Need(module, whole, "no gradients, no optimizer", {})
+        return Need(module, whole, "no gradients, no optimizer", {}, multiplied)
     trainable = [empty for empty in parameters.values() if empty.requires_grad]
     whole["gradients"] = sum(_bytes(empty) for empty in trainable)
     if isinstance(optimizers, Exception):
@@ -136,12 +150,20 @@ def need(
             states = {name: tried_state(optimizer, parameters) for name, optimizer in optimizers.items()}
             whole["optimizer state"] = _bytes_of_state(states.values())
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers.values()))
-            return Need(module, whole, f"state of {kinds}", optimizers, states)
+            return Need(module, whole, f"state of {kinds}", optimizers, multiplied, states)
         except Exception as exc:  # any optimizer, tried where it was not meant to run
             reason = exc
     whole["optimizer state"] = ADAM_BYTES * sum(empty.numel() for empty in trainable)
     counted = f"{ADAM_BYTES} bytes of state per parameter assumed, as for Adam, because: {first_line(reason)}"
-    return Need(module, whole, counted, {})
+    return Need(module, whole, counted, {}, multiplied)
+
+
+def _multiplied(module: torch.nn.Module, parameters: Mapping[torch.Tensor, torch.Tensor]) -> int:
+    """Elements of the weights in float32 that layers multiply by. An embedding only looks up rows of its own."""
+    looked_up = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    layers = (layer for layer in module.modules() if not isinstance(layer, looked_up))
+    weights = {parameters[p] for layer in layers for p in layer.parameters(recurse=False)}
+    return sum(w.numel() for w in weights if w.ndim > 1 and w.dtype == torch.float32)
 
 
 def _bytes_of_state(states: Iterable[State]) -> int:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 GROUPS = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
 """What Accelerate calls the ranks of a process group, by the kind of their devices."""
+CAST_COPIES = "half-precision copies"
+"""The kind of memory that autocast takes: copies of weights in the dtype in which they are multiplied, kept for backward."""
 
 
 class Strategy(Listener):

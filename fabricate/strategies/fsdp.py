@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from fabricate.errors import ConfigurationError
-from fabricate.strategies.base import Strategy
+from fabricate.strategies.base import CAST_COPIES, Strategy
 from fabricate.strategies.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ class FSDP(Strategy):
     averaged over the copies. Unset: all ranks share one.
     tp: ranks that share the arithmetic of each layer, as the `tp_plan` of a transformers model says, and read the same rows; what
     each of them has left of a layer lies in shards over the others (1: layers are not divided).
-    param_dtype: "bf16" or "fp16" as `precision` computes: parameters are gathered in it, half the traffic; shards stay as
-    they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32.
+    param_dtype: the dtype in which parameters are gathered; shards stay as they are. Unset: "bf16" or "fp16" where `precision`
+    computes in it, which halves the traffic and leaves autocast no weights to copy; layers that need float32 parameters keep them.
+    "fp32": gathered as they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32.
     activation_checkpointing: keep each unit's input only and compute the unit again in backward.
     accumulate: "shards" averages the gradients of every micro-batch over the ranks, so that shards are all that is kept;
     "whole" does so once per update, with a whole gradient on every rank meanwhile.
@@ -84,6 +85,8 @@ class FSDP(Strategy):
             raise ConfigurationError(
                 "fsdp: activation_checkpointing=true with wrap='none' would run the whole module twice; choose units with wrap="
             )
+        self._gathered = self.param_dtype
+        """In which dtype parameters are gathered; None: as they are."""
         self._units: list[str] | None = None
         self._ran: list[int] = []
         self._watched: list[torch.nn.Parameter] = []
@@ -131,6 +134,7 @@ class FSDP(Strategy):
                 f"fsdp: param_dtype={self.param_dtype!r} and precision={settled.precision.name!r}, which computes in "
                 f"{settled.precision.compute_dtype}: use precision={self.param_dtype!r}, or leave param_dtype out"
             )
+        self._gathered = self.param_dtype or (computes if computes != "fp32" else None)
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         """The first rank's shards, which are the largest, and what is gathered at once: the largest unit and the rest of the
@@ -141,7 +145,11 @@ class FSDP(Strategy):
         every = sum(p.numel() * p.element_size() for p in parameters)
         part = self._shard_bytes(parameters, cuts, self._shards(world_size))
         place = "host " if self.offload else ""
+        whole, copies = dict(whole), whole.get(CAST_COPIES, 0)
+        whole.pop(CAST_COPIES, None)
         found = {f"{place}{kind}": -(-count * part // (every or 1)) for kind, count in whole.items()}
+        if copies and self._gathered in (None, "fp32"):  # kept for backward, and not FSDP's to free
+            found[CAST_COPIES] = copies
         found["gathered"] = self._gathered_bytes(module, cuts)
         if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
             here = sum(self._bytes(p, cuts, p.element_size()) for p in parameters)
@@ -163,7 +171,7 @@ class FSDP(Strategy):
     def _gathered_bytes(self, module: torch.nn.Module, cuts: Mapping[int, int]) -> int:
         from fabricate.strategies.fsdp_units import select, sizes
 
-        width = {"bf16": 2, "fp16": 2}.get(str(self.param_dtype))
+        width = {"bf16": 2, "fp16": 2}.get(str(self._gathered))
         units = self._units if self._units is not None else [name for name, _ in select(module, self.wrap)]
         by_unit = sizes(module, units, lambda p: self._bytes(p, cuts, width or p.element_size()))
         rest = by_unit.pop("")
@@ -196,7 +204,7 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
 
-        from fabricate.strategies.fsdp_units import select
+        from fabricate.strategies.fsdp_units import kept_in_float32, select
 
         self._device, self._division = accelerator.device, self._divide(module)
         options = self._options(accelerator.num_processes)
@@ -214,6 +222,9 @@ class FSDP(Strategy):
                 f"fsdp: activation_checkpointing=true: wrap={self.wrap!r} finds no units in {type(module).__name__}; name "
                 "classes or a size"
             )
+        if self._gathered not in (None, "fp32"):
+            for layer in kept_in_float32(module, self._device):
+                fully_shard(layer, **options | {"mp_policy": self._dtypes(None)})
         for _, unit in units:
             fully_shard(unit, **options)
         # Backward begins with what is in no unit: freed after forward, it would be gathered again at once.
@@ -232,8 +243,7 @@ class FSDP(Strategy):
 
     def _options(self, world_size: int) -> dict[str, Any]:
         """The arguments of `fully_shard`."""
-        import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+        from torch.distributed.fsdp import CPUOffloadPolicy
 
         shards = self._shards(world_size)
         copies = world_size // shards // self.tp
@@ -244,26 +254,31 @@ class FSDP(Strategy):
             every = _mesh(self._device.type, (*sizes, self.tp), (*names, "tp"))
             mesh, self._ways = every[names], every["tp"]
         self._over = mesh["shards"]
-        dtypes = {
-            n: getattr(torch, _DTYPES[v]) if (v := getattr(self, n)) else None for n in ("param_dtype", "reduce_dtype")
-        }
-        if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
-            dtypes["reduce_dtype"] = torch.float32
         found: dict[str, Any] = {
             "mesh": mesh["shards"] if copies == 1 else mesh,
             "reshard_after_forward": self.reshard_after_forward,
-            # Inputs stay as they are: autocast casts what has to be, and a target or a time step must not be rounded.
-            "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False),
+            "mp_policy": self._dtypes(self._gathered),
         }
         if self.offload:
             found["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
         return found
 
+    def _dtypes(self, gathered: str | None) -> Any:
+        """FSDP's policy for parameters that are gathered in `gathered`."""
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        reduced = self.reduce_dtype or ("fp32" if self._gathered else None)
+        param_dtype, reduce_dtype = (getattr(torch, _DTYPES[name]) if name else None for name in (gathered, reduced))
+        # Inputs stay as they are: autocast casts what has to be, and a target or a time step must not be rounded.
+        return MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+
     def _choices(self) -> dict[str, Any]:
         """The options that a sharded module keeps for good."""
-        return {
+        kept = {
             n: v for n, v in dataclasses.asdict(self).items() if n not in ("activation_checkpointing", "accumulate")
         }
+        return {**kept, "param_dtype": self._gathered}
 
     def _attach(self, root: torch.nn.Module, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
         """What is on the units for as long as a run lasts."""
@@ -300,11 +315,12 @@ class FSDP(Strategy):
     def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
         module = cast("torch.nn.Module", root.module)
         before, names = vars(root)["fsdp"]
-        changed = [n for n, value in self._choices().items() if before[n] != value]
-        if changed:
+        changed = [(n, value) for n, value in self._choices().items() if before[n] != value]
+        for name, value in changed:
+            same = "the same precision" if name == "param_dtype" and self.param_dtype is None else "the same"
             raise ConfigurationError(
-                f"fsdp: {changed[0]}={getattr(self, changed[0])!r}: an earlier fit sharded this {type(module).__name__} with "
-                f"{changed[0]}={before[changed[0]]!r}; use the same, or build a new module"
+                f"fsdp: {name}={value!r}: an earlier fit sharded this {type(module).__name__} with {name}={before[name]!r}; use {same}, "
+                "or build a new module"
             )
         self._device = accelerator.device
         options = self._options(accelerator.num_processes)
@@ -343,7 +359,7 @@ class FSDP(Strategy):
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
         import torch
 
-        default = "fp32" if self.param_dtype else None
+        default = "fp32" if self._gathered else None
         return getattr(torch, _DTYPES[chosen]) if (chosen := self.reduce_dtype or default) else gradient
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
@@ -417,7 +433,7 @@ class FSDP(Strategy):
         return {
             **({"layers": layers} if self.tp > 1 else {}),
             "shards": f"{units} and the rest of the module, {over}" + (f", in {copies} copies" if copies > 1 else ""),
-            "gathered as": _DTYPES[self.param_dtype] if self.param_dtype else "they are",
+            "gathered as": _DTYPES[self._gathered] if self._gathered else "they are",
             "gradients": f"averaged in {_DTYPES[self.reduce_dtype or 'fp32']}, "
             + ("once per update" if self.accumulate == "whole" else "per micro-batch"),
             "after forward": "units are freed" if self.reshard_after_forward else "units stay gathered",

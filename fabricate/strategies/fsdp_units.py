@@ -97,6 +97,18 @@ def _of_size(module: torch.nn.Module, size: int) -> Units:
     return units
 
 
+def kept_in_float32(module: torch.nn.Module, device: torch.device) -> list[torch.nn.Module]:
+    """The layers whose kernels take no parameters in half precision: those that keep running statistics want parameters of the
+    statistics' dtype; on a CPU, where autocast leaves their input as it is, other normalisations want those of a float32 input."""
+    normalisations = (torch.nn.LayerNorm, torch.nn.GroupNorm) if device.type == "cpu" else ()
+    return [
+        child
+        for child in module.modules()
+        if (isinstance(child, normalisations) or any(b.is_floating_point() for b in child.buffers(recurse=False)))
+        and next(child.parameters(recurse=False), None) is not None
+    ]
+
+
 def _shares(name: str, module: torch.nn.Module) -> bool:
     """Whether the submodule `name` has a parameter that lies elsewhere too (tied weights): then it cannot be a unit."""
     every = list(module.named_parameters(remove_duplicate=False))

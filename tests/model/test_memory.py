@@ -76,6 +76,12 @@ def test_optimizer_state_is_what_a_step_leaves(optimizer: Any, options: dict[str
     assert found["total"] == sum(count for kind, count in found.items() if kind != "total")
 
 
+def test_the_copies_that_autocast_makes_of_weights_are_counted() -> None:
+    plans = {name: Trainer(max_steps=1, precision=name).plan(Net(), rows(), batch_size=2) for name in ("fp32", "bf16")}
+    found, plain = (plans[name]["memory_per_rank"] for name in ("bf16", "fp32"))
+    assert found == plain | {"half-precision copies": 2 * (16 + 110), "total": plain["total"] + 2 * (16 + 110)}
+
+
 class Stubborn(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise ValueError("only on a GPU")

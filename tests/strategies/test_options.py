@@ -28,6 +28,7 @@ class Block(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
         self.runs = 0
         self.dtypes: set[str] = set()
+        self.copies = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.runs += 1
@@ -35,17 +36,31 @@ class Block(torch.nn.Module):
         return x + self.down(self.dropout(torch.relu(self.up(x))))
 
 
+class CountingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept):
+            return super().forward(x)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts the weights that backward keeps and that are not the memory which FSDP gathered and frees."""
+        gathered = {layer.weight.untyped_storage().data_ptr() for layer in (self.up, self.down)}
+        if tensor.numel() == self.up.weight.numel() and tensor.untyped_storage().data_ptr() not in gathered:
+            self.copies += 1
+        return tensor
+
+
 class Tower(TrainModule):
     """Two blocks between two layers. Notes whether the first block's weight is whole once its forward is over."""
 
-    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+    def __init__(self, width: int = 8, dropout: float = 0.0, block: type[Block] = Block) -> None:
         super().__init__()
+        self.block = block
         self.width, self.dropout = width, dropout
         self.whole_after_forward: set[bool] = set()
 
     def configure_model(self) -> None:
         self.first = torch.nn.Linear(4, self.width)
-        self.blocks = torch.nn.ModuleList(Block(self.width, self.dropout) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(self.block(self.width, self.dropout) for _ in range(2))
         self.last = torch.nn.Linear(self.width, 1)
 
     def training_step(self, batch: Any) -> torch.Tensor:
@@ -59,6 +74,17 @@ class Tower(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
+class Normalised(Tower):
+    """With a normalisation of the input, which is float32, and one that keeps running statistics."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.scale, self.centre = torch.nn.LayerNorm(4), torch.nn.BatchNorm1d(4)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return super().training_step((self.centre(self.scale(batch[0])), batch[1]))
+
+
 class Watch(Callback):
     """Losses, and what lies in the gradients and optimizer state before an update."""
 
@@ -69,6 +95,9 @@ class Watch(Callback):
         self.logging: dict[str, Any] = {}
         self.shared_storage = False
         self.reached: list[bool] = []
+
+    def on_fit_start(self, module: TrainModule) -> None:
+        self.start = {name: p.detach().clone() for name, p in module.named_parameters()}
 
     def on_accumulate(self, module: TrainModule) -> None:
         self.reached.append(module.first.weight.grad is not None)
@@ -113,6 +142,7 @@ def train(strategy: Any, world_size: int, *, module: Tower | None = None, **argu
     result = trainer.fit(module, rows(), batch_size=GLOBAL_BATCH // 2 // world_size, shuffle=False)
     parts = {n: getattr(p, "_local_tensor", p) for n, p in module.named_parameters()}
     return {
+        "start": watch.start if world_size == 1 else None,
         "losses": watch.losses,
         "weights": whole(module),
         "gradients": watch.gradients,
@@ -125,11 +155,41 @@ def train(strategy: Any, world_size: int, *, module: Tower | None = None, **argu
         "units": sorted(n for n, m in module.named_modules() if type(m).__name__.startswith("FSDP")),
         "runs": module.blocks[0].runs,
         "dtypes": module.blocks[0].dtypes,
+        "copies": module.blocks[0].copies,
         "whole after forward": module.whole_after_forward,
         "forward": [n for n, m in module.named_modules() if "forward" in vars(m)],
         "plan": plan.to_json()["settings"],
         "checkpoint": result.checkpoint,
     }
+
+
+def rounded_by_hand(start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a fit of two bf16 ranks does, in one process: each piece of a window goes through weights that are rounded to bfloat16, and
+    their gradients are added up in float32."""
+    masters, rounded, losses = Tower(), Tower(), []
+    for tower in (masters, rounded):
+        tower.configure_model()
+    masters.load_state_dict(start)
+    rounded.bfloat16()
+    optimizer = masters.configure_optimizers()
+    for step in range(STEPS):
+        window = [t[GLOBAL_BATCH * (step % 2) :][:GLOBAL_BATCH] for t in rows().tensors]
+        pieces = list(zip(*(t.split(GLOBAL_BATCH // 4) for t in window), strict=True))
+        rounded.load_state_dict(masters.state_dict())
+        losses.append(0.0)
+        for piece in pieces:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = rounded.training_step(piece)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses[-1] += loss.item() / len(pieces)
+            for ours, theirs in zip(masters.parameters(), rounded.parameters(), strict=True):
+                assert theirs.grad is not None
+                piece_of_mean = theirs.grad.float() / len(pieces)
+                ours.grad = piece_of_mean if ours.grad is None else ours.grad + piece_of_mean
+            rounded.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "weights": whole(masters)}
 
 
 def refused(strategy: Any, **arguments: Any) -> str:
@@ -147,13 +207,13 @@ def resumed(root: Path, strategy: str) -> dict[str, Any]:
     return {"straight": straight["weights"], "halves": halves["weights"]}
 
 
-def again(first: str, second: str) -> Any:
+def again(first: str, second: str, **options: Any) -> Any:
     """A second fit of one module, under other options."""
     module = Tower()
     train(first, 2, module=module)
     before = module.blocks[0].runs
     try:
-        return train(second, 2, module=module)["runs"] - before
+        return train(second, 2, module=module, **options)["runs"] - before
     except ConfigurationError as error:
         return str(error)
 
@@ -187,10 +247,15 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
         "wide, small buckets": lambda: train("ddp:bucket_cap_mb=1", 2, module=wide["module"](), max_steps=3),
         "dropout": lambda: train("fsdp", 2, module=Tower(dropout=0.5)),
         "dropout, recompute": lambda: train("fsdp:activation_checkpointing=true", 2, module=Tower(dropout=0.5)),
-        "bf16": lambda: train("fsdp", 2, precision="bf16"),
-        "bf16 parameters": lambda: train("fsdp:param_dtype=bf16", 2, precision="bf16"),
+        "bf16": lambda: train("fsdp", 2, module=Tower(block=CountingBlock), precision="bf16"),
+        "bf16, named": lambda: train("fsdp:param_dtype=bf16", 2, precision="bf16"),
+        "bf16, as they are": lambda: train(
+            "fsdp:param_dtype=fp32", 2, module=Tower(block=CountingBlock), precision="bf16"
+        ),
+        "normalised": lambda: train("fsdp", 2, module=Normalised(), precision="bf16"),
         "again": lambda: again("fsdp", "fsdp:activation_checkpointing=true"),
         "again, otherwise": lambda: again("fsdp", "fsdp:wrap=none"),
+        "again, in bf16": lambda: again("fsdp", "fsdp", precision="bf16"),
         "gpt2": lambda: storyteller(),
         "refused": lambda: {
             text: refused(text, **arguments)
@@ -387,14 +452,35 @@ def test_gradients_are_summed_in_the_dtype_asked_for(two: Answers) -> None:
 
 
 def test_parameters_are_gathered_in_the_dtype_that_the_precision_computes_in(two: Answers) -> None:
-    for found, plain in zip(two["bf16 parameters"], two["bf16"], strict=True):
+    for found, named, plain in zip(two["bf16"], two["bf16, named"], two["bf16, as they are"], strict=True):
         assert plain["dtypes"] == {"torch.float32"}
-        assert found["dtypes"] == {"torch.bfloat16"}
+        assert found["dtypes"] == named["dtypes"] == {"torch.bfloat16"}
+        assert same(found["weights"], named["weights"])
         assert all(value.dtype == np.float32 for value in found["weights"].values())
         assert all(g.dtype == torch.float32 for g in found["gradients"][0].values())
         assert_near(found, plain, 0.02)
-        gathered = [each["plan"]["memory_per_rank"]["value"]["gathered"] for each in (found, plain)]
-        assert 2 * gathered[0] == gathered[1]
+        memory, of_plain = (each["plan"]["memory_per_rank"]["value"] for each in (found, plain))
+        assert 2 * memory["gathered"] == of_plain["gathered"]
+        assert "half-precision copies" not in memory
+        assert of_plain["half-precision copies"] == 2 * sum(w.size for w in found["weights"].values() if w.ndim > 1)
+
+
+def test_backward_keeps_no_copy_of_what_was_gathered_in_half_precision(two: Answers) -> None:
+    for found, plain in zip(two["bf16"], two["bf16, as they are"], strict=True):
+        assert found["copies"] == 0
+        assert plain["copies"] == 2 * plain["runs"], "autocast's, of both layers"
+
+
+def test_the_update_in_half_precision_is_that_of_rounded_weights_and_whole_masters(two: Answers) -> None:
+    wanted = rounded_by_hand(two.alone["start"])
+    for found in two["bf16"]:
+        assert_near(found, wanted, TOLERANCE)
+
+
+def test_layers_that_need_float32_parameters_keep_them_in_half_precision(two: Answers) -> None:
+    for found in two["normalised"]:
+        assert found["dtypes"] == {"torch.bfloat16"}
+        assert found["losses"][-1] < found["losses"][0]
 
 
 def test_shards_in_groups_are_averaged_over_the_copies(four: Answers) -> None:
@@ -417,6 +503,10 @@ def test_a_module_that_was_sharded_goes_on_with_the_options_of_its_shards(two: A
     assert two["again"] == [4 * STEPS] * 2
     for message in two["again, otherwise"]:
         assert message.startswith("fsdp: wrap='none': an earlier fit sharded this Tower with wrap='auto'")
+    for message in two["again, in bf16"]:
+        assert message.endswith(
+            "sharded this Tower with param_dtype=None; use the same precision, or build a new module"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- DDP

@@ -1,0 +1,257 @@
+"""Whole fits on a device with the rules of a GPU, as rank 0 of eight; see `tests.support.pretended_device`.
+
+A fit here is everything between a batch on the host and a checkpoint: it fails where a tensor of the host meets one of the device.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torchmetrics
+from fabricate_deepspeed.loss_scale import LossScale
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from fabricate import Callback, Trainer, TrainModule, hookimpl
+from fabricate.checkpoint.state.staging import Staging
+from fabricate.testing.ranks import run_alone
+from fabricate.training import saving
+from tests.support import pretended_device
+from tests.support.pretended_device import Rules, open_device, open_group, trained_on_the_device
+
+RANKS, ROWS, TOKENS, WORDS, WIDTH = 8, 64, 5, 16, 8
+HALF = ("bf16", "fp16")
+FITS = {
+    "single": ("fp32", *HALF),
+    "ddp": ("fp32", *HALF),
+    "fsdp": ("fp32", *HALF),
+    "fsdp:offload=cpu": ("fp32", *HALF),
+    "fsdp:shard=4": ("fp32", *HALF),
+    "fsdp:shard=4,offload=cpu": ("bf16",),
+    "fsdp:accumulate=whole,activation_checkpointing=true": ("bf16",),
+    "fsdp:tp=2": ("fp32", "bf16"),
+}
+ON_THE_HOST = ("fsdp:offload=cpu", "fsdp:shard=4,offload=cpu")
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.down(torch.relu(self.up(x))))
+
+
+class Blocks(torch.nn.Module):
+    tp_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Net(TrainModule):
+    """A language model whose rows have unequal numbers of labels, a buffer, and a torchmetrics object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown = torchmetrics.SumMetric()
+
+    def configure_model(self) -> None:
+        self.words = torch.nn.Embedding(WORDS, WIDTH)
+        self.inner = Blocks()
+        self.head = torch.nn.Linear(WIDTH, WORDS)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def init_weights(self, submodule: torch.nn.Module) -> None:
+        if submodule is self:
+            self.seen.zero_()
+        elif hasattr(submodule, "reset_parameters"):
+            submodule.reset_parameters()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, labels = batch
+        return cross_entropy(self.head(self.inner(self.words(x))).flatten(0, 1), labels.flatten())
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen += 1
+        loss = self.loss(batch)
+        self.log("half", loss.detach() / 2)
+        return loss
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        self.shown.update((batch[1] >= 0).sum())
+        self.log("shown", self.shown)
+        return {"loss": self.loss(batch)}
+
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return made, torch.optim.lr_scheduler.LinearLR(made, total_iters=2)
+
+
+class Watch(Callback):
+    """Counts the times that the second update waited for the device; hears everything that costs something."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.counts: list[int] = []
+        self.steps = 0
+
+    def on_before_step(self, grad_norm: torch.Tensor) -> None:
+        assert grad_norm.device == pretended_device.DEVICE
+
+    def on_step(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        assert loss.device == grad_norm.device == pretended_device.DEVICE
+        self.counts.append(len(self.rules.waits))
+        self.steps = step
+
+
+class Copies(Callback):
+    """Copies what a checkpoint would hold instead of writing it: each of the alike ranks would write the same file."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+
+    @hookimpl
+    def write_checkpoint(self, trainer: Trainer, path: Path) -> bool:
+        chunks, ready = Staging().copy(saving._assemble(trainer._live(), path).chunks)  # type: ignore[arg-type]
+        ready()
+        self.chunks += len(chunks)
+        return True
+
+
+def rows(number: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, WORDS, (2, number, TOKENS), generator=generator)
+    labels = torch.where(torch.arange(TOKENS) <= torch.arange(number)[:, None] % TOKENS, tokens[1], -100)
+    return TensorDataset(tokens[0], labels)
+
+
+def fit(strategy: str, precision: str, world_size: int, run_dir: Path) -> dict[str, Any]:
+    """Two updates with accumulation, clipping, validation, logging and a save."""
+    with trained_on_the_device(world_size) as rules:
+        watch, copies = Watch(rules), Copies()
+        trainer = Trainer(
+            strategy=strategy,
+            precision=precision,
+            plugins=[watch, copies] if world_size > 1 else [watch],
+            max_steps=2,
+            gradient_accumulation_steps=2,
+            max_grad_norm=1.0,
+            seed=1,
+            run_dir=run_dir,
+            save_every="2 steps",
+            save="async",
+            log_every="2 steps",
+            validate_every="2 steps",
+            progress=False,
+        )
+        trainer.fit(Net(), rows(ROWS), rows(2 * world_size), batch_size=2)
+    begin, end = watch.counts[:2]
+    return {"steps": watch.steps, "waits": rules.waits[begin:end], "chunks": copies.chunks}
+
+
+def fits(root: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Every fit, in a process that nothing else uses. An error is the text of its traceback."""
+    open_device()
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def attempt(key: tuple[str, str], world_size: int) -> None:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        if world_size > 1:
+            every = str(world_size)
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=every, LOCAL_WORLD_SIZE=every)
+        try:
+            found[key] = fit(key[0].removesuffix(NO_HOST), key[1], world_size, root / str(len(found)))
+        except Exception:
+            found[key] = {"error": traceback.format_exc()}
+
+    try:
+        found["zero", "host"] = {"gradients": scaled_on_the_host()}
+    except Exception:
+        found["zero", "host"] = {"error": traceback.format_exc()}
+    for precision in FITS["single"]:
+        attempt(("single", precision), 1)
+    with open_group(RANKS, host_backend=False):
+        attempt(("ddp" + NO_HOST, "bf16"), RANKS)
+    with open_group(RANKS):
+        for strategy in list(FITS)[1:]:
+            for precision in FITS[strategy]:
+                attempt((strategy, precision), RANKS)
+    return found
+
+
+def scaled_on_the_host() -> dict[int, list[float]]:
+    """By stage of ZeRO with an offloaded optimizer, its gradients after an update whose weights sum up to two, clipped to 1."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    answers = {}
+    with Rules():
+        for stage, kind in ((2, DeepSpeedZeroOptimizer), (3, DeepSpeedZeroOptimizer_Stage3)):
+            master = torch.zeros(3, requires_grad=True)
+            master.grad = torch.full((3,), 4.0)
+            zero = object.__new__(kind)  # without the groups that its constructor makes
+            vars(zero).update(
+                device="cpu",
+                clip_grad=1.0,
+                loss_scaler=SimpleNamespace(cur_scale=1.0),
+                fp32_partitioned_groups_flat=[master],
+            )
+            scale = LossScale(zero)
+            scale.scale_gradients(torch.full((), 0.5, device=pretended_device.DEVICE))
+            first: Any = [master.grad] if stage == 2 else 0
+            zero.unscale_and_clip_grads(first, torch.tensor(8.0))
+            answers[stage] = master.grad.tolist()
+    return answers
+
+
+NO_HOST = " over a group of the device alone"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    return run_alone(fits, tmp_path_factory.mktemp("fits"), timeout=400)
+
+
+def trained(found: dict[tuple[str, str], dict[str, Any]], strategy: str, precision: str) -> dict[str, Any]:
+    answer = found[strategy, precision]
+    if "error" in answer:
+        pytest.fail(answer["error"], pytrace=False)
+    return answer
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [(s, p) for s, precisions in FITS.items() for p in precisions])
+def test_a_fit_keeps_to_the_rules_of_a_device(found: Any, strategy: str, precision: str) -> None:
+    answer = trained(found, strategy, precision)
+    assert answer["steps"] == 2
+    assert answer["chunks"] > 0 or strategy == "single"
+
+
+def test_replicas_need_no_backend_for_tensors_of_the_host(found: Any) -> None:
+    assert trained(found, "ddp" + NO_HOST, "bf16")["steps"] == 2
+
+
+def test_zero_scales_offloaded_gradients_on_the_host(found: Any) -> None:
+    assert trained(found, "zero", "host")["gradients"] == {2: [pytest.approx(0.5)] * 3, 3: [pytest.approx(0.5)] * 3}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", [s for s in FITS if s not in ON_THE_HOST])
+def test_an_update_does_not_wait_for_the_device(found: Any, strategy: str, precision: str) -> None:
+    if precision in FITS[strategy]:
+        assert trained(found, strategy, precision)["waits"] == []

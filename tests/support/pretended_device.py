@@ -1,0 +1,322 @@
+"""A device that computes nothing and enforces what a GPU enforces, so that a machine without one can test for it.
+
+Its tensors are torch's fake ones, on a device of our own (`DEVICE`); those of the host are real. While `Rules` is entered:
+
+- an operation on tensors of two devices is an error, also a `_foreach` operation whose factor lies elsewhere, which torch's fake tensors
+  let through and a GPU's kernel refuses; a host tensor without dimensions counts as a number, as it does for a GPU;
+- a collective of a host tensor is an error where the group has no backend for the host, as under NCCL alone;
+- what is read from the device is ones, and each read is written down in `waits`: the host would wait there.
+
+The other ranks of the group do what this one does, so every value that ranks exchange is this rank's own.
+
+The name cannot be taken back, so a process that calls `open_device` serves for nothing else: see `fabricate.testing.ranks.run_alone`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import traceback
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.weak import WeakTensorKeyDictionary
+
+NAME = "sdaa"  # a make that torch has no kernels for, and that Accelerate lets train in float16
+DEVICE = torch.device("cpu")
+"""The device, once `open_device` has run."""
+
+
+_values = WeakTensorKeyDictionary()
+"""By a tensor of the device, the state of its version counter and what lies there."""
+
+
+def _keep(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is not None:
+        _values[tensor] = (tensor._version, value)
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    version, value = _values.get(tensor, (-1, None))
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if value is None or version != tensor._version else value
+
+
+def _finished(tensors: list[torch.Tensor]) -> Any:
+    """A collective whose result is there, as DDP asks for it: torch's fake group gives none."""
+    result: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    result.set_result(tensors)
+    return _create_work_from_future(result).boxed()
+
+
+_kept: list[Any] = []
+"""What torch forgets when nothing refers to it."""
+
+
+class _Stream:
+    """A queue of work; there is only one, and it is always empty."""
+
+    def __init__(self, device: object = None, priority: int = 0, **options: object) -> None:
+        self.device = device
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event:
+    def __init__(self, **options: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Module(_DummyBackendModule):
+    """What torch looks for under `torch.sdaa`."""
+
+    Stream = _Stream
+    Event = _Event
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def current_stream(self, device: object = None) -> _Stream:
+        return _Stream(device)
+
+    def stream(self, stream: _Stream) -> _Stream:
+        return stream
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def synchronize(self, device: object = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_properties(self, device: object = None) -> Any:
+        return types.SimpleNamespace(name=NAME, total_memory=80 * 10**9)
+
+
+class _Mode(FakeTensorMode):
+    avoid_device_init = True  # else a copy of a host tensor to the device would want the device's allocator
+
+
+_IN_HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention")
+_IN_FLOAT = ("layer_norm", "log_softmax.int", "softmax.int", "cross_entropy_loss", "mse_loss", "nll_loss", "sum")
+
+
+def _register_autocast() -> list[torch.library.Library]:
+    """What autocast does on a GPU, for the operations that the tests use: torch has no list for a device of one's own."""
+    key = torch._C.DispatchKey.AutocastPrivateUse1
+    others, ours = torch.library.Library("_", "IMPL", "AutocastPrivateUse1"), torch.library.Library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+
+    def register(name: str, half: bool) -> None:
+        operation, _, overload = name.partition(".")
+        run = getattr(getattr(torch.ops.aten, operation), overload or "default")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = torch.get_autocast_dtype(NAME) if half else torch.float32
+
+            def cast(tensor: torch.Tensor) -> torch.Tensor:
+                casts = tensor.device.type == NAME and tensor.is_floating_point() and tensor.dtype != torch.float64
+                return tensor.to(dtype) if casts else tensor
+
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return run(*tree_map_only(torch.Tensor, cast, args), **tree_map_only(torch.Tensor, cast, kwargs))
+
+        ours.impl(name, kernel, "AutocastPrivateUse1")
+
+    for name in _IN_HALF:
+        register(name, half=True)
+    for name in _IN_FLOAT:
+        register(name, half=False)
+    return [others, ours]
+
+
+def open_device() -> None:
+    """Register the device in this process."""
+    global DEVICE
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    DEVICE = torch.device(NAME, 0)
+    _kept.extend(_register_autocast())
+    dist.Backend.register_backend("alike", _create_fake_pg, extended_api=True, devices=["cpu", NAME])
+
+
+@contextlib.contextmanager
+def open_group(world_size: int, host_backend: bool = True) -> Iterator[None]:
+    """torch's default group, of `world_size` ranks on the device; this is rank 0. `host_backend`: whether the group carries tensors of
+    the host too."""
+    backend = f"{NAME}:alike" + (",cpu:alike" if host_backend else "")
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Rules(TorchDispatchMode):
+    """While entered, the device's rules hold; `waits` has a line for each time the host waited for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = _Mode(allow_non_fake_inputs=True)
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat = tree_flatten((args, kwargs))[0]
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        name = str(func)
+        on_device = [t for t in tensors if isinstance(t, FakeTensor)]
+        if name in ("aten._pin_memory.default", "aten.pin_memory.default"):
+            return args[0]
+        if not on_device and not any(isinstance(leaf, torch.device) and leaf.type == NAME for leaf in flat):
+            return func(*args, **kwargs)
+        if name.startswith("aten._foreach_"):
+            self._check_foreach(name, args, kwargs)
+        if name in ("aten._local_scalar_dense.default", "aten.is_nonzero.default"):
+            self._waited(name)
+            return _value(on_device[0]).item()
+        if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+                self._waited(name)
+            return args[0].copy_(_value(args[1]))
+        if name == "c10d.allreduce_.default":
+            return args[0], _finished(args[0])
+        with self._fake:
+            made = func(*args, **kwargs)
+        self._remember(func, name, args, tensors, made)
+        return tree_map_only(FakeTensor, lambda t: self._read(t, name, args, kwargs), made)
+
+    def _read(self, tensor: FakeTensor, name: str, args: Any, kwargs: Any) -> torch.Tensor:
+        """A result that lies on the host is real."""
+        if tensor.device.type == NAME:
+            return tensor
+        if not kwargs.get("non_blocking", False):
+            self._waited(name)
+        return _value(args[0] if name == "aten._to_copy.default" else tensor).to(tensor.dtype)
+
+    def _remember(self, func: Any, name: str, args: Any, tensors: list[torch.Tensor], made: Any) -> None:
+        """The few values of the device that torch reads back to decide something: what was copied there, constants, and whether a
+        gradient overflowed (none does). Changed in another way, they are forgotten."""
+        if name in ("aten._to_copy.default", "aten.copy_.default") and not isinstance(tensors[-1], FakeTensor):
+            _keep(made, tensors[-1].detach().to(made.dtype).expand(made.shape).clone())
+        elif name == "aten.full.default":
+            _keep(made, torch.full(args[0], args[1], dtype=made.dtype))
+        elif name == "aten._amp_foreach_non_finite_check_and_unscale_.default":
+            _keep(args[1], torch.zeros(args[1].shape))
+        elif name == "c10d.allgather_.default":
+            for output in args[0][0]:
+                _keep(output, _value(args[1][0]).reshape(output.shape))
+        elif name in ("aten.select.int", "aten.view.default", "aten.detach.default") and args[0] in _values:
+            _keep(made, func(_value(args[0]), *args[1:]))
+        elif name == "c10d.broadcast_.default":
+            for tensor in args[0]:
+                _keep(tensor, _values[tensor][1] if tensor in _values else None)
+
+    def _waited(self, name: str) -> None:
+        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and __file__ != f.filename]
+        self.waits.append(f"{name} in {frames[-1].name}: {frames[-1].line}" if frames else f"{name} in torch")
+
+    def _check_foreach(self, name: str, args: Any, kwargs: Any) -> None:
+        first = args[0]
+        devices = {t.device for t in first}
+        others = tree_flatten((args[1:], kwargs))[0]
+        strange = {t.device for t in others if isinstance(t, torch.Tensor)} - devices
+        host_scalar = all(t.device.type == "cpu" and t.ndim == 0 for t in others if isinstance(t, torch.Tensor))
+        if len(devices) > 1 or (strange and not host_scalar):
+            raise RuntimeError(f"{name}: expected all tensors on one device, got {sorted(map(str, devices | strange))}")
+
+
+class _Alike:
+    """The control connections of a rank whose peers send what it sends."""
+
+    watched, closed = "", False
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row] * self._world_size)
+
+    def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        return [row] * self._world_size
+
+    def broadcast(self, row: torch.Tensor) -> torch.Tensor:
+        return row
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def trained_on_the_device(world_size: int) -> Iterator[Rules]:
+    """A `Trainer` trains on the device, as rank 0 of `world_size` alike ranks."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    import fabricate.trainer as trainer
+    from fabricate.distributed.group import Group
+
+    def resolved(*args: Any, **kwargs: Any) -> Any:
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # no device is looked for: it is given here
+        try:
+            return dataclasses.replace(resolve(*args, **kwargs), device=DEVICE)
+        finally:
+            del os.environ["ACCELERATE_USE_CPU"]
+
+    properties = torch.cuda.get_device_properties
+    prepare_backend = PartialState._prepare_backend
+    resolve, connect, exchange = trainer.resolve, Group._connect, Group._exchange_hosts
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(DEVICE)
+    trainer.resolve = resolved
+    torch.cuda.get_device_properties = _Module().get_device_properties
+    if world_size > 1:  # Accelerate does not look whether a group is there
+        PartialState._prepare_backend = lambda *args: ("alike", DistributedType.MULTI_GPU)
+    Group._connect = lambda self, *args: _Alike(world_size)  # type: ignore[assignment,method-assign,return-value]
+    Group._exchange_hosts = lambda self, *args: None  # type: ignore[assignment,method-assign,return-value]
+    try:
+        with Rules() as rules:
+            yield rules
+    finally:
+        del os.environ["ACCELERATE_TORCH_DEVICE"]
+        trainer.resolve = resolve
+        torch.cuda.get_device_properties = properties
+        PartialState._prepare_backend = prepare_backend
+        Group._connect, Group._exchange_hosts = connect, exchange  # type: ignore[method-assign]
