@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,9 @@ def test_the_floating_point_operations_of_an_update_are_those_of_its_matrix_prod
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros(size.rows, size.length, dtype=torch.int64)).sum().backward()
     assert counter.get_total_flops() == size.flops()
+
+
+def test_a_process_that_takes_too_long_is_ended() -> None:
+    sleeping = "import time; print('here', flush=True); time.sleep(60)"
+    done = measuring.started([sys.executable, "-c", sleeping], 1.5)
+    assert (done.returncode, done.stdout) == (124, "here\n")

@@ -6,8 +6,8 @@
 An update's time is from one device-wide wait to the next; a save's stall is what the update after it takes longer than the median.
 Beside it stand one copy of the same bytes from the device into pinned memory, `torch.save`, and torch's distributed checkpoint.
 
-Passes when the second and later asynchronous saves stop training no longer than `MOST_STALL` times that copy, the host's pinned
-memory grows by no more than `MOST_PINNED` of the state, a process has its context on its own GPU only, and a resumed run goes on.
+Passes when the second and later asynchronous saves stop training no longer than `MOST_STALL` times that copy, the host's
+memory in use grows by no more than `MOST_PINNED` of the state, and a resumed run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def recipe_of(place: Host, gigabytes: float) -> Recipe:
 
 def saving(place: Host, recipe: Recipe, folder: Path, save: str, copy_seconds: float) -> dict[str, Any]:
     """One run with saves: the stalls of the first and the later ones, seconds until each was durable."""
-    stamps, run_dir, process = Stamps(place), folder / save, psutil.Process()
-    before = process.memory_info().rss
+    stamps, run_dir, before = Stamps(place), folder / save, psutil.virtual_memory().available
     fitted = trainer(recipe, save=save, save_every=BETWEEN, keep=1, run_dir=run_dir, plugins=[stamps])
     with contextlib.redirect_stdout(io.StringIO()):
         fitted.fit(Module(recipe, place.device), recipe.loader(place))
@@ -63,7 +62,7 @@ def saving(place: Host, recipe: Recipe, folder: Path, save: str, copy_seconds: f
     found = {
         "bytes": size, "usual_seconds": usual, "first_stall": stalls[0], "later_stalls": stalls[1:], "durable_seconds": durable,
         "gigabytes_per_second": [size / 1e9 / seconds for seconds in durable if seconds],
-        "host_grew": process.memory_info().rss - before, "failed": [],
+        "host_grew": before - psutil.virtual_memory().available, "failed": [],
     }  # fmt: skip
     if place.real and save == "async":
         found |= {"contexts": contexts()}

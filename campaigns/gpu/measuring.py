@@ -13,8 +13,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -166,6 +168,8 @@ class Cuda(Host):
         spans = []
         for event in taken.events() or ():
             if event.device_type == torch.autograd.DeviceType.CUDA:
+                if event.is_user_annotation:  # covers kernels and the time between them
+                    continue
                 spans.append((event.time_range.start, event.time_range.end))
             elif _CALLS.match(event.name):
                 calls[event.name] += 1
@@ -370,20 +374,24 @@ def needs(*packages: str) -> None:
         raise LeftOut(f"not installed here: {', '.join(missing)}")
 
 
-def started(command: list[str], seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a process and wait at most `seconds`; stdout and stderr together. 124 is the exit code of one that took longer."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:  # fmt: skip
+def started(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a process and wait at most `seconds`; stdout and stderr together. 124 is the exit code of one that took longer: it gets
+    SIGTERM, which torchrun passes on to its ranks."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        code = None
         try:
-            output, _ = process.communicate(timeout=seconds)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+        finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            output, _ = process.communicate()
-            return subprocess.CompletedProcess(command, 124, output)
-    return subprocess.CompletedProcess(command, process.returncode, output)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return subprocess.CompletedProcess(command, 124 if code is None else code, output.read())
 
 
 _MARK = "figures: "

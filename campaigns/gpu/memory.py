@@ -20,8 +20,6 @@ import os
 import sys
 from typing import Any
 
-import torch
-
 from campaigns.gpu.gpt import SIZES, Module, Recipe, by_hand, clean, precision_of, strategy_of, trainer
 from campaigns.gpu.measuring import (
     Host,
@@ -101,11 +99,11 @@ def of_eight(place: Host, strategy: str) -> dict[str, Any]:
     from accelerate import Accelerator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from fabricate.configuration.opened_data import open_data, settle
+    from fabricate.configuration.resolve import resolve
+    from fabricate.data.source import Loading
     from fabricate.distributed.engine import Root
-    from fabricate.model.memory import need_ahead, total
     from fabricate.module import step_function
-    from fabricate.registry.registry import Registry
-    from fabricate.strategies.base import Strategy
 
     os.environ |= {
         "RANK": "0",
@@ -114,14 +112,14 @@ def of_eight(place: Host, strategy: str) -> dict[str, Any]:
         "LOCAL_WORLD_SIZE": "8",
         "MASTER_ADDR": "127.0.0.1",
     }
+    recipe, before = Recipe(size(place), UPDATES, "bf16"), place.allocated()
+    module, asked = Module(recipe, place.device), trainer(recipe, strategy=strategy)
+    planned = asked.plan(module, recipe.data(), batch_size=recipe.size.rows)["memory_per_rank"]
+    found = resolve(asked.settings, module)
+    settle(asked.settings, found, open_data(asked.settings, found, recipe.data(), None, Loading(recipe.size.rows)))
+    chosen = found.strategy
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    recipe, registry = Recipe(size(place), UPDATES, "bf16"), Registry(())
-    chosen, precision = registry.resolve("strategy", strategy)[0], registry.resolve("precision", "bf16")[0]
-    chosen.settle(Strategy.Settled(8, place.device, precision, recipe.size.rows, 1, None, "stop"))
-    module = Module(recipe, place.device)
-    planned = need_ahead(module, True, UPDATES).per_rank(chosen, 8)
-    before = place.allocated() - sum(p.numel() * p.element_size() for p in module.parameters() if place.real)
-    root = Root(module, torch.autocast(place.kind, torch.bfloat16))
+    root = Root(module, found.precision.forward_context(place.device))
     root.steps = {"train": step_function(module, "train")}
     model = chosen.prepare(Accelerator(cpu=not place.real), root, module)
     optimizer, held = module.configure_optimizers(), 0
@@ -133,8 +131,7 @@ def of_eight(place: Host, strategy: str) -> dict[str, Any]:
         optimizer.zero_grad()
         if step == 2:
             place.reset_peak()
-    found = {"held": held - before, "peak": place.peak_allocated() - before}
-    return found | {"plan": {"total": total(planned, place.real), **planned}}
+    return {"plan": planned, "held": held - before, "peak": place.peak_allocated() - before}
 
 
 def alone(place: Host, *arguments: str) -> dict[str, Any]:

@@ -76,7 +76,6 @@ def ranks(count: int, seconds: float, *arguments: str) -> list[tuple[int, float,
             }
             variables = {
                 **os.environ,
-                "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 **{k: str(v) for k, v in place.items()},
             }
