@@ -17,10 +17,12 @@ import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    TensorDataset,
     default_collate,
 )
 
 from fabricate.data.batches import EvalBatch, Window
+from fabricate.data.digests import digest
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
@@ -102,6 +104,22 @@ class Indexed(Source):
         self.data = dataset
         self._draw = draw
         self._options = options
+        self.in_workers = options["num_workers"] > 0
+
+    def probe(self) -> str:
+        """As `Source.probe`. A data set that worker processes read may open files where it is read first: not here. One whose rows
+        are others each time they are read has its own random state, which differs between ranks without harm."""
+        if self._options["num_workers"] > 0 and not _is_in_memory(self.data):
+            return ""
+        try:
+            last = len(self.data) - 1
+            found = set()
+            for _ in range(2):
+                with RandomScope(batch_seed(self._setup.seed, 0)):
+                    found.add(digest(list(_reader(self.data)(sorted({0, last // 2, last})))))
+        except Exception:  # rows that a sampler leaves out, keys that are no numbers: training reads what it reads
+            return ""
+        return found.pop() if len(found) == 1 else ""
 
     def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
         order, stop = self._order(epoch)
@@ -205,6 +223,14 @@ def _reader(dataset: Any) -> Callable[[list[Any]], Any]:
     """The rows at some indices: all at once where the data set can."""
     at_once: Callable[[list[Any]], Any] | None = getattr(dataset, "__getitems__", None)
     return at_once or (lambda indices: [dataset[index] for index in indices])
+
+
+def _is_in_memory(dataset: Any) -> bool:
+    """Whether reading `dataset` runs no code of the user's and opens nothing."""
+    return (
+        type(dataset) in (list, tuple, torch.Tensor, TensorDataset)
+        or type(dataset).__module__ == "datasets.arrow_dataset"
+    )
 
 
 def as_indices(drawn: list[Any]) -> npt.NDArray[Any]:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from fabricate.data.batches import EvalBatch, Window, visible_rows
+from fabricate.data.digests import digest
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators
 from fabricate.data.source import Setup, Source
@@ -38,6 +39,8 @@ class _Plan(NamedTuple):
     first: list[int]
     sizes: list[int | None]
     state: Any
+    digest: str
+    """Of the first unit and the last; empty after the reader's first window, and on one rank."""
 
 
 class Sequential(Source):
@@ -62,7 +65,7 @@ class Sequential(Source):
         self.has_state = has_state
         self.data = data
         self._collate = collate
-        self._in_worker = in_worker
+        self._in_worker = self.in_workers = in_worker
         self._pin_memory = pin_memory
         self._spent = False
         self._begun = False
@@ -72,7 +75,7 @@ class Sequential(Source):
         plan = None
         with closing(Workers(items)):
             for plan in items:
-                self.state = plan.state
+                self.state, self.first = plan.state, plan.digest or self.first
                 micro_batches = zip(islice(items, len(plan.sizes)), plan.sizes, strict=True)
                 window = Window(len(plan.sizes), plan.rows, plan.end, plan.last, micro_batches)
                 yield window
@@ -86,6 +89,7 @@ class Sequential(Source):
         plan = None
         with closing(Workers(items)):
             for plan in items:
+                self.first = plan.digest or self.first
                 for batch, first, rows in zip(islice(items, len(plan.sizes)), plan.first, plan.sizes, strict=True):
                     if rows != 0 or stand_ins:
                         yield EvalBatch(batch, rows, range(first, first + (1 if rows is None else rows)))
@@ -140,9 +144,11 @@ class _Reader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         setup = self._setup
         cursor, position = self._open()
+        begin = position
         for chunk, last, state in _chunks(cursor, self._window, setup.drop_last):
             shares = plan_window(len(chunk), self._batch_size or 1, setup.world_size, setup.rank)
-            plan = self._plan(chunk, shares, position, last, state)
+            beginning = digest([chunk[0], chunk[-1]]) if setup.world_size > 1 and position == begin else ""
+            plan = self._plan(chunk, shares, position, last, state)._replace(digest=beginning)
             yield plan
             for share, first in zip(shares, plan.first, strict=True):
                 yield chunk[share.start] if self._collate is None else self._collated(chunk, share, first)
@@ -169,7 +175,7 @@ class _Reader(IterableDataset[Any]):
             raise self._setup.error(f"yielded a batch without rows after row {position}: leave empty batches out")
         ends = list(accumulate((rows or 1 for rows in sizes), initial=position))
         own = [(share.rows if self._batch_size else sizes[share.start]) if share.rows else 0 for share in shares]
-        return _Plan(ends[-1] - position, ends[-1], last, [ends[share.start] for share in shares], own, state)
+        return _Plan(ends[-1] - position, ends[-1], last, [ends[share.start] for share in shares], own, state, "")
 
     def _collated(self, chunk: list[Any], share: Share, first: int) -> Any:
         assert self._collate is not None

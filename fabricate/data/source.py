@@ -100,11 +100,15 @@ class Source(ABC):
     `global_batch` (rows per update), `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the
     data, None where a sampler or the data itself decides. `resumes` is "exactly, by position", "by its own
     state" or "by replay". `data` is what is read. `state`: of data that resumes by its own, where it was after the window
-    yielded last; a checkpoint takes it, and a run that goes on sets it before its first window.
+    yielded last; a checkpoint takes it, and a run that goes on sets it before its first window. `first`: a digest of the first rows
+    that this rank read in the pass under way; every rank reads the same ones. Empty until then, and on one rank.
     """
 
     data: Any
     state: Any = None
+    first: str = ""
+    in_workers: bool = False
+    """Whether worker processes read the data."""
 
     def __init__(
         self, setup: Setup, kind: str, *, batch_size: int | None, units: int | None, resumes: str, shuffle: bool | None
@@ -120,6 +124,8 @@ class Source(ABC):
         self.shuffle = shuffle
         self.notes: tuple[str, ...] = tuple(setup.notes)
         self.global_batch = self._units_per_window if batch_size else None
+        self.num_units = units
+        """The epoch's length before the limit, in rows, or in batches where these are the user's."""
         usable = units if units is None or self._cap is None else min(units, self._cap)
         if usable == 0:
             raise setup.empty()
@@ -148,6 +154,22 @@ class Source(ABC):
     def reseed(self, seed: int) -> None:
         """Go on with another seed: that of the run which is resumed. Before any reading."""
         self._setup = replace(self._setup, seed=seed)
+
+    def different(self, everyone: Sequence[Any], what: str) -> ConfigurationError | None:
+        """The error about a value of this data that is not the same on every rank, in rank order; None where it is."""
+        rank = next((rank for rank, value in enumerate(everyone) if value != everyone[0]), None)
+        if rank is None:
+            return None
+        shown = f" ({everyone[0]} on rank 0, {everyone[rank]} on rank {rank})" if isinstance(everyone[0], int) else ""
+        return self._setup.error(
+            f"has {what} on rank {rank} than on rank 0{shown}. Every rank has to pass the same, whole data, which fabricate divides: data "
+            "that is divided already (split_dataset_by_node, shard(), a file for each rank) would be divided again, and rows would be left "
+            "out. Where rows are drawn at random, draw from torch's, numpy's or Python's generators, which are the same on every rank"
+        )
+
+    def probe(self) -> str:
+        """A digest of some rows, read for it alone; empty where that could do harm. Leaves random generators as they are."""
+        return ""
 
     @abstractmethod
     def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:

@@ -202,6 +202,10 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
             "stream, and every row would come once per worker. Pass num_workers=1 (or 0)"
         )
     if _is_hugging_face(data, "IterableDataset"):
+        if setup.world_size > 1 and data._distributed is not None:
+            raise setup.error(
+                "is a stream that split_dataset_by_node has divided over the ranks; pass the whole stream, which fabricate divides"
+            )
         if _shuffled_without_seed(data):
             raise setup.error(
                 "is a stream shuffled without a seed: every rank and every resumed run would read another order. "

@@ -97,7 +97,16 @@ def _evaluate_source(run: Run, source: Source, stage: str, prefix: str) -> dict[
                 _note_rows(run, stage, item.batch)
                 watch = None
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
+    check_first(run, source)
     return metrics.finish()
+
+
+def check_first(run: Run, source: Source) -> None:
+    """Raise `ConfigurationError`, on every rank, where ranks read other rows first. After reading; all ranks."""
+    if run.engine.world_size == 1 or source.resumes == "exactly, by position":
+        return
+    if error := source.different(run.engine.gather_json(source.first), "other first rows"):
+        raise error
 
 
 def _batches(run: Run, source: Source) -> Iterator[tuple[EvalBatch, Any]]:
@@ -160,6 +169,7 @@ def predict(run: Run, source: Source) -> list[Any] | None:
             if item.rows != 0:  # else a stand-in
                 outputs += _rows(output, _rows_in(item))
                 indices += [int(i) for i in item.indices]
+        check_first(run, source)
         engine.strategy.after_evaluation(engine.model)
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from fabricate.data.batches import Window
+from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.training.agenda import Agenda
 from fabricate.training.boundary import boundary, finished
-from fabricate.training.evaluation import validate
+from fabricate.training.evaluation import check_first, validate
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.losses import Losses, WindowLosses
 from fabricate.training.run_state import Run, Update
@@ -50,8 +51,9 @@ def windows(run: Run) -> Iterator[Window]:
     if not progress.position:  # else a checkpoint interrupted this epoch
         progress.micro_step = 0
     remaining: Iterable[Window] = source.windows(progress.epoch, progress.position)
-    if source.num_samples is None and run.engine.world_size > 1:
-        remaining = _same_on_all_ranks(run, remaining)
+    if run.engine.world_size > 1:
+        remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
+        remaining = _beginning_alike(run, source, remaining)
     yield from run.journal.stopwatch.timed(remaining)
     if progress.position == 0 and not progress.micro_step:  # position is back at 0 after the last window; nothing ran
         raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
@@ -192,6 +194,14 @@ def _clipping(run: Run) -> Clip:
     if max_value is not None:
         return lambda parameters, norm: strategy.clip_by_value(parameters, max_value)
     return lambda parameters, norm: None
+
+
+def _beginning_alike(run: Run, source: Source, windows: Iterable[Window]) -> Iterator[Window]:
+    """Of data that every rank reads whole, compare what the ranks read first."""
+    for number, window in enumerate(windows):
+        if not number and source.first:
+            check_first(run, source)
+        yield window
 
 
 def _same_on_all_ranks(run: Run, windows: Iterable[Window]) -> Iterator[Window]:

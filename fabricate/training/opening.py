@@ -204,6 +204,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
             f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
         )
     # Before anything is broadcast.
+    _check_data(run)
     check_alike(
         engine,
         dict(run.calls.manager.table()),
@@ -214,6 +215,19 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     if engine.ranks_per_row > 1:
         run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
     run.notes.extend(engine.notes)
+
+
+def _check_data(run: Run) -> None:
+    """Compare the data of the ranks: how many rows there are, and some of them. All ranks."""
+    sources = [source for source in (run.source, *run.validation.values()) if source is not None]
+    if run.engine.world_size == 1:
+        return
+    everyone = run.engine.gather_json([[source.num_units, source.probe()] for source in sources])
+    for number, source in enumerate(sources):
+        lengths, rows = zip(*(rank[number] for rank in everyone), strict=True)
+        error = source.different(lengths, "another number of rows")
+        if error := error or (source.different(rows, "other rows") if all(rows) else None):
+            raise error
 
 
 @contextlib.contextmanager

@@ -6,15 +6,17 @@ import datetime
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
+from datasets.distributed import split_dataset_by_node
 
-from fabricate import Callback, RankError, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.distributed.meeting import compare_builds, meet
 from fabricate.testing import run_ranks
 from fabricate.testing.ranks import free_port
@@ -172,7 +174,7 @@ def _drifted(what: str, strategy: str, run_dir: str) -> tuple[str, list[int]]:
         log_every=1,
     )
     with pytest.raises(RankError) as caught:
-        trainer.fit(Regression(1), torch.ones(36, 4), batch_size=2)
+        trainer.fit(Regression(1), torch.linspace(-0.5, 0.5, 144).reshape(36, 4), batch_size=2)
     return str(caught.value), drifts.saved
 
 
@@ -195,3 +197,88 @@ def test_replicas_that_drift_apart_are_an_error_before_they_are_saved(
     for rank, (text, announced) in enumerate(run_ranks(_drifted, 2, what, strategy, str(tmp_path / "run"))):
         assert told in text, rank
         assert announced == saved
+
+
+# ------------------------------------------------------------------------------------------- data that is divided already
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """The rows of one rank: of all of them, a part."""
+
+    def __init__(self, rank: int, world_size: int, *, own_noise: bool = False) -> None:
+        self.rows = torch.arange(24.0).reshape(24, 1).repeat(1, 4)[rank::world_size]
+        self.generator = torch.Generator().manual_seed(rank) if own_noise else None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        row = self.rows[index]
+        return row if self.generator is None else row + torch.randn((), generator=self.generator)
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rows = Rows(rank, world_size)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.rows.rows)
+
+
+def _data(kind: str) -> Any:
+    """The data that this rank passes."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    whole = datasets.Dataset.from_dict({"x": torch.arange(24.0).tolist()})
+    return {
+        "data set": lambda: Rows(rank, world_size),
+        "uneven": lambda: Rows(0, 1).rows[: 13 - rank],
+        "stream": lambda: Stream(rank, world_size),
+        "batches": lambda: Rows(rank, world_size).rows.split(2),
+        "split": lambda: split_dataset_by_node(whole, rank, world_size),
+        "split stream": lambda: split_dataset_by_node(whole.to_iterable_dataset(), rank, world_size),
+        "noise": lambda: Rows(0, 1, own_noise=True),
+        "whole": lambda: whole,
+    }[kind]()
+
+
+class AnyRows(Regression):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        rows = batch["x"][:, None].expand(-1, 4) if isinstance(batch, dict) else batch
+        return 1e-3 * super().training_step(rows)
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+
+def _with_own_data(kinds: list[str], evaluate: bool) -> list[str]:
+    found = []
+    for kind in kinds:
+        trainer, size = Trainer(max_epochs=1, seed=1, progress=False), {} if kind == "batches" else {"batch_size": 2}
+        try:
+            if evaluate:
+                trainer.validate(AnyRows(1), _data(kind), **size)
+            else:
+                trainer.fit(AnyRows(1), _data(kind), **size)
+            found.append("")
+        except ConfigurationError as exc:
+            found.append(str(exc))
+    return found
+
+
+DIVIDED = {
+    "data set": "has other rows on rank 1 than on rank 0. Every rank has to pass the same, whole data",
+    "uneven": "has another number of rows on rank 1 than on rank 0 (13 on rank 0, 12 on rank 1)",
+    "stream": "has other first rows on rank 1",
+    "batches": "has other first rows on rank 1",
+    "split": "has other rows on rank 1",
+    "split stream": "is a stream that split_dataset_by_node has divided over the ranks",
+    "noise": "",
+    "whole": "",
+}
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_data_that_is_divided_already_is_refused_and_its_own_noise_is_not(evaluate: bool) -> None:
+    for found in run_ranks(_with_own_data, 2, list(DIVIDED), evaluate):
+        for text, (kind, wanted) in zip(found, DIVIDED.items(), strict=True):
+            assert (wanted in text) if wanted else not text, (kind, text)
