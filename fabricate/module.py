@@ -114,7 +114,8 @@ class TrainModule(torch.nn.Module, Listener):
         names to either. A scheduler is a torch object or one of transformers' names ("linear", "cosine", "wsd", ...) with
         options: "cosine:warmup=0.1". It advances once per update; `(optimizer, scheduler, "epoch")` once per epoch,
         `ReduceLROnPlateau` after each validation by `val_loss` or the metric named third. `self.trainer.total_steps`: the
-        updates to come."""
+        updates to come. An optimizer with `train()` and `eval()` (a schedule-free one) is in eval mode for evaluations, saves and the
+        export, and when the fit has ended; do not call the two yourself."""
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; return an optimizer from it, "
             "for instance torch.optim.AdamW(self.parameters(), lr=1e-3)"

@@ -21,6 +21,7 @@ from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule
 from fabricate.seeding import rng_state, set_rng_state
+from fabricate.training.optimizer_modes import meant_weights
 from fabricate.training.run_state import Run
 
 
@@ -43,7 +44,7 @@ def _evaluating(run: Run) -> Iterator[None]:
     run.module.eval()
     device_works = True
     try:
-        with torch.no_grad():
+        with meant_weights(run), torch.no_grad():
             yield
     except torch.AcceleratorError:
         device_works = False  # whatever uses it from here on raises the same, in place of the first report

@@ -10,12 +10,14 @@ from fabricate.model.export import export_model
 from fabricate.module import overrides
 from fabricate.training import saving
 from fabricate.training.log_lines import log_rest
+from fabricate.training.optimizer_modes import eval_mode
 from fabricate.training.run_state import Run
 
 
 def finish_fit(run: Run, reason: str) -> None:
     """Save for the last time; export the weights, or report why the fit ended early. All ranks."""
     saving.save(run, last=True)
+    eval_mode(run)  # what is exported, and what the module keeps
     preempted = reason == "preempted"
     if run.engine.launch.local_rank == 0:
         tell_preempted(os.environ, run.requests.signal if preempted else "")

@@ -15,6 +15,7 @@ from fabricate.training.boundary import boundary, finished
 from fabricate.training.evaluation import check_first, validate
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.losses import Losses, WindowLosses
+from fabricate.training.preparation import take_groups
 from fabricate.training.run_state import Run, Update
 
 MOST_SKIPPED = 100
@@ -96,6 +97,7 @@ def update(state: LoopState, losses: WindowLosses) -> Update:
     engine.moment.gradients_final = True
     if calls.on_before_step is not None:
         calls.on_before_step(run.trainer, run.module, optimizer, norm)
+        state.refuse_new_groups()
     if run.checkpoints.background is not None:
         run.checkpoints.background.before_step()
     applied = state.apply(optimizer, norm)
@@ -144,6 +146,7 @@ class LoopState:
         self.apply: Apply = self._apply_if_finite if skips_here else self._apply
         self._always_norm = run.max_grad_norm is not None or settings.nonfinite == "skip"
         self.skipped_in_a_row = 0
+        self._groups = run.optim.number_of_groups()
         self._look_at_listeners()
 
     def begin_update(self) -> None:
@@ -152,9 +155,19 @@ class LoopState:
         if run.calls.manager.changes != run.calls.changes:
             run.calls.refresh()
             self._look_at_listeners()
+        if run.optim.number_of_groups() != self._groups:
+            self._groups = take_groups(run)
         run.calls.step = run.progress.step + 1
         run.metrics.begin_update()
         run.now.at_boundary = False
+
+    def refuse_new_groups(self) -> None:
+        """The gradients of this update are normalised and clipped by now."""
+        if self.run.optim.number_of_groups() != self._groups:
+            raise ConfigurationError(
+                "on_before_step added a parameter group, whose gradients this update has neither normalised nor clipped; add it in on_step "
+                "or on_epoch_start"
+            )
 
     def _look_at_listeners(self) -> None:
         wants = self.run.calls.manager.wants

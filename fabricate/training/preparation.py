@@ -32,8 +32,10 @@ from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
 from fabricate.training import resuming
+from fabricate.training.optimizer_modes import train_mode
 from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
+from fabricate.training.unsaved import generator_notes, remember
 
 
 def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str]) -> None:
@@ -61,9 +63,11 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         run.calls.on_fit_start(run.trainer, run.module)
     if path is not None:
         resuming.resume(run, path)
+    train_mode(run)
     compare(run)  # what `on_fit_start` or `on_load` changed on one rank only
     if run.run_dir is not None and not settings.save_frozen:
         run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, engine.strategy)
+    remember(run)
     run.journal.start()
 
 
@@ -88,11 +92,23 @@ def _configure_optimizers(run: Run) -> None:
             )
     for parameter in module.parameters():
         parameter.grad = None  # of a window that failed, say: the first update would take it in
-    optimizer_groups(module, optim.optimizers, engine.strategy)
+    take_groups(run)
+
+
+def take_groups(run: Run) -> int:
+    """List the parameters that each optimizer has now, and return the number of all groups. A hook may have added some."""
+    optim, strategy = run.optim, run.engine.strategy
+    if optim.parameters and not strategy.exposes_gradients:
+        raise ConfigurationError(
+            f"a parameter group was added during the fit, and strategy={strategy.name!r} trains those that configure_optimizers returned; "
+            "put all parameters into groups there, or use strategy='ddp' or 'fsdp'"
+        )
+    optimizer_groups(run.module, optim.optimizers, strategy)
     optim.parameters = {
         name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for name, optimizer in optim.optimizers.items()
     }
+    return optim.number_of_groups()
 
 
 def _plan(run: Run, found: Resolved, data: Data) -> Plan:
@@ -107,6 +123,7 @@ def _plan(run: Run, found: Resolved, data: Data) -> Plan:
         check_room_for_copies(needed, engine)
     engine.prepare_optimizers(optim.optimizers)
     found = dataclasses.replace(found, seed=(run.source.seed, found.seed[1]))
+    run.notes.extend(generator_notes(run))
     return make_plan(run.settings, found, module, data, optim.optimizers, optim.schedules, run.notes, needed)
 
 

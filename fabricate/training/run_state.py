@@ -48,10 +48,18 @@ class Optimization:
     """What `configure_optimizers` set, option by option."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Parameters that were not trainable when the fit began."""
+    mode: str = ""
+    """Of optimizers with `train()` and `eval()`: which of the two was called last."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What the module and the data hold outside of their state, to see at the first save whether it changes."""
     equal_at: int = -1
     """The step at which ranks that train the same weights were last seen to hold the same."""
     logs: int = 0
     """Log boundaries so far, at some of which that is looked at."""
+
+    def number_of_groups(self) -> int:
+        """Of parameters, in all optimizers."""
+        return sum([len(optimizer.param_groups) for optimizer in self.optimizers.values()])
 
 
 @dataclass(slots=True)

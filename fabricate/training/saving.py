@@ -20,9 +20,11 @@ from fabricate.checkpoint.state.staging import read_ahead
 from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
 from fabricate.training.log_lines import write_line
+from fabricate.training.optimizer_modes import meant_weights
 from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
 from fabricate.training.saved_state import assemble, own_buffers
+from fabricate.training.unsaved import note_changed
 
 MOST_FAILED = 3
 """Saves that the file system refused, one after another, before the fit gives up."""
@@ -79,14 +81,16 @@ def save_requested(run: Run) -> None:
 
 def write(run: Run, path: Path) -> None:
     """Write the checkpoint `path` of the run directory, or begin to. All ranks."""
-    content, logs = _assemble(run, path), _logs(run)
-    if run.checkpoints.background is None or run.checkpoints.last_save:
-        _write(run, content, path, logs)
-        run.checkpoints.written = path
-        return
+    with meant_weights(run):
+        content, logs = _assemble(run, path), _logs(run)
+        run.checkpoints.written = None
+        if run.checkpoints.background is None or run.checkpoints.last_save:
+            _write(run, content, path, logs)
+        else:
+            trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
+            run.checkpoints.background.start(content, path, logs, trained)
     run.checkpoints.written = path
-    trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
-    run.checkpoints.background.start(content, path, logs, trained)
+    note_changed(run)
 
 
 def _check_written(run: Run, path: Path) -> None:
@@ -114,7 +118,8 @@ def write_now(run: Run, path: Path) -> None:
     """Write the checkpoint `path` and return when it is durable. All ranks."""
     check_weights(run)
     compare(run)
-    _write(run, _assemble(run, path), path, _logs(run))
+    with meant_weights(run):
+        _write(run, _assemble(run, path), path, _logs(run))
 
 
 def _write(run: Run, content: Content, path: Path, logs: list[Path]) -> None:

@@ -163,6 +163,7 @@ def test_early_stopping_begins_anew_with_each_fit() -> None:
 def test_early_stopping_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
     common: dict[str, Any] = {"val": ROWS[:2], "validate_every": 1, "run_dir": tmp_path}
     assert fit(Scripted([1.0, 2.0]), EarlyStopping(patience=2), max_steps=2, **common).stop_reason == "max_steps"
+    common["accept_changes"] = ("module",)
     result = fit(Scripted([2.0, 2.0]), EarlyStopping(patience=2), max_steps=9, **common)
     assert (result.steps, result.stop_reason) == (3, "early stopping: val_loss has not improved on 1 in 2 validations")
 

@@ -188,7 +188,7 @@ class Background:
         self._thread.start()
 
     def before_step(self) -> None:
-        """Called before the optimizer changes weights: on a device the change waits for their copy, not the host."""
+        """Called before an optimizer changes weights: on a device the change waits for their copy, not the host."""
         self._staging.before_step()
 
     def finish(self, timeout: float | None = None) -> BaseException | None:

@@ -1,0 +1,198 @@
+"""What a user's objects hold beside weights: generators, counters, groups added on the way, weights that an optimizer means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.checkpoint.state.logical import read_whole
+
+ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self.noise = torch.Generator().manual_seed(0)
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return ROWS[index]
+
+
+class Regression(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.generator_of_mine = torch.Generator().manual_seed(0)
+        self.seen, self.width = 0, 3
+        self.mean, self.constant = torch.zeros(3), torch.ones(3)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen += 1
+        self.mean.lerp_(batch[0].mean(0), 0.1)
+        return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Saving(Regression):
+    def on_save(self, state: dict[str, Any]) -> None:
+        state["seen"] = self.seen
+
+
+def fit(module: TrainModule, steps: int = 2, train: Any = ROWS, **options: Any) -> FitResult:
+    trainer = Trainer(max_steps=steps, seed=1, progress=False, **options)
+    val = ROWS if isinstance(module, Regression) else None
+    return trainer.fit(module, train, val, batch_size=2, shuffle=False)
+
+
+def test_what_no_checkpoint_holds_is_named_with_the_way_to_save_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Regression(), train=Rows(), run_dir=tmp_path)
+    said = capsys.readouterr()
+    generators = "Regression.generator_of_mine (Generator), Rows (train).noise (Generator)"
+    assert f"note: not in checkpoints, so that a resumed run draws other numbers: {generators}. Draw from" in said.out
+    assert "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began" in said.err
+    assert "register_buffer" in said.err
+
+
+def test_nothing_is_named_where_nothing_is_saved_or_the_module_saves_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Regression())
+    fit(Saving(), run_dir=tmp_path)
+    said = capsys.readouterr()
+    assert "in checkpoints" not in said.out
+    assert "changed since the fit began" not in said.err
+
+
+# ------------------------------------------------------------------------------------------------ groups added on the way
+
+
+class Staged(TrainModule):
+    """The second layer joins the optimizer after the first update, or in the first."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+        self.hook = hook
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        loss = torch.nn.functional.mse_loss(self.second(self.first(batch[0])), batch[1])
+        return {"loss": loss, "weight": 100.0}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.first.parameters(), lr=1.0)
+
+    def _add(self) -> None:
+        self.trainer.optimizers["main"].add_param_group({"params": list(self.second.parameters())})
+
+    def on_step(self, step: int) -> None:
+        if self.hook == "on_step" and step == 1:
+            self._add()
+
+    def on_before_step(self) -> None:
+        if self.hook == "on_before_step":
+            self._add()
+
+
+def test_a_group_that_a_hook_adds_is_clipped_and_normalised_from_the_next_update_on() -> None:
+    module = Staged("on_step")
+    before = torch.nn.utils.parameters_to_vector(module.second.parameters()).detach().clone()
+    fit(module, max_grad_norm=1e-3, gradient_accumulation_steps=2)
+    moved = torch.nn.utils.parameters_to_vector(module.second.parameters()).detach() - before
+    assert 1e-5 < float(moved.norm()) <= 1e-3 + 1e-6
+
+
+def test_a_group_that_is_added_where_gradients_are_ready_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="on_before_step added a parameter group, whose gradients"):
+        fit(Staged("on_before_step"))
+
+
+# ---------------------------------------------------------------------------------- optimizers that mean other weights
+
+
+class ScheduleFree(torch.optim.SGD):
+    """The protocol of schedule-free optimizers: weights y are trained, z moves, x is meant."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for group in self.param_groups:
+            group |= {"train_mode": False, "k": 0}
+
+    @torch.no_grad()
+    def _mix(self, train_mode: bool, share: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train_mode:
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        parameter.lerp_(self.state[parameter]["z"], share)
+                group["train_mode"] = train_mode
+
+    def eval(self) -> None:
+        self._mix(False, 1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._mix(True, 1 - 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["train_mode"], "optimizer.train() was not called"
+            share = 1 / (group["k"] + 1)
+            for y in group["params"]:
+                z = self.state[y].setdefault("z", y.clone())
+                y.lerp_(z, share).sub_(y.grad, alpha=group["lr"] * (0.9 * (1 - share)))
+                z.sub_(y.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+class Free(Regression):
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters(), lr=1e-2)
+
+
+class Meant(Callback):
+    """The weights that the optimizer means, after each update; the loss of each validation, computed from them."""
+
+    def __init__(self) -> None:
+        self.weights = torch.empty(0)
+
+    def on_step(self, trainer: Any, module: Regression) -> None:
+        optimizer = trainer.optimizers["main"]
+        z = optimizer.state[module.layer.weight]["z"]
+        self.weights = module.layer.weight.detach().lerp(z, 1 - 1 / 0.9)
+
+
+def test_evaluations_checkpoints_and_exports_have_the_weights_that_the_optimizer_means(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, meant = Free(), Meant()
+    result = fit(module, 4, run_dir=tmp_path / "whole", plugins=[meant], validate_every=2, save_every="2 steps")
+    assert result.checkpoint is not None
+    with Reader(result.checkpoint) as reader:
+        torch.testing.assert_close(read_whole(reader, "model/layer.weight"), meant.weights)
+    torch.testing.assert_close(module.layer.weight.detach(), meant.weights)
+    exported = Free.load_from_checkpoint(result.checkpoint)
+    assert Trainer(progress=False).validate(exported, ROWS, batch_size=2)["val_loss"] == pytest.approx(
+        result.metrics["val_loss"]
+    )
+
+    torch.manual_seed(0)
+    fit(Free(), 2, run_dir=tmp_path / "cut", plugins=[Meant()], validate_every=2, save_every="2 steps")
+    resumed = Free()
+    fit(resumed, 4, run_dir=tmp_path / "cut", plugins=[Meant()], validate_every=2, save_every="2 steps")
+    assert torch.equal(resumed.layer.weight, module.layer.weight)
