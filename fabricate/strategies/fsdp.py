@@ -96,6 +96,8 @@ class FSDP(Strategy):
         self._ways: Any = None
         self._division: Division | None = None
         self._undo: list[Callable[[], None]] = []
+        self._scalars: list[torch.nn.Parameter] = []
+        self._window_goes_on = False
 
     # -- before anything is built ---------------------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class FSDP(Strategy):
         """Dimension 0 is cut into equal parts, rounded up. From shapes only: to slice a DTensor gathers it, on all ranks."""
         count = 0
         for p in (p for p in parameters if p.numel()):
-            rows = len(p) // (self.tp if cuts.get(id(p)) == 0 else 1)
+            rows = (len(p) if p.ndim else 1) // (self.tp if cuts.get(id(p)) == 0 else 1)
             count += -(-rows // shards) * self._bytes(p, cuts, p.element_size()) // rows
         return count
 
@@ -216,6 +218,12 @@ class FSDP(Strategy):
                 tensor.detach().copy_(values)
         if self._division is not None:
             self._division.apply(module, self._ways)
+        # FSDP cuts dimension 0: what has none is whole on every rank.
+        scalars = {p for p in module.parameters() if not p.ndim}
+        for scalar in scalars:
+            if not scalar.is_meta:
+                scalar.data = scalar.data.to(self._device)
+        options["ignored_params"] = scalars
         units = select(module, self.wrap)
         if self.activation_checkpointing and not units:
             raise ConfigurationError(
@@ -287,6 +295,7 @@ class FSDP(Strategy):
 
         self._units = [name for name, _ in units]
         self._watched, self._ran = list(module.parameters()), []
+        self._scalars = [p for p in self._watched if not p.ndim]
         hooks = [
             unit.register_forward_pre_hook(functools.partial(self._runs, number))
             for number, (_, unit) in enumerate(units)
@@ -338,14 +347,33 @@ class FSDP(Strategy):
 
     @contextlib.contextmanager
     def _unsynchronised(self, model: Any) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
+        self._window_goes_on = True
+        model.set_requires_gradient_sync(self.accumulate == "shards")
         try:
             yield
         finally:
+            self._window_goes_on = False
             model.set_requires_gradient_sync(True)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        return self._unsynchronised(model) if self.accumulate == "whole" else contextlib.nullcontext()
+        whole = self.accumulate == "whole" or self._scalars
+        return self._unsynchronised(model) if whole else contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._scalars and not self._window_goes_on:
+            self._average_scalars()
+
+    def _average_scalars(self) -> None:
+        """Once per window, as FSDP averages what it shards."""
+        import torch
+
+        gradients = [p.grad for p in self._scalars if p.grad is not None]  # the same on every rank: see `route`
+        if gradients:
+            together = torch.stack([gradient.float() for gradient in gradients])
+            torch.distributed.all_reduce(together)
+            for gradient, total in zip(gradients, together / self._world_size, strict=True):
+                gradient.copy_(total)
 
     def _runs(self, number: int, unit: torch.nn.Module, given: object) -> None:
         self._ran.append(number)
@@ -365,13 +393,18 @@ class FSDP(Strategy):
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         import torch
 
-        gradients = [cast("Any", p.grad) for p in parameters if p.grad is not None]
+        from fabricate.strategies.sharding import is_sharded
+
+        every = [cast("Any", p.grad) for p in parameters if p.grad is not None]
+        gradients = [gradient for gradient in every if is_sharded(gradient)]
         square = self._square([g for g in gradients if self.tp == 1 or not self._is_divided(g)])
         if self.tp > 1:  # what all of its ranks hold counts once
             divided = self._square([g for g in gradients if self._is_divided(g)])
             torch.distributed.all_reduce(divided, group=self._ways.get_group())
             square = square + divided
         torch.distributed.all_reduce(square, group=self._over.get_group())
+        for scalar in every if len(gradients) < len(every) else ():
+            square = square + (0 if is_sharded(scalar) else scalar.detach().float().square())
         return square.sqrt()
 
     def _square(self, gradients: Sequence[Any]) -> torch.Tensor:

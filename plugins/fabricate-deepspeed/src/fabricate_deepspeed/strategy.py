@@ -133,6 +133,11 @@ class ZeRO(Strategy, abc.ABC):
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         self._device = accelerator.device
         self._deepspeed, self._root = library.load(self._device), root
+        if scalars := [name for name, parameter in module.named_parameters() if not parameter.ndim]:
+            raise ConfigurationError(
+                f"strategy={self.name!r}: DeepSpeed takes no parameters without a dimension, and {', '.join(scalars)} has none; give it "
+                "the shape (1,), as torch.nn.Parameter(torch.ones(1)), or use strategy='ddp' or 'fsdp'"
+            )
         self._setup.start(self._device)
         with library.environment():
             self._deepspeed.init_distributed(dist.get_backend())
@@ -310,8 +315,9 @@ class ZeRO(Strategy, abc.ABC):
     # -- weights that hooks change --------------------------------------------------------------------------------------
 
     def during_hook(self, hook: str) -> AbstractContextManager[object] | None:
-        # Those left out run inside a forward, or on one rank only.
-        return None if hook in ("train_step", "eval_step", "on_exception", "on_teardown") else self._uses.during(hook)
+        # Those left out have a forward or a save inside, or may run on one rank only.
+        left_out = ("train_step", "eval_step", "write_checkpoint", "on_exception", "on_teardown")
+        return None if hook in left_out else self._uses.during(hook)
 
     @contextlib.contextmanager
     def changing(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:

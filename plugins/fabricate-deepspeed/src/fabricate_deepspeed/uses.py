@@ -79,7 +79,7 @@ class Uses(TorchFunctionMode):
         status = getattr(parameter, "ds_status", None)
         if status is None or status.name == "AVAILABLE":
             self._used[id(parameter)] = parameter
-        elif not _called_by_deepspeed():
+        elif not _called_by_us():
             raise FabricateError(
                 f"{self._hook} uses the parameter {name}, which lies in parts on the ranks under strategy={self._strategy!r} and is empty "
                 "outside of a step. To read it: trainer.strategy.gather(parameter); to change it: `with "
@@ -104,12 +104,12 @@ class During:
             self._uses.settle()
 
 
-def _called_by_deepspeed() -> bool:
-    """Whether the function that the mode has intercepted was called by code of DeepSpeed, which knows what it does."""
+def _called_by_us() -> bool:
+    """Whether the function that the mode has intercepted was called by code of DeepSpeed or fabricate, which know what is empty."""
     frame = inspect.currentframe()
     for _ in range(3):  # this function, `_note`, `__torch_function__`
         frame = frame and frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed")
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(("deepspeed", "fabricate"))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

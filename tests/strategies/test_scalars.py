@@ -1,0 +1,86 @@
+"""Parameters without a dimension, such as CLIP's `logit_scale`: nothing of them can be cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import ConfigurationError, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+ROWS = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Scaled(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)])
+        self.scale = torch.nn.Parameter(torch.tensor(0.7))
+        self.fixed = torch.nn.Parameter(torch.tensor(0.3), requires_grad=False)
+        self.norms: list[float] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            batch = torch.tanh(block(batch)) * self.scale.exp()
+        return (batch + self.fixed).square().mean()
+
+    def on_step(self, grad_norm: torch.Tensor) -> None:
+        self.norms.append(float(grad_norm))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def _trained(strategy: str, run_dir: str, accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Three updates, and three more in a run that resumes; the norms and the whole weights."""
+    size = 12 // accumulation // (1 if strategy == "single" else 2)
+    norms: list[float] = []
+    for steps in (3, 6):
+        torch.manual_seed(0)
+        module = Scaled()
+        weights: dict[str, torch.Tensor] = {}
+        options: dict[str, Any] = {
+            "gradient_accumulation_steps": accumulation,
+            "max_grad_norm": 0.1,
+            "run_dir": run_dir,
+        }
+        trainer = Trainer(strategy=strategy, precision="fp32", max_steps=steps, seed=1, progress=False, **options)
+
+        def gather(
+            found: dict[str, torch.Tensor] = weights, module: Scaled = module, trainer: Trainer = trainer
+        ) -> None:
+            found |= {name: trainer.strategy.gather(p).clone() for name, p in module.named_parameters()}
+
+        type(module).on_fit_end = lambda self: gather()  # type: ignore[method-assign]
+        trainer.fit(module, ROWS, batch_size=size, shuffle=False)
+        norms += module.norms
+    return norms, weights
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp:accumulate=whole"])
+def test_a_parameter_without_a_dimension_trains_as_in_one_process_and_is_resumed(strategy: str, tmp_path: Path) -> None:
+    norms, weights = _trained("single", str(tmp_path / "single"), 1)
+    for found, ended in run_ranks(_trained, 2, strategy, str(tmp_path / "ranks"), 2):
+        assert found == pytest.approx(norms, rel=1e-4)
+        assert ended.keys() == weights.keys()
+        for name, wanted in weights.items():
+            assert ended[name].shape == wanted.shape
+            torch.testing.assert_close(ended[name], wanted, rtol=1e-4, atol=1e-5)
+
+
+def _refused(strategy: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy=strategy, max_steps=1, progress=False).fit(Scaled(), ROWS, batch_size=2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_deepspeed_takes_none_and_the_error_names_them(strategy: str) -> None:
+    for text in run_ranks(_refused, 2, strategy):
+        assert (
+            "DeepSpeed takes no parameters without a dimension, and scale, fixed has none; give it the shape (1,)"
+            in text
+        )
