@@ -60,7 +60,12 @@ def _stop_reason(run: Run, limit: str) -> str:
     """Why the fit ends. One that has reached a limit is complete, also when a signal came in the same update."""
     write_line(run)  # one that was begun before a hook of this boundary requested the end
     reasons = [*run.engine.gather_json(run.requests.stop), limit]
-    return next(filter(None, reasons), "interrupted" if run.requests.signal == "SIGINT" else "preempted")
+    return next(filter(None, reasons), interruption(run))
+
+
+def interruption(run: Run) -> str:
+    """The reason of a fit that a signal, a clock or a file ended."""
+    return "interrupted" if run.requests.signal == "SIGINT" else "preempted"
 
 
 def _end_epoch(run: Run) -> None:

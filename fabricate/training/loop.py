@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,16 +13,18 @@ from fabricate.data.batches import Window
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.training.agenda import Agenda
-from fabricate.training.boundary import boundary, finished
+from fabricate.training.boundary import boundary, finished, interruption
 from fabricate.training.evaluation import check_first, validate
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.losses import Losses, WindowLosses
 from fabricate.training.preparation import take_groups
+from fabricate.training.requests import Requests, SignalWhileWaiting
 from fabricate.training.run_state import Run, Update
 
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
 
+T = TypeVar("T")
 Clip = Callable[[Sequence[torch.nn.Parameter], torch.Tensor | None], None]
 Apply = Callable[[torch.optim.Optimizer, torch.Tensor | None], bool]
 
@@ -32,15 +36,19 @@ def fit(run: Run) -> str:
         validate(run, run.progress.epoch)
     if run.checkpoints.restored and finished(run):
         run.module.print(f"already complete: nothing to train ({finished(run)} reached at step {run.progress.step})")
-    while not (reason := finished(run)):
-        for window in windows(run):  # one window of micro-batches makes one update
-            state.begin_update()
-            losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch
-            result = update(state, losses)  # normalise, clip, on_before_step, optimizer_step
-            account(state, window, losses, result)  # counters, on_step or on_step_skipped
-            if reason := boundary(run, agenda, window, result, state.first_update):
-                return reason  # log, validate, save, stop: what is due or requested, agreed by all ranks
-    return reason
+    try:
+        while not (reason := finished(run)):
+            for window in windows(run):  # one window of micro-batches makes one update
+                state.begin_update()
+                losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch
+                result = update(state, losses)  # normalise, clip, on_before_step, optimizer_step
+                account(state, window, losses, result)  # counters, on_step or on_step_skipped
+                if reason := boundary(run, agenda, window, result, state.first_update):
+                    return reason  # log, validate, save, stop: what is due or requested, agreed by all ranks
+        return reason
+    except SignalWhileWaiting:  # between two updates, which is as good as a boundary
+        run.now.at_boundary = True
+        return interruption(run)
 
 
 def windows(run: Run) -> Iterator[Window]:
@@ -55,7 +63,7 @@ def windows(run: Run) -> Iterator[Window]:
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)
-    yield from run.journal.stopwatch.timed(remaining)
+    yield from run.journal.stopwatch.timed(_interruptible(run, remaining))
     if progress.position == 0 and not progress.micro_step:  # position is back at 0 after the last window; nothing ran
         raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
 
@@ -65,7 +73,9 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
     run = state.run
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
     losses = state.losses.of(window, averaged=state.wants_loss)
-    for micro_step, (batch, rows) in enumerate(run.journal.stopwatch.timed(window.micro_batches)):
+    for micro_step, (batch, rows) in enumerate(
+        run.journal.stopwatch.timed(_interruptible(run, window.micro_batches, 1))
+    ):
         is_last = micro_step == window.num_micro_steps - 1
         run.now.batch = batch = engine.to_device(batch)
         engine.moment.rows = rows
@@ -207,6 +217,25 @@ def _clipping(run: Run) -> Clip:
     if max_value is not None:
         return lambda parameters, norm: strategy.clip_by_value(parameters, max_value)
     return lambda parameters, norm: None
+
+
+def _interruptible(run: Run, items: Iterable[T], most: float = math.inf) -> Iterable[T]:
+    """`items`; a signal ends the wait for the first `most` of them, where worker processes read the data of a single rank. (Code that
+    reads in this process may be in the middle of drawing random numbers; other ranks may be in the middle of an update.)"""
+    assert run.source is not None
+    return _waiting(run.requests, iter(items), most) if run.engine.world_size == 1 and run.source.in_workers else items
+
+
+def _waiting(requests: Requests, items: Iterator[T], most: float) -> Iterator[T]:
+    for number in itertools.count():
+        requests.waiting = number < most
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            requests.waiting = False
+        yield item
 
 
 def _beginning_alike(run: Run, source: Source, windows: Iterable[Window]) -> Iterator[Window]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from fabricate.training.requests import Requests
+from fabricate.training.requests import Requests, SignalWhileWaiting
 from fabricate.values import Every
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -60,8 +60,9 @@ class Watch:
 
 @contextmanager
 def signals_heard(requests: Requests) -> Iterator[list[str]]:
-    """While inside, SIGTERM, SIGUSR1 and the first SIGINT set `requests.signal` and do nothing else; later ones of the first
-    two change nothing, a second SIGINT interrupts at once. Afterwards the handlers are as before.
+    """While inside, SIGTERM, SIGUSR1 and the first SIGINT set `requests.signal` and do nothing else, except to end a wait for data
+    (`Requests.waiting`). Later ones of the first two change nothing, a second SIGINT interrupts at once. Afterwards the handlers are as
+    before.
 
     Yields notes for the plan. A signal that the script handles itself stays its own, and outside the main thread, where
     Python hears no signals, nothing is changed.
@@ -83,6 +84,9 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         else:
             _told.append(name)
+        if requests.waiting:
+            requests.waiting = False
+            raise SignalWhileWaiting
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     ours = [number for number in _SIGNALS if before[number] in (signal.SIG_DFL, signal.default_int_handler)]

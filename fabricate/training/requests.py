@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+class SignalWhileWaiting(BaseException):
+    """A signal came while the fit waited for worker processes, between two updates: it ends there."""
+
+
 @dataclass(slots=True)
 class Requests:
     """What was requested on this rank since the last update boundary that looked."""
@@ -18,6 +22,8 @@ class Requests:
     save: bool = False
     paths: list[str] = field(default_factory=list)
     evaluate: bool = False
+    waiting: bool = False
+    """Whether the main thread waits for worker processes between two updates. A signal then need not wait for them too."""
     signal: str = ""
     """What requested a save and the end: a signal's name, "max_time" or "stop file"."""
 

@@ -499,3 +499,40 @@ def test_a_script_that_fails_or_names_a_code_keeps_it(tmp_path: Path) -> None:
         (tmp_path / "beside.py").touch()
         returned, output = ended(started([*FABRICATE, "1", str(script), "a", "--b"]))
         assert returned == code, output
+
+
+class Hangs(torch.utils.data.Dataset[torch.Tensor]):
+    """A worker never answers for the fourth batch."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        if row >= 12:
+            time.sleep(1000)
+        return torch.full((3,), float(row))
+
+
+class Mean(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return 1e-3 * self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_step(self, step: int) -> None:
+        if step == 3:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_a_signal_ends_the_wait_for_a_worker_that_hangs_and_the_state_is_saved(tmp_path: Path) -> None:
+    began = time.monotonic()
+    trainer = Trainer(max_epochs=1, seed=1, progress=False, run_dir=tmp_path)
+    result = trainer.fit(Mean(), Hangs(), batch_size=4, num_workers=1, shuffle=False)
+    assert (result.stop_reason, result.steps) == ("interrupted", 3)
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-00000003"
+    assert time.monotonic() - began < 60
