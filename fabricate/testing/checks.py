@@ -120,6 +120,9 @@ def check_precision(
             root = Path(directory)
             fits = [plain, *_resume(replace(plain, precision=report.subject), root)]
             ranks = report.run(fits, world_size, timeout)
+            if ranks[0][-1].drifted:  # the fits ended there
+                judge_replicas(report, where, [rank[-1] for rank in ranks])
+                report.stop_if_failed()
             judge_dtype(report, where, ranks[0][1])
             judge_close(report, where, ranks[0][0], ranks[0][1], rtol)
             judge_replicas(report, where, [rank[1] for rank in ranks])
@@ -160,6 +163,9 @@ def check_plugin(
             root = Path(directory)
             fits = [without, *_resume(replace(without, label=where, plugins=(*beside, report.subject)), root)]
             ranks = report.run(fits, world_size, timeout)
+            if ranks[0][-1].drifted:  # the fits ended there
+                judge_saved(report, where, [rank[-1] for rank in ranks])
+                report.stop_if_failed()
             if neutral:
                 judge_neutral(report, where, ranks)
             judge_saved(report, where, [rank[1] for rank in ranks])
@@ -235,11 +241,12 @@ def _check_strategy_on(
     fits += _resume(Fit(where, resumable, report.subject, plugins=plugins), root)
     ranks = report.run(fits, world_size, timeout)
     sizes = {name: parameter.numel() for name, parameter in named(resumable.module())}
+    for number in range(0 if declared["replicas_drift"] else len(ranks[0])):
+        if not judge_replicas(report, fits[number].label, [rank[number] for rank in ranks]):
+            report.stop_if_failed()  # the fits ended there
     judge_shards(report, where, [rank[0] for rank in ranks], sizes, declared["shards_parameters"])
     for number, (fit, case) in enumerate(zip(fits, cases.values(), strict=False)):
         traces = [rank[number] for rank in ranks]
-        if not declared["replicas_drift"] and not judge_replicas(report, fit.label, traces):
-            break  # the cases after it have more in them and would fail with it
         if equivalent and not judge_agreement(report, fit.label, traces, by_hand(case), hear):
             break
     judge_saved(report, where, [rank[-2] for rank in ranks])
