@@ -11,12 +11,14 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DynamoBackend
 
 from fabricate import Callback, ConfigurationError, Trainer
 from fabricate.testing import run_ranks
+from fabricate.testing.ranks import close_pools
 from tests.support.wrong import ROWS, Regression
 
 SHARED = (PartialState, AcceleratorState, GradientState)
@@ -125,6 +127,7 @@ def test_a_device_that_is_not_that_of_the_fit_is_an_error(monkeypatch: pytest.Mo
 def on_two_ranks() -> list[Any]:
     """A PartialState that knows of one process is refused; one that knows of two serves before, during and after fits."""
     rank, found = int(os.environ["RANK"]), []
+    assert not dist.is_initialized(), "the PartialState below has to open the process group"
     PartialState()  # without cpu=True Accelerate takes each CPU process for a training of its own
     try:
         fit(strategy="ddp")
@@ -143,6 +146,7 @@ def on_two_ranks() -> list[Any]:
 
 
 def test_two_ranks_have_to_know_of_each_other() -> None:
+    close_pools()
     for rank, (refused, *fits, after, again) in enumerate(run_ranks(on_two_ranks, 2)):
         assert f"says process 0 of 1, and this is rank {rank} of 2" in refused
         assert "PartialState(cpu=True), Accelerator(cpu=True) or TrainingArguments(use_cpu=True)" in refused
