@@ -18,7 +18,6 @@ from fabricate.module import overrides
 from fabricate.optim.schedules import captured
 from fabricate.training.run_state import Run
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _SEEDED = ("generator", torch.Generator)
 """Of data: seeded for each epoch."""
 _LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
@@ -28,11 +27,11 @@ def generator_notes(run: Run) -> list[str]:
     """A note for the plan about the random generators that a resumed run would not find as they were."""
     if run.run_dir is None:
         return []
-    held = [f"{name} ({type(value).__name__})" for name, value in _held(run) if isinstance(value, _GENERATORS)]
+    held = [f"{name} ({type(value).__name__})" for name, value in _held(run) if _draws(value)]
     for label, schedule in run.optim.schedules.items():
         for function in getattr(schedule.made, "lr_lambdas", ()):
             inside = captured(function).items()
-            held += [f"{name} in scheduler {label!r}" for name, value in inside if isinstance(value, _GENERATORS)]
+            held += [f"{name} in scheduler {label!r}" for name, value in inside if _draws(value)]
     if not held:
         return []
     return [
@@ -76,6 +75,10 @@ def _attributes(owner: str, value: Any) -> Iterator[tuple[str, Any]]:
     for name, attribute in getattr(value, "__dict__", {}).items():
         if (name, type(attribute)) != _SEEDED:
             yield f"{owner}.{name}", attribute
+
+
+def _draws(value: Any) -> bool:
+    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 
 def _counts(value: Any) -> bool:
