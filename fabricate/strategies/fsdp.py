@@ -211,11 +211,7 @@ class FSDP(Strategy):
         self._device, self._division = accelerator.device, self._divide(module)
         options = self._options(accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:  # fully_shard keeps each rank's own values: they have to be rank 0's
-                values = tensor.detach().to(self._device)  # one at a time: fully_shard moves one unit at a time as well
-                torch.distributed.broadcast(values, src=0)
-                tensor.detach().copy_(values)
+        self._broadcast_values(module)
         if self._division is not None:
             self._division.apply(module, self._ways)
         # FSDP cuts dimension 0: what has none is whole on every rank.
@@ -248,6 +244,16 @@ class FSDP(Strategy):
         self._attach(root, module, units)
         # Placement is done; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
+
+    def _broadcast_values(self, module: torch.nn.Module) -> None:
+        """Give every rank the values of rank 0: fully_shard keeps each rank's own."""
+        import torch
+
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                values = tensor.detach().to(self._device)  # one at a time: fully_shard moves one unit at a time as well
+                torch.distributed.broadcast(values, src=0)
+                tensor.detach().copy_(values)
 
     def _options(self, world_size: int) -> dict[str, Any]:
         """The arguments of `fully_shard`."""
