@@ -144,7 +144,8 @@ class Events:
 
     @hookspec
     def on_eval_start(self, trainer: Any, module: Any, stage: str) -> None:
-        """Before an evaluation. `stage`: "validate", "test" or "predict". The module is in eval mode."""
+        """Before an evaluation. `stage`: "validate", "test" or "predict". The module is in eval mode. What `module.log` gets here
+        is a metric of this evaluation."""
 
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
@@ -152,7 +153,10 @@ class Events:
 
     @hookspec
     def on_eval_end(self, trainer: Any, module: Any, stage: str, metrics: dict[str, float]) -> None:
-        """After an evaluation. `metrics`: floats over exactly the data set, the same on every rank; empty for "predict"."""
+        """After an evaluation. `metrics`: floats over exactly the data set, the same on every rank; empty for "predict". What
+        `module.log` gets here joins them, reduced over ranks: what the module logs before plugins are called, what a plugin logs
+        after all of them. A value that is written into `metrics` has to be the same on every rank, or it is an error. Metrics of
+        all rows at once: `TrainModule.compute_metrics`."""
 
     @hookspec
     def on_save(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
@@ -172,7 +176,8 @@ class Events:
 
     @hookspec
     def on_epoch_end(self, trainer: Any, module: Any, epoch: int) -> None:
-        """A pass over the training data is complete (not called for one that was stopped half way)."""
+        """A pass over the training data is complete (not called for one that was stopped half way). What `module.log` gets here is
+        written with this epoch, under its own name."""
 
     @hookspec
     def on_export(self, trainer: Any, module: Any, path: Path) -> None:

@@ -5,11 +5,12 @@ Must not know: Accelerate, strategies, checkpoints' format beyond reading weight
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -18,7 +19,7 @@ import torch
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, did_you_mean
 from fabricate.hooks import Listener
 from fabricate.metrics.reduction import check_value
-from fabricate.metrics.torchmetrics_objects import is_torchmetric
+from fabricate.metrics.torchmetrics_objects import computes
 from fabricate.optim.optimizers import parameter_groups
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fabricate.strategies.base import Strategy
 
 STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+NOT_RUNNING = "no fit or evaluation is running, so nothing records it"
 _METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export")
 
 
@@ -87,6 +89,8 @@ class TrainModule(torch.nn.Module, Listener):
 
     _trainer: RunningTrainer | None
     _logged: list[Any]
+    _no_log: str
+    """Why nothing can be logged now; empty while it can."""
     _uses_trainer: bool
     """Whether `trainer` was read since a fit began: a step of this module may request a save, an evaluation or the end."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -97,6 +101,7 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(self, "_arguments", (args, kwargs))
         object.__setattr__(self, "_trainer", None)
         object.__setattr__(self, "_logged", [])
+        object.__setattr__(self, "_no_log", NOT_RUNNING)
         object.__setattr__(self, "_uses_trainer", False)
         return self
 
@@ -141,7 +146,8 @@ class TrainModule(torch.nn.Module, Listener):
         )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`validation_step(self, batch)`: a mapping of metrics (with "weight", as above), or nothing. No grad, eval mode."""
+        """`validation_step(self, batch)`: a mapping of metrics (with "weight", as above, and "outputs" for `compute_metrics`),
+        or nothing. No grad, eval mode."""
         raise ConfigurationError(f"{type(self).__name__} has no validation_step; define validation_step(self, batch)")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,20 +158,41 @@ class TrainModule(torch.nn.Module, Listener):
         """`predict_step(self, batch)`: predictions, leading dimension rows: a tensor, a list, or a mapping or tuple of them."""
         raise ConfigurationError(f"{type(self).__name__} has no predict_step; define predict_step(self, batch)")
 
+    def compute_metrics(self, outputs: list[Any]) -> Mapping[str, float]:
+        """Metrics of a whole validation or test set (R2, BLEU, F1), added to those of the steps. Optional; called on rank 0, once
+        per data set, and every rank gets what it returns. `outputs`: what the steps returned under "outputs", whose leading
+        dimension is rows, one item per sample, in the order of the data, none twice, tensors on the CPU. No collectives.
+
+            def validation_step(self, batch):
+                x, y = batch
+                return {"loss": ..., "outputs": (self(x), y)}
+
+            def compute_metrics(self, outputs):
+                predicted, y = map(torch.stack, zip(*outputs))
+                return {"r2": 1 - (y - predicted).square().sum() / (y - y.mean()).square().sum()}
+        """
+        raise FabricateError("compute_metrics is called only where it is overridden")
+
     def export(self, path: Path) -> None:
         """Write what RUN_DIR/model/ shall hold into `path`; all ranks. Optional; by default the one transformers model
         inside in its own layout, else `model.safetensors` named as in `state_dict()`."""
         raise FabricateError("export is called only where it is overridden")
 
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
-        """Record a metric, in a step or in `on_step`; no wait for the device. `value`: a number, a 0-dim tensor, or a
-        torchmetrics object (computed at the end of the epoch or evaluation). "mean" is weighted by `weight`, by default the
-        micro-batch's, over micro-batches and ranks; "sum" adds up."""
+        """Record a metric, in a step or a hook; no wait for the device. `value`: a number, a 0-dim tensor, or a torchmetrics object
+        or `MetricCollection` (computed at the end of the epoch or evaluation). "mean" is weighted by `weight`, by default the
+        micro-batch's (in hooks outside of updates 1 per rank), over micro-batches and ranks; "sum" adds up.
+
+        In `on_eval_start` and `on_eval_end` it joins the metrics of that evaluation, in `on_epoch_end` those of the epoch that ends.
+        "loss" in a training step is the loss that the step returns, which is recorded anyway. Raises `FabricateError` outside a
+        fit or evaluation, and where it is too late: in `on_log`, in hooks of a save, at the end of a fit, in a prediction."""
+        if self._no_log:
+            raise FabricateError(f"log({name!r}): {self._no_log}")
         if reduce not in ("mean", "sum"):
             raise ConfigurationError(f"log({name!r}): reduce={reduce!r}: give 'mean' or 'sum'")
         if type(value) is torch.Tensor and value.ndim == 0:
             value = value.detach()
-        elif is_torchmetric(value):
+        elif computes(value):
             reduce = "object"
         else:
             check_value(name, value)
@@ -190,7 +217,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling take: the module without the Trainer that happens to run it."""
-        return {**self.__dict__, "_trainer": None, "_logged": []}
+        return {**self.__dict__, "_trainer": None, "_logged": [], "_no_log": NOT_RUNNING}
 
     def print(self, *values: object) -> None:
         """Print on rank 0 only, also before and after a fit."""
@@ -221,6 +248,16 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(module, "_built", True)  # a Trainer must not build it anew
         load_weights(Path(path), module)
         return module
+
+
+@contextlib.contextmanager
+def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
+    """While open, `module.log` raises with `reason`."""
+    before, module._no_log = module._no_log, reason
+    try:
+        yield
+    finally:
+        module._no_log = before
 
 
 def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:

@@ -27,6 +27,17 @@ def move_torchmetrics(module: torch.nn.Module, device: torch.device) -> None:
             part.to(device)
 
 
+def computes(value: object) -> bool:
+    """Whether `value` is a torchmetrics object or a collection of them, which `compute` makes numbers of."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and isinstance(value, module.Metric | module.MetricCollection)
+
+
+def path_inside(module: torch.nn.Module, metric: object) -> str | None:
+    """The name of a torchmetrics object or collection in `module`; None for one that is elsewhere."""
+    return next((name for name, child in module.named_modules() if child is metric), None)
+
+
 def torchmetrics_state(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """The state of every torchmetrics object inside `module`, by its name in the module; copies."""
     state: dict[str, dict[str, Any]] = {}

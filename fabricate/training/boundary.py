@@ -9,6 +9,8 @@ import torch
 
 from fabricate.data.batches import Window
 from fabricate.errors import ConfigurationError
+from fabricate.metrics.reduction import Metrics
+from fabricate.module import refusing_logs
 from fabricate.training.agenda import Agenda, Wanted
 from fabricate.training.evaluation import validate
 from fabricate.training.first_update import FirstUpdate
@@ -16,6 +18,8 @@ from fabricate.training.log_lines import begin_line, may_wait, stop_if_nonfinite
 from fabricate.training.replicas import compare, compare_now_and_then
 from fabricate.training.run_state import Run, Update
 from fabricate.training.saving import check_weights, finish_background_save, save_requested
+
+_SAVED = "a checkpoint holds what was logged before it; log it in on_step or on_epoch_end, say"
 
 
 def finished(run: Run) -> str:
@@ -45,14 +49,16 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
         _validate(run, epoch)
     if window.last and run.calls.on_epoch_end is not None:
         run.calls.on_epoch_end(run.trainer, run.module, epoch)
+        _log_late(run, epoch)
     wanted = agenda.decide_again(wanted, hooks_ran=wanted.log or wanted.evaluate or window.last)
     _check(run, wanted, ends=wanted.end or bool(limit), last=window.last)
     run.now.at_boundary = True
-    if not wanted.writing:
-        finish_background_save(run)
-    if wanted.save:
-        with run.journal.stopwatch.apart():
-            save_requested(run)
+    with refusing_logs(run.module, _SAVED):
+        if not wanted.writing:
+            finish_background_save(run)
+        if wanted.save:
+            with run.journal.stopwatch.apart():
+                save_requested(run)
     return _stop_reason(run, limit) if wanted.end else limit
 
 
@@ -78,6 +84,14 @@ def _end_epoch(run: Run) -> None:
 def _log_epoch(run: Run, epoch: int) -> None:
     averages = {f"epoch_{name}": value for name, value in run.metrics.finish().items()}
     run.journal.write_metrics("epoch", averages, epoch)
+
+
+def _log_late(run: Run, epoch: int) -> None:
+    """Log what `on_epoch_end` logged: it is of the epoch as a whole, whose averages are written already. All ranks."""
+    late = Metrics(run.engine, run.engine.device, run.engine.ranks_per_row)
+    late.take(run.module._logged, 1)
+    if metrics := late.finish():
+        run.journal.write_metrics("epoch", metrics, epoch)
 
 
 def _validate(run: Run, epoch: int) -> None:

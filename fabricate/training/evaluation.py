@@ -17,12 +17,15 @@ from fabricate.data.batches import EvalBatch, rows_of, token_labels
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
-from fabricate.metrics.reduction import Metrics
+from fabricate.metrics.reduction import check_value
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
-from fabricate.module import STEPS, TrainModule
+from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
+from fabricate.training.evaluated import Evaluated, new_metrics, prefix_of, share_objects
 from fabricate.training.optimizer_modes import meant_weights
 from fabricate.training.run_state import Run
+
+NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_step, or call validate or test"
 
 
 def validate(run: Run, epoch: int) -> dict[str, float]:
@@ -62,26 +65,30 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
     """Metrics over exactly the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All
     ranks. The module's modes and the random generators are as before afterwards."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
-    prefix = "val_" if stage == "validate" else f"{stage}_"
-    result: dict[str, float] = {}
+    evaluated = Evaluated(run, stage)
     with _evaluating(run):
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, stage)
+            evaluated.take()
         for name, source in sources.items():
-            inner = f"{prefix}{name}_" if name else prefix
-            metrics = _evaluate_source(run, source, stage, prefix)
-            result |= {inner + n.removeprefix(prefix): v for n, v in metrics.items()}
+            evaluated.add(_evaluate_source(run, source, stage), name)
         engine.strategy.after_evaluation(engine.model)
-        run.journal.latest |= result
+        run.journal.latest |= evaluated.metrics
         if calls.on_eval_end is not None:
-            calls.on_eval_end(trainer, module, stage, result)
-    return result
+            run.now.evaluated = evaluated
+            calls.on_eval_end(trainer, module, stage, evaluated.metrics)
+            run.now.evaluated = None
+            evaluated.join()
+            evaluated.check()
+    run.journal.latest |= evaluated.metrics
+    return evaluated.metrics
 
 
-def _evaluate_source(run: Run, source: Source, stage: str, prefix: str) -> dict[str, float]:
-    """Metrics over one data set."""
-    module, engine = run.module, run.engine
-    metrics = Metrics(engine, engine.device, engine.ranks_per_row)
+def _evaluate_source(run: Run, source: Source, stage: str) -> dict[str, float]:
+    """Metrics over one data set, named as the steps name them."""
+    module, prefix = run.module, prefix_of(stage)
+    metrics = new_metrics(run)
+    rows = Rows(run) if overrides(module, "compute_metrics") else None
     watch: CrossEntropies | None = CrossEntropies()
     for item, batch in _batches(run, source):
         restore = snapshot_torchmetrics(module) if item.rows == 0 else None
@@ -92,6 +99,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, prefix: str) -> dict[
             module._logged.clear()
             continue
         weight = _log_output(module, output, stage, prefix)
+        _keep_outputs(rows, output, item, f"{type(module).__name__}.{STEPS[stage]}")
         if weight is None and watch is not None:
             weight = watch.weigh(module._logged)
             if weight is None:
@@ -99,7 +107,48 @@ def _evaluate_source(run: Run, source: Source, stage: str, prefix: str) -> dict[
                 watch = None
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
     check_first(run, source)
-    return metrics.finish()
+    share_objects(run, metrics)
+    return _joined(metrics.finish(), _of_whole_set(run, rows) if rows is not None else {}, prefix)
+
+
+def _joined(metrics: dict[str, float], more: dict[str, float], prefix: str) -> dict[str, float]:
+    """`metrics` of the steps, and those of `compute_metrics`."""
+    names = {name.removeprefix(prefix) for name in metrics}
+    if twice := [name for name in more if name.removeprefix(prefix) in names]:
+        raise ConfigurationError(f"compute_metrics returns {twice[0]!r}, which the steps return too; do one of them")
+    return metrics | more
+
+
+def _keep_outputs(rows: Rows | None, output: Any, item: EvalBatch, step: str) -> None:
+    """Keep what a step returned under "outputs" for `compute_metrics`."""
+    if not isinstance(output, Mapping) or "outputs" not in output:
+        return
+    if rows is None:
+        raise ConfigurationError(
+            f"{step} returns 'outputs', which are for compute_metrics: define compute_metrics(self, outputs), or use another name"
+        )
+    rows.add(output["outputs"], item, f"{step} returned the outputs")
+
+
+def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
+    """What `compute_metrics` makes of a data set, on rank 0 for all. All ranks."""
+    outputs = rows.gather()
+    computed: dict[str, float] = {}
+    if outputs:
+        where = f"{type(run.module).__name__}.compute_metrics"
+        with refusing_logs(run.module, "compute_metrics runs on rank 0 only; return the metric from it"):
+            returned = run.module.compute_metrics(outputs)
+        if not isinstance(returned, Mapping):
+            raise ConfigurationError(f"{where} returned {type(returned).__name__}; return a mapping of metrics")
+        for name, value in returned.items():
+            check_value(name, value)
+            computed[str(name)] = float(value)
+    elif outputs is not None:
+        run.journal.note(
+            "compute_metrics is not called, because no step returned 'outputs': return {..., 'outputs': what it needs of each row}"
+        )
+    result: dict[str, float] = run.engine.broadcast_json(computed)
+    return result
 
 
 def check_first(run: Run, source: Source) -> None:
@@ -140,12 +189,13 @@ def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> An
     step = f"{type(module).__name__}.{STEPS[stage]}"
     if not isinstance(output, Mapping):
         raise ConfigurationError(f"{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
-    logged = {name.removeprefix(prefix) for name, *_ in module._logged}
+    logged = {name.removeprefix(prefix): "logs it too" for name, *_ in module._logged}
     for key, value in output.items():
-        if key in logged:
-            raise ConfigurationError(f"{step} returns {key!r} and logs it too; do one of them")
-        if key != "weight":
+        if (name := key.removeprefix(prefix)) in logged:
+            raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; do one of them")
+        if key not in ("weight", "outputs"):
             module.log(key, value)
+            logged[name] = f"{key!r}, which is the same name"
     return output.get("weight")
 
 
@@ -160,43 +210,60 @@ def _note_rows(run: Run, stage: str, batch: Any) -> None:
 def predict(run: Run, source: Source) -> list[Any] | None:
     """One prediction per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
-    indices: list[int] = []
-    outputs: list[Any] = []
-    with _evaluating(run):
+    rows = Rows(run)
+    with _evaluating(run), refusing_logs(module, NOT_PREDICTED):
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, "predict")
         for item, batch in _batches(run, source):
             output = _step(run, batch, "predict")
             if item.rows != 0:  # else a stand-in
-                outputs += _rows(output, _rows_in(item))
-                indices += [int(i) for i in item.indices]
+                rows.add(output, item, "predict_step returned")
         check_first(run, source)
         engine.strategy.after_evaluation(engine.model)
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})
-    if engine.rank % engine.ranks_per_row:  # the first of those that read the same rows has them too
-        indices, outputs = [], []
-    return _gather_rows(run, indices, outputs)
+    return rows.gather()
 
 
-def _rows(output: Any, rows: int) -> list[Any]:
-    """Split a batch of predictions into one per row."""
+class Rows:
+    """What steps returned for each row of a data set."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._indices: list[int] = []
+        self._outputs: list[Any] = []
+
+    def add(self, output: Any, item: EvalBatch, what: str) -> None:
+        """Keep the `output` of one batch, on the CPU. `what`: of which step, for an error."""
+        self._outputs += _rows(output, _rows_in(item), what)
+        self._indices += [int(i) for i in item.indices]
+
+    def gather(self) -> list[Any] | None:
+        """One per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
+        engine = self._run.engine
+        if engine.rank % engine.ranks_per_row:  # the first of those that read the same rows has them too
+            return _gather_rows(self._run, [], [])
+        return _gather_rows(self._run, self._indices, self._outputs)
+
+
+def _rows(output: Any, rows: int, what: str) -> list[Any]:
+    """Split what a step returned for a batch into one per row."""
     if isinstance(output, torch.Tensor | list):
-        if (isinstance(output, torch.Tensor) and output.ndim == 0) or len(output) != rows:
-            shape = tuple(output.shape) if isinstance(output, torch.Tensor) else len(output)
+        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else (len(output),)
+        if shape[:1] != (rows,):
             raise ConfigurationError(
-                f"predict_step returned {shape} for a batch of {rows} rows; the leading dimension has to be the rows"
+                f"{what} {shape if isinstance(output, torch.Tensor) else len(output)} for a batch of {rows} rows; the leading "
+                "dimension has to be the rows"
             )
-        return [_on_host(row) for row in _on_host(output)]  # of a tensor one copy, whose rows are there already
+        host = _on_host(output.detach()) if isinstance(output, torch.Tensor) else output  # one copy, whose rows are there already
+        return [_on_host(row) for row in host]
     if isinstance(output, Mapping):
-        columns = {k: _rows(v, rows) for k, v in output.items()}
+        columns = {k: _rows(v, rows, what) for k, v in output.items()}
         return [{k: column[i] for k, column in columns.items()} for i in range(rows)]
     if isinstance(output, tuple):
-        parts = [_rows(v, rows) for v in output]
+        parts = [_rows(v, rows, what) for v in output]
         return [tuple(part[i] for part in parts) for i in range(rows)]
-    raise ConfigurationError(
-        f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them"
-    )
+    raise ConfigurationError(f"{what} {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them")
 
 
 def _on_host(value: Any) -> Any:

@@ -7,7 +7,7 @@ import shutil
 
 from fabricate.launch.commands import tell_preempted
 from fabricate.model.export import export_model
-from fabricate.module import overrides
+from fabricate.module import overrides, refusing_logs
 from fabricate.training import saving
 from fabricate.training.log_lines import log_rest
 from fabricate.training.optimizer_modes import eval_mode
@@ -16,6 +16,11 @@ from fabricate.training.run_state import Run
 
 def finish_fit(run: Run, reason: str) -> None:
     """Save for the last time; export the weights, or report why the fit ended early. All ranks."""
+    with refusing_logs(run.module, "the fit is over, so nothing records it; log it in on_epoch_end, say"):
+        _finish(run, reason)
+
+
+def _finish(run: Run, reason: str) -> None:
     saving.save(run, last=True)
     eval_mode(run)  # what is exported, and what the module keeps
     preempted = reason == "preempted"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fabricate.errors import FabricateError
+from fabricate.module import refusing_logs
 from fabricate.training.journal import Begun
 from fabricate.training.run_state import Run
 
@@ -45,10 +46,11 @@ def write_line(run: Run) -> None:
     run.progress.tokens += tokens
     if begun.rest and not metrics:
         return
-    metrics |= zip(begun.names, beside, strict=True)
+    metrics = dict(zip(begun.names, beside, strict=True)) | metrics  # what a step logs under such a name counts
     run.journal.write_metrics("train", metrics, begun.epoch, begun)
     if run.calls.on_log is not None:
-        run.calls.on_log(run.trainer, run.module, metrics, begun.step)
+        with refusing_logs(run.module, "on_log gets what is reduced and written already; log it in on_step, say"):
+            run.calls.on_log(run.trainer, run.module, metrics, begun.step)
     if not begun.rest:
         stop_if_nonfinite(run, metrics, begun.step)
 

@@ -57,6 +57,7 @@ def windows(run: Run) -> Iterator[Window]:
     assert source is not None
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
+    run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
     if not progress.position:  # else a checkpoint interrupted this epoch
         progress.micro_step = 0
     remaining: Iterable[Window] = source.windows(progress.epoch, progress.position)
@@ -87,9 +88,9 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
                 losses.begin_sums()
             engine.scaling.backward(for_backward)
         run.metrics.add_loss(loss, weight)
-        run.metrics.take(module._logged, logged_weight)
         if calls.on_accumulate is not None:
             calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, window.num_micro_steps, is_last)
+        run.metrics.take(module._logged, logged_weight)
         progress.micro_step += 1
     return losses
 
@@ -132,11 +133,13 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
     progress.samples += window.rows
     run.journal.tokens.add(losses.total)
     if not result.applied:
+        run.module._logged.clear()
         state.skipped()
-        return
-    state.skipped_in_a_row = 0
-    if run.calls.on_step is not None:
-        run.calls.on_step(run.trainer, run.module, progress.step, losses.mean, result.norm)
+    else:
+        state.skipped_in_a_row = 0
+        if run.calls.on_step is not None:
+            run.calls.on_step(run.trainer, run.module, progress.step, losses.mean, result.norm)
+    if run.module._logged:  # in hooks of this update
         run.metrics.take(run.module._logged, losses.total)
 
 

@@ -214,7 +214,7 @@ class FirstWindowLosses(WindowLosses):
     def add(self, output: Any, batch: Any, rows: int | None) -> Weighed:
         loss = unpack(output)[0]
         check_loss(self._losses.run, loss)
-        check_logged(self._losses.run)
+        check_logged(self._losses.run, loss)
         self._last_operation = last_operation(loss)
         return super().add(output, batch, rows)
 

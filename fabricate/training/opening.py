@@ -30,7 +30,7 @@ from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
 from fabricate.model.building import build_model, check_has_values
-from fabricate.module import TrainModule
+from fabricate.module import NOT_RUNNING, TrainModule, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
 from fabricate.seeding import seed_everything
@@ -40,6 +40,8 @@ from fabricate.training.journal import Journal
 from fabricate.training.preemption import Watch, signals_heard
 from fabricate.training.requests import Requests
 from fabricate.training.run_state import Owner, Run
+
+_OVER = "the run is over, so nothing records it"
 
 
 class Defaults:
@@ -69,15 +71,21 @@ class Defaults:
         saving.write(trainer._live(), path)
         return True
 
+    @hookimpl
+    def on_eval_end(self, trainer: Any) -> None:
+        """What the module logged in its own joins the metrics, so that plugins get it with them."""
+        run = trainer._live()
+        if run.now.evaluated is not None and overrides(run.module, "on_eval_end"):
+            run.now.evaluated.join()
+
 
 def register(found: Resolved, module: TrainModule, *, bar: bool) -> Manager:
     """The plugins of this run, in the order in which they are heard."""
     manager = found.registry.manager
-    manager.add(Defaults(), PROJECT)
     if bar:  # on every rank, so that all hear the same hooks; it shows on rank 0
         manager.add(progress_bar(), "progress_bar")
     parts = [(f"{kind}/{choice.chosen.name}", choice.chosen, choice.origin) for kind, choice in found.choices.items()]
-    return found.registry.activate([*parts, ("module", module, Origin())])
+    return found.registry.activate([*parts, ("module", module, Origin()), (PROJECT, Defaults(), Origin())])
 
 
 @contextlib.contextmanager
@@ -96,6 +104,7 @@ def opened(
         run = _assemble(trainer, found, module, data, engine, run_dir, stack, began)
         trainer._run = run
         object.__setattr__(module, "_trainer", trainer)
+        module._no_log = ""
         modes = [(m, m.training) for m in module.modules()]
         try:
             _prepare(run, stages, seed)
@@ -185,7 +194,7 @@ def _assemble(
         run_id=engine.broadcast_json(secrets.token_hex(8)),
         closing=stack,
         progress=progress,
-        metrics=Metrics(engine, engine.device, engine.ranks_per_row),
+        metrics=Metrics(engine, engine.device, engine.ranks_per_row, ignored=("loss",)),
         journal=Journal(engine, progress, run_dir, trackers=training and bool(settings.trackers)),
         requests=requests,
         watch=Watch(requests, began, settings.max_time, run_dir) if watches else None,
@@ -250,6 +259,7 @@ def _report(run: Run, exc: BaseException) -> None:
     """Tell listeners and the other ranks; never hides `exc`."""
     if isinstance(exc, SystemExit | GeneratorExit):
         return
+    run.module._no_log = _OVER
     try:
         note = explain(run, exc)
     except Exception as second:  # with memory full, anything may fail
@@ -268,6 +278,7 @@ def _report(run: Run, exc: BaseException) -> None:
 
 def _close(run: Run) -> None:
     pending = sys.exc_info()[1]
+    run.module._no_log = _OVER
     try:
         if run.calls.on_teardown is not None:
             run.calls.on_teardown(run.trainer, run.module)
@@ -279,6 +290,7 @@ def _close(run: Run) -> None:
         pending.add_note(f"on_teardown raised {type(exc).__name__}: {exc}")
     finally:
         object.__setattr__(run.module, "_trainer", None)
+        run.module._no_log = NOT_RUNNING
         run.module._logged.clear()
         run.journal.close()
         run.trainer._run = None

@@ -92,8 +92,17 @@ class Now:
     """The micro-batch at work, to describe it when a step fails."""
     batch_idx: int = 0
     """The number of the batch of the evaluation under way."""
+    evaluated: Evaluated | None = None
+    """The metrics of the evaluation under way."""
     at_boundary: bool = True
     """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are under way."""
+
+
+class Evaluated(Protocol):
+    """The metrics of an evaluation that hooks may still add to."""
+
+    def join(self) -> None:
+        """Add what hooks logged. All ranks."""
 
 
 class Update(NamedTuple):

@@ -5,6 +5,7 @@ Must not know: in which order things happen (fabricate.training.loop).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,12 +52,18 @@ def check_loss(run: Run, loss: Any) -> None:
         )
 
 
-def check_logged(run: Run) -> None:
-    if any(name == "loss" for name, *_ in run.module._logged):
-        raise ConfigurationError(
-            f"{type(run.module).__name__}.training_step logs 'loss', which is recorded by itself; remove self.log('loss', ...) or give "
-            "it another name"
-        )
+def check_logged(run: Run, loss: torch.Tensor) -> None:
+    """A "loss" that training_step logs is left out of the metrics, so it has to be the one that it returns."""
+    for name, value, *_ in run.module._logged:
+        if name == "loss" and (not isinstance(value, torch.Tensor | int | float) or not _same(float(value), loss)):
+            raise ConfigurationError(
+                f"{type(run.module).__name__}.training_step logs another 'loss' than it returns ({value} and {loss.item()}); the "
+                "returned one is recorded under this name: give the other one another"
+            )
+
+
+def _same(value: float, loss: torch.Tensor) -> bool:
+    return math.isclose(value, loss.item(), rel_tol=1e-6) or value != value
 
 
 def check_window(run: Run, how: str, name: str, made_by: str) -> None:

@@ -1,0 +1,102 @@
+"""The metrics of one evaluation: of its data sets, and what hooks add at its end. The same floats on every rank.
+
+Owns how metrics are named. Must not know: how steps are run (`evaluation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fabricate.errors import ConfigurationError
+from fabricate.metrics.reduction import Metrics, check_value
+from fabricate.metrics.torchmetrics_objects import path_inside
+from fabricate.training.run_state import Run
+
+
+def prefix_of(stage: str) -> str:
+    """What the names of a stage's metrics begin with."""
+    return "val_" if stage == "validate" else f"{stage}_"
+
+
+class Evaluated:
+    """The metrics of an evaluation under way."""
+
+    def __init__(self, run: Run, stage: str) -> None:
+        self._run = run
+        self._prefix = prefix_of(stage)
+        self.metrics: dict[str, float] = {}
+        """By name; what hooks receive, who may write into it: see `check`."""
+        self._own: dict[str, float] = {}
+        self._hooks = new_metrics(run)
+
+    def add(self, metrics: Mapping[str, float], data_set: str = "") -> None:
+        """Add `metrics`, named as steps name them. All ranks alike."""
+        for name, value in metrics.items():
+            full = self._named(name, data_set)
+            if full in self._own:
+                raise ConfigurationError(
+                    f"two metrics of this evaluation would be called {full!r}, one of them {name!r}"
+                    + (f" of val[{data_set!r}]" if data_set else "")
+                    + ": give one of them another name"
+                )
+            self.metrics[full] = self._own[full] = value
+
+    def _named(self, name: str, data_set: str) -> str:
+        """As "val_loss", with the data set's name if it has one; "val/loss" stays as it is."""
+        for separator in ("_", "/"):
+            prefix = self._prefix[:-1] + separator
+            if name.startswith(prefix):
+                break
+        else:
+            prefix, separator = self._prefix, "_"
+        rest = name.removeprefix(prefix)
+        return f"{prefix}{data_set}{separator}{rest}" if data_set else f"{prefix}{rest}"
+
+    def take(self) -> None:
+        """Take what a hook logged; `join` adds it. This rank."""
+        self._hooks.take(self._run.module._logged, 1)
+
+    def join(self) -> None:
+        """Add what hooks logged since the last time. All ranks."""
+        self.take()
+        share_objects(self._run, self._hooks)
+        self.add(self._hooks.finish())
+
+    def check(self) -> None:
+        """What `on_eval_end` wrote into `metrics` has to be the same on every rank. All ranks."""
+        written = {}
+        for name, value in self.metrics.items():
+            if name not in self._own or self._own[name] is not value:
+                check_value(name, value)
+                self.metrics[name] = written[name] = float(value)
+        everyone = self._run.engine.gather_json([[name, repr(value)] for name, value in sorted(written.items())])
+        different = next((rank for rank, mine in enumerate(everyone) if mine != everyone[0]), None)
+        if different is not None:
+            raise ConfigurationError(
+                f"on_eval_end wrote {dict(everyone[0])} into its metrics on rank 0 and {dict(everyone[different])} on rank {different}: "
+                "each rank sees only its own rows. Use self.log(name, value, weight=...), which reduces over ranks, or compute_metrics"
+            )
+
+
+def new_metrics(run: Run) -> Metrics:
+    """Nothing measured yet."""
+    return Metrics(run.engine, run.engine.device, run.engine.ranks_per_row)
+
+
+def share_objects(run: Run, metrics: Metrics) -> None:
+    """Let every rank compute the torchmetrics objects that any rank logged: computing them is a collective, and a rank without
+    rows logged nothing. All ranks."""
+    if run.engine.world_size == 1:
+        return
+    mine = {name: path_inside(run.module, metric) for name, metric in metrics.objects.items()}
+    logged: dict[str, Any] = {}
+    for ranks in run.engine.gather_json(mine):
+        logged |= ranks
+    for name, path in logged.items():
+        if path is None:
+            raise ConfigurationError(
+                f"log({name!r}): this torchmetrics object is not part of the module; assign it in __init__, self.{name} = ..., so that "
+                "every rank can compute it"
+            )
+        metrics.objects.setdefault(name, run.module.get_submodule(path))

@@ -1,0 +1,338 @@
+"""`self.log` in every hook: in the metrics of the evaluation or epoch that it was called in, or an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+
+from fabricate import ConfigurationError, EarlyStopping, FabricateError, Trainer
+from fabricate.testing import run_ranks
+from tests.support.regression import ROWS, Hears, Regression, Scripted, fit
+
+
+def lines(run_dir: Path, name: str) -> list[tuple[str, int, int, float]]:
+    """Where metrics.jsonl has a metric: (stage, step, epoch, value)."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (each["stage"], each["step"], each["epoch"], each["metrics"][name]) for each in found if name in each["metrics"]
+    ]
+
+
+def logging_in(hook: str) -> Regression:
+    kind = type("Logs", (Regression,), {hook: lambda self: self.log("seen", self.epoch), "epoch": 0})
+
+    def on_epoch_start(self: Any, epoch: int) -> None:
+        self.epoch = epoch
+        if hook == "on_epoch_start":
+            self.log("seen", epoch)
+
+    kind.on_epoch_start = on_epoch_start
+    module: Regression = kind()
+    return module
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_start", "on_accumulate", "on_before_step", "on_step", "on_epoch_end"])
+def test_what_a_hook_logs_belongs_to_its_epoch(hook: str, tmp_path: Path) -> None:
+    fit(logging_in(hook), max_steps=None, max_epochs=3, log_every=4, run_dir=tmp_path)
+    if hook == "on_epoch_end":
+        assert lines(tmp_path, "seen") == [("epoch", 4, 0, 0.0), ("epoch", 8, 1, 1.0), ("epoch", 12, 2, 2.0)]
+    else:
+        assert lines(tmp_path, "seen") == [("train", 4, 0, 0.0), ("train", 8, 1, 1.0), ("train", 12, 2, 2.0)]
+        assert [value for *_, value in lines(tmp_path, "epoch_seen")] == [0.0, 1.0, 2.0]
+
+
+def test_what_a_module_logs_at_the_start_and_end_of_an_evaluation_is_of_that_evaluation(tmp_path: Path) -> None:
+    class Ends(Regression):
+        def on_eval_start(self) -> None:
+            self.log("began", self.trainer.step)
+
+        def on_eval_end(self, metrics: dict[str, float]) -> None:
+            self.log("twice", 2 * metrics["val_loss"])
+
+    heard = Hears()
+    result = fit(Ends(), heard, val=ROWS, max_steps=8, validate_every=4, run_dir=tmp_path)
+    assert [metrics["val_began"] for metrics in heard.evaluations] == [4, 8]
+    assert [metrics["val_twice"] for metrics in heard.evaluations] == [2 * m["val_loss"] for m in heard.evaluations]
+    assert [line[:3] for line in lines(tmp_path, "val_twice")] == [("validate", 4, 0), ("validate", 8, 1)]
+    assert result.metrics["val_twice"] == heard.evaluations[-1]["val_twice"]
+
+
+def test_a_metric_of_on_eval_end_stops_a_fit_and_chooses_checkpoints(tmp_path: Path) -> None:
+    class Ends(Scripted):
+        def on_eval_end(self, metrics: dict[str, float]) -> None:
+            self.log("gain", -metrics["val_loss"])
+
+    stops = EarlyStopping("val_gain", mode="max", patience=1)
+    keep = {"best": 1, "metric": "val_gain", "mode": "max"}
+    result = fit(
+        Ends([3.0, 1.0, 2.0, 0.0]),
+        stops,
+        val=ROWS[:2],
+        max_steps=9,
+        validate_every=1,
+        save_every=1,
+        keep=keep,
+        run_dir=tmp_path,
+    )
+    assert result.steps == 3
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("on_log", "on_log gets what is reduced and written already"),
+        ("on_save", "a checkpoint holds what was logged before it"),
+        ("on_saved", "a checkpoint holds what was logged before it"),
+        ("on_export", "the fit is over"),
+        ("on_fit_end", "the fit is over"),
+        ("on_teardown", "the run is over"),
+    ],
+)
+def test_a_hook_that_is_too_late_to_log_says_so(hook: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(FabricateError, match=message):
+        fit(logging_in(hook), max_steps=4, log_every=1, save_every=1, run_dir=tmp_path)
+
+
+def test_logging_where_nothing_records_it_is_an_error() -> None:
+    class Predicts(Regression):
+        def predict_step(self, batch: Any) -> Any:
+            self.log("seen", 1.0)
+            return batch[0]
+
+    module = Predicts()
+    with pytest.raises(FabricateError, match="no fit or evaluation is running"):
+        module.log("seen", 1.0)
+    with pytest.raises(FabricateError, match="a prediction has no metrics; return what you want from predict_step"):
+        Trainer(progress=False).predict(module, ROWS, batch_size=2)
+    fit(module)
+    with pytest.raises(FabricateError, match="no fit or evaluation is running"):
+        module.log("seen", 1.0)
+
+
+# ------------------------------------------------------------------------------------------------- names that the loop records
+
+
+@pytest.mark.parametrize(
+    "log", [lambda self, loss: self.log("loss", loss), lambda self, loss: self.log("loss", loss.item())]
+)
+def test_logging_the_loss_that_is_returned_changes_nothing(log: Callable[[Any, Any], None], tmp_path: Path) -> None:
+    class Logs(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            torch.manual_seed(0)
+            loss = super().training_step(batch)
+            log(self, loss)
+            return loss
+
+        def on_step(self, loss: torch.Tensor) -> None:
+            log(self, loss)
+
+    ends = []
+    for kind in (Logs, Seeded):
+        torch.manual_seed(0)
+        ends.append(fit(kind(), max_steps=4, seed=1, log_every=2).metrics)
+    assert ends[0] == ends[1]
+
+
+class Seeded(Regression):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        return super().training_step(batch)
+
+
+def test_another_number_logged_as_loss_is_refused() -> None:
+    class Logs(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = super().training_step(batch)
+            self.log("loss", 2 * loss)
+            return loss
+
+    with pytest.raises(ConfigurationError, match="logs another 'loss' than it returns"):
+        fit(Logs())
+
+
+def test_a_learning_rate_and_a_norm_that_a_step_logs_are_kept() -> None:
+    class Logs(Regression):
+        def on_step(self) -> None:
+            self.log("lr", 42)
+            self.log("grad_norm", 43)
+
+    metrics = fit(Logs(), max_grad_norm=1.0, log_every=1).metrics
+    assert (metrics["lr"], metrics["grad_norm"]) == (42, 43)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"loss": 1.0, "val_loss": 2.0}, "returns 'val_loss' and 'loss', which is the same name"),
+        ({"last": 1.0}, "returns 'last' and logs it too"),
+        (
+            {"outputs": torch.zeros(2)},
+            r"'outputs', which are for compute_metrics: define compute_metrics\(self, outputs\)",
+        ),
+    ],
+)
+def test_two_metrics_of_one_name_are_refused(returned: dict[str, Any], message: str) -> None:
+    class Twice(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            self.log("val_last", 0.0)
+            return returned
+
+    with pytest.raises(ConfigurationError, match=message):
+        fit(Twice(), val=ROWS, validate_every=1)
+
+
+def test_validation_sets_whose_metrics_would_share_a_name_are_refused() -> None:
+    class Names(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": 1.0, "b_loss": 2.0}
+
+    with pytest.raises(ConfigurationError, match="two metrics of this evaluation would be called 'val_a_b_loss'"):
+        fit(Names(), val={"a": ROWS, "a_b": ROWS}, validate_every=1)
+
+
+def test_a_name_with_a_slash_stays_as_it_is() -> None:
+    class Slash(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"val/loss": 1.0, "val_other": 2.0, "third": 3.0}
+
+    names = {name for name in fit(Slash(), val=ROWS, validate_every=1).metrics if name.startswith("val")}
+    assert names == {"val/loss", "val_other", "val_third"}
+    metrics = Trainer(progress=False).validate(Slash(), {"low": ROWS}, batch_size=2)
+    assert set(metrics) == {"val/low/loss", "val_low_other", "val_low_third"}
+
+
+# ------------------------------------------------------------------------------------------------------------- of the whole set
+
+
+class WholeSet(Regression):
+    """R2 of a guess, over the whole set; the number and the order of its rows."""
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        return {
+            "loss": (x[:, :1] - y).square().mean(),
+            "outputs": {"guess": x[:, 0] ** 2, "y": y[:, 0], "name": [str(v) for v in y]},
+        }
+
+    test_step = validation_step
+
+    def compute_metrics(self, outputs: list[Any]) -> dict[str, Any]:
+        guess, y = (torch.stack([each[key] for each in outputs]) for key in ("guess", "y"))
+        r2 = 1 - (y - guess).square().sum() / (y - y.mean()).square().sum()
+        return {"r2": r2, "rows": len(outputs), "ordered": int(torch.equal(y, y.sort().values))}
+
+
+def r2(rows: int) -> float:
+    y = torch.arange(rows) / 8
+    return float(1 - (y - y**2).square().sum() / (y - y.mean()).square().sum())
+
+
+def test_metrics_of_a_whole_set_are_computed_from_what_the_steps_return_for_its_rows() -> None:
+    heard = Hears()
+    metrics = fit(WholeSet(), heard, EarlyStopping("val_r2", mode="max"), val=ROWS[:7], validate_every=2).metrics
+    assert (metrics["val_r2"], metrics["val_rows"], metrics["val_ordered"]) == (pytest.approx(r2(7)), 7, 1)
+    assert heard.evaluations[-1].keys() == {"val_loss", "val_r2", "val_rows", "val_ordered"}
+    assert Trainer(progress=False).test(WholeSet(), ROWS, batch_size=3)["test_r2"] == pytest.approx(r2(8))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (3.0, "compute_metrics returned float; return a mapping of metrics"),
+        ({"loss": 3.0}, "compute_metrics returns 'loss', which the steps return too"),
+        ({"r2": "good"}, "give a number, a 0-dim tensor or a torchmetrics object, not str"),
+    ],
+)
+def test_what_compute_metrics_returns_is_checked(returned: Any, message: str) -> None:
+    class Wrong(WholeSet):
+        def compute_metrics(self, outputs: list[Any]) -> Any:
+            return returned
+
+    with pytest.raises(ConfigurationError, match=message):
+        fit(Wrong(), val=ROWS, validate_every=1)
+
+
+def test_outputs_that_never_come_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    class Forgets(WholeSet):
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": 1.0}
+
+    fit(Forgets(), val=ROWS, validate_every=1)
+    assert "compute_metrics is not called, because no step returned 'outputs'" in capsys.readouterr().err
+
+
+def test_a_collection_of_torchmetrics_is_logged_as_one() -> None:
+    class Collects(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.MinMetric()])
+
+        def validation_step(self, batch: Any) -> None:
+            self.both.update(batch[1] * 8)
+            self.log("y", self.both)
+
+    metrics = fit(Collects(), val=ROWS[3:], validate_every=1).metrics
+    assert (metrics["val_y_MaxMetric"], metrics["val_y_MinMetric"]) == (7.0, 3.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- on ranks
+
+
+class OnRanks(WholeSet):
+    """One row per rank and batch; the last batches are not on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = torchmetrics.MaxMetric()
+        self.seen = 0
+
+    def validation_step(self, batch: Any) -> Any:
+        self.seen += len(batch[0])
+        self.largest.update(batch[1] * 8)
+        self.log("largest", self.largest)
+        return super().validation_step(batch)
+
+    def on_eval_end(self, metrics: dict[str, float]) -> None:
+        self.log("seen", self.seen, reduce="sum")
+        metrics["val_root"] = metrics["val_loss"] ** 0.5
+        self.seen = 0
+
+
+class RankLocal(Regression):
+    def on_eval_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        metrics["val_own"] = float(trainer.accelerator.process_index)
+
+
+def on_two_ranks() -> dict[str, Any]:
+    heard = Hears()
+    found: dict[str, Any] = {}
+    for rows in (1, 5):
+        fit(OnRanks(), heard, val=ROWS[:rows], validate_every=2, strategy="ddp")
+    found["evaluations"] = heard.evaluations
+    try:
+        fit(RankLocal(), val=ROWS, validate_every=2, strategy="ddp")
+    except FabricateError as exc:
+        found["refused"] = str(exc)
+    return found
+
+
+def test_on_ranks_the_end_of_an_evaluation_is_the_same_everywhere() -> None:
+    one, two = run_ranks(on_two_ranks, 2)
+    assert repr(one["evaluations"]) == repr(two["evaluations"])  # r2 over one row is nan
+    few, more = one["evaluations"]
+    assert (few["val_rows"], few["val_seen"], few["val_largest"]) == (1, 1, 0)
+    assert (more["val_rows"], more["val_seen"], more["val_largest"], more["val_ordered"]) == (5, 5, 4, 1)
+    assert more["val_r2"] == pytest.approx(r2(5))
+    assert more["val_root"] == more["val_loss"] ** 0.5
+    for found in (one, two):
+        assert (
+            "on_eval_end wrote {'val_own': '0.0'} into its metrics on rank 0 and {'val_own': '1.0'} on rank 1"
+            in found["refused"]
+        )
