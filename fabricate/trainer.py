@@ -182,6 +182,11 @@ class Trainer:
         return total
 
     @property
+    def validates(self) -> bool:
+        """Whether the running fit may come to a validation: it has data for it, and `validate_every` comes round before its end."""
+        return self._live().validates
+
+    @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The running fit's optimizers by name ("main" when `configure_optimizers` names none)."""
         return self._live().optim.optimizers

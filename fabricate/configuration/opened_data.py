@@ -6,6 +6,7 @@ Owns how a global batch, a strategy's file and the loading arguments become batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +43,25 @@ class Data:
             return None
         in_training = self.train is not None and self.train.rows_differ
         return Compilation(settings.compile, in_training, any(s.rows_differ for s in self.validation.values()))
+
+    def first_validation(self, settings: Settings) -> float | None:
+        """The update after which the fit validates first; infinite if never, None where it cannot be known."""
+        every = settings.validate_every
+        if not self.validation or every is None:
+            return math.inf
+        per_epoch = self.train.updates_per_epoch if self.train is not None else None
+        if every.unit == "steps":
+            return every.amount
+        if every.unit == "epochs" and settings.max_epochs is not None and every.amount > settings.max_epochs:
+            return math.inf
+        return per_epoch * every.amount if every.unit == "epochs" and per_epoch is not None else None
+
+    def validates(self, settings: Settings) -> bool:
+        """Whether the fit may come to a validation, other than one that a hook requests."""
+        first, total = self.first_validation(settings), self.total_steps(settings)
+        if first is None or (settings.validate_first and self.validation):
+            return True
+        return first <= (math.inf if total is None else total) and first < math.inf
 
 
 def open_data(settings: Settings, resolved: Resolved, train: object, val: object, loading: Loading) -> Data:

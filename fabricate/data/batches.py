@@ -56,12 +56,29 @@ def rows_of(batch: Any) -> int:
     return rows
 
 
-def token_labels(batch: Any) -> tuple[int, ...] | None:
-    """The shape of a batch's "labels" if there are several to a row, as whole numbers: tokens, pixels. None otherwise."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim < 2 or labels.shape[1] < 2:
-        return None
-    return tuple(labels.shape)
+def rows_that_came(batch: Any, planned: int) -> int:
+    """The rows of a batch that was to have `planned` ones: a collate_fn may leave some out. What else it does to the leading
+    dimension (it may pack rows, or make graphs of them) changes nothing."""
+    rows = visible_rows(batch)
+    return planned if rows is None else min(rows, planned)
+
+
+_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask"})
+"""Names under which transformers' models take whole numbers that are not labels."""
+
+
+def several_labels(batch: Any) -> tuple[int, ...] | None:
+    """The shape of whole numbers of which a batch has several to a row: labels of tokens or pixels, a mask. None where there are
+    none. Where "labels" are named, the inputs of transformers' models are not taken for labels."""
+    if isinstance(batch, torch.Tensor):
+        several = not batch.is_floating_point() and batch.ndim >= 2 and batch.shape[1] >= 2
+        return tuple(batch.shape) if several else None
+    if isinstance(batch, Mapping) and "labels" in batch:
+        batch = {name: value for name, value in batch.items() if name not in _INPUTS}
+        shape = several_labels(batch.pop("labels"))
+        if shape is not None:
+            return shape
+    return next((shape for part in _parts(batch) if (shape := several_labels(part)) is not None), None)
 
 
 def visible_rows(batch: Any) -> int | None:

@@ -105,6 +105,7 @@ class Indexed(Source):
         self._draw = draw
         self._options = options
         self.in_workers = options["num_workers"] > 0
+        self.exact_rows = options["collate_fn"] in (None, default_collate)
 
     def probe(self) -> str:
         """As `Source.probe`. A data set that worker processes read may open files where it is read first: not here. One whose rows

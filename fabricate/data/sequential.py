@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
+    default_collate,
     get_worker_info,
 )
 
@@ -65,6 +66,7 @@ class Sequential(Source):
         self.has_state = has_state
         self.data = data
         self._collate = collate
+        self.exact_rows = collate in (None, default_collate)
         self._in_worker = self.in_workers = in_worker
         self._pin_memory = pin_memory
         self._spent = False

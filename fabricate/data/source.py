@@ -109,6 +109,8 @@ class Source(ABC):
     first: str = ""
     in_workers: bool = False
     """Whether worker processes read the data."""
+    exact_rows: bool = True
+    """Whether batches have the rows that were planned for them; a collate_fn of the user's may leave some out."""
 
     def __init__(
         self, setup: Setup, kind: str, *, batch_size: int | None, units: int | None, resumes: str, shuffle: bool | None

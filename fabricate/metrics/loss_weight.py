@@ -6,6 +6,7 @@ watched. Nothing waits for the device. Must not know: modules, batches, the loop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,9 +15,26 @@ from torch.overrides import TorchFunctionMode
 
 from fabricate.errors import ConfigurationError
 
-_MEAN = 1  # torch's number for reduction="mean"
-_UNCHANGED = ("_DDPSinkBackward", "PreBackwardFunctionForModuleBackward", "ToCopyBackward0")
-"""Operations that hand a loss on as it is: what DDP and DeepSpeed put around outputs, and a change of dtype."""
+_MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
+_UNCHANGED = frozenset(
+    {
+        *(
+            "_DDPSinkBackward",
+            "PreBackwardFunctionForModuleBackward",
+            "ToCopyBackward0",
+            "CloneBackward0",
+            "AliasBackward0",
+        ),
+        *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "NegBackward0"),
+        *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "SqueezeBackward3"),
+    }
+)
+"""Operations that hand a loss on as it is, apart from its sign: what DDP and DeepSpeed put around outputs, copies, changes of dtype
+and of shape."""
+_SCALED = ("MulBackward0", "DivBackward0")
+_ADDED = ("AddBackward0", "SubBackward0")
+_REDUCED = ("MeanBackward0", "SumBackward0")
+_MASKED = ("IndexBackward0", "MaskedSelectBackward0")
 
 
 class Counted(NamedTuple):
@@ -28,11 +46,9 @@ class Counted(NamedTuple):
 
 
 def counted(loss: torch.Tensor) -> Counted | None:
-    """What `loss` is the mean of, if it is a cross-entropy (or nll_loss) with reduction="mean" and nothing else; call it
-    before backward. None for any other loss: a sum of terms, label smoothing, a compiled or hand-written kernel."""
-    node: Any = loss.grad_fn
-    while node is not None and type(node).__name__ in _UNCHANGED:
-        node = node.next_functions[loss.output_nr if type(node).__name__ == "_DDPSinkBackward" else 0][0]
+    """What `loss` is the mean of, if it is a cross-entropy (or nll_loss) with reduction="mean", times a number and nothing else;
+    call it before backward. None for any other loss: a sum of terms, label smoothing, a compiled or hand-written kernel."""
+    node = _origin(loss)
     if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != _MEAN:
         return None
     classes = node._saved_weight
@@ -45,7 +61,72 @@ def counted(loss: torch.Tensor) -> Counted | None:
 
 def last_operation(loss: torch.Tensor) -> str:
     """The name of the operation that made `loss`, for a message."""
-    return type(loss.grad_fn).__name__.rstrip("0123456789").removesuffix("Backward")
+    node = _origin(loss)
+    return type(loss.grad_fn if node is None else node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def is_sum(loss: torch.Tensor) -> bool:
+    """Whether `loss` is a sum over its batch, or a sum of terms of which one has reduction="sum"."""
+    origin = _origin(loss, scaled=False)  # a sum times a number is most likely a mean: sum() / len(batch)
+    if type(origin).__name__ == "SumBackward0":
+        return True
+    nodes = [origin]
+    while nodes:
+        node = nodes.pop()
+        if getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        if type(node).__name__ in _ADDED:
+            nodes += [_through(each, scaled=False) for each, _ in node.next_functions if each is not None]
+    return False
+
+
+def is_over_a_part(loss: torch.Tensor) -> bool:
+    """Whether `loss` is a mean over what a mask selects, or a sum that is divided by a tensor: by a count, most likely."""
+    node = _origin(loss)
+    name = type(node).__name__
+    if name == "MeanBackward0":
+        return type(node.next_functions[0][0]).__name__ in _MASKED
+    return name == "DivBackward0"
+
+
+def _origin(loss: torch.Tensor, scaled: bool = True) -> Any:
+    """The operation that `loss` comes from, apart from copies, numbers added to it and (`scaled`) numbers that scale it."""
+    node: Any = loss.grad_fn
+    if type(node).__name__ == "_DDPSinkBackward":
+        node = node.next_functions[loss.output_nr][0]
+    return _through(node, scaled)
+
+
+def _through(node: Any, scaled: bool) -> Any:
+    while node is not None:
+        name = type(node).__name__
+        if name in _ADDED:
+            terms = [each for each, _ in node.next_functions if each is not None]
+            if len(terms) != 1:
+                return node
+            node = terms[0]
+        elif name in _UNCHANGED or (scaled and _is_scaled(name, node)) or (name in _REDUCED and not _several(node)):
+            node = node.next_functions[0][0]
+        else:
+            return node
+    return None
+
+
+def _is_scaled(name: str, node: Any) -> bool:
+    """Whether a product or quotient is one with a Python number. The factor may as well be a tensor: the number of labels, say."""
+    if name not in _SCALED or node.next_functions[0][0] is None:
+        return False
+    factor = node._saved_other
+    if factor is None or factor.ndim:
+        return False
+    small = torch.float16 if factor.is_floating_point() else torch.int8
+    # Of a number and a tensor without dimensions torch takes the tensor's dtype, of two such tensors the larger one.
+    return bool(torch.result_type(factor, torch.zeros((), dtype=small)) == small and factor.dtype != small)
+
+
+def _several(node: Any) -> bool:
+    """Whether a mean or sum was taken over more than one element."""
+    return math.prod(node._saved_self_sym_sizes) != 1
 
 
 def _count(target: torch.Tensor, classes: torch.Tensor | None, ignored: int) -> Counted:
@@ -63,7 +144,8 @@ class CrossEntropies(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._found: list[tuple[torch.Tensor, Counted]] = []
-        self._weighed = False
+        self._weighed: set[str] = set()
+        """The names of the metrics that were weighed."""
 
     def __torch_function__(
         self,
@@ -94,18 +176,22 @@ class CrossEntropies(TorchFunctionMode):
             self._found.append((result, _count(target, weight, ignore_index)))
 
     def weigh(self, logged: list[Any]) -> torch.Tensor | None:
-        """If one of `logged` (name, value, weight, reduce) is a remembered cross-entropy: give it its weight, and return the
-        labels that counted, for the rest. None if there is none; `ConfigurationError` if there was one the last time."""
+        """Give every one of `logged` (name, value, weight, reduce) that is a remembered cross-entropy its weight, and return the
+        labels that the first of them counted, for the rest. None if there is none; `ConfigurationError` if a metric was one in
+        the batches before."""
         found = {result.data_ptr(): count for result, count in self._found}
         self._found = []
+        labels, weighed = None, set()
         for place, (name, value, weight, reduce) in enumerate(logged):
             if isinstance(value, torch.Tensor) and (count := found.get(value.data_ptr())) is not None:
                 logged[place] = (name, value, count.weight if weight is None else weight, reduce)
-                self._weighed = True
-                return count.labels
-        if self._weighed:
+                weighed.add(name)
+                labels = count.labels if labels is None else labels
+        missing = self._weighed - weighed
+        self._weighed |= weighed
+        if missing & {name for name, *_ in logged} or (missing and not weighed):
             raise ConfigurationError(
                 "an evaluation step returned no plain cross-entropy, which weighs the labels that it counts, but did so for the batches "
                 "before; one unit has to hold throughout: return 'weight' with the metrics every time"
             )
-        return None
+        return labels

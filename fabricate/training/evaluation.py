@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fabricate.checkpoint.format.codec import decode, encode
-from fabricate.data.batches import EvalBatch, rows_of, token_labels
+from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_labels
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
@@ -24,6 +24,7 @@ from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluated import Evaluated, new_metrics, prefix_of, share_objects
 from fabricate.training.optimizer_modes import meant_weights
 from fabricate.training.run_state import Run
+from fabricate.training.step_output import one_weight
 
 NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_step, or call validate or test"
 
@@ -31,10 +32,28 @@ NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_
 def validate(run: Run, epoch: int) -> dict[str, float]:
     """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
     metrics = evaluate(run, run.validation, "validate")
+    check_keep(run, metrics)
     run.journal.write_metrics("validate", metrics, epoch)
     for scheduler in run.optim.schedules.values():
         scheduler.measured(metrics)
     return metrics
+
+
+def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
+    """The metric by which checkpoints are kept has to be one of those that a validation gives, if its name says so."""
+    keep = run.settings.keep
+    if run.run_dir is None or "best" not in keep or keep["metric"] in metrics:
+        return
+    wanted = keep["metric"]
+    known = ", ".join(metrics) or "nothing"
+    if wanted.startswith("val"):
+        raise ConfigurationError(
+            f"keep: validation gives {known}, and not {wanted!r}, by which the best are kept; name one of these"
+        )
+    if f"val_{wanted}" in metrics and wanted not in run.journal.latest and wanted not in ("loss", "lr", "grad_norm"):
+        raise ConfigurationError(
+            f"keep: the best by {wanted!r} are to be kept, and validation gives val_{wanted}; use this name"
+        )
 
 
 @contextlib.contextmanager
@@ -179,7 +198,7 @@ def _step(run: Run, batch: Any, stage: str) -> Any:
 
 
 def _rows_in(item: EvalBatch) -> int:
-    return rows_of(item.batch) if item.rows is None else item.rows
+    return rows_of(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
 
 
 def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> Any:
@@ -196,14 +215,16 @@ def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> An
         if key not in ("weight", "outputs"):
             module.log(key, value)
             logged[name] = f"{key!r}, which is the same name"
-    return output.get("weight")
+    weight = output.get("weight")
+    return None if weight is None else one_weight(weight)
 
 
 def _note_rows(run: Run, stage: str, batch: Any) -> None:
-    if (shape := token_labels(batch)) is not None:
+    if (shape := several_labels(batch)) is not None:
         run.journal.note(
-            f"labels have the shape {shape} and {STEPS[stage]} returns no plain cross-entropy, so its metrics weigh the rows of their "
-            "batches. Where rows have unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
+            f"a batch holds whole numbers of the shape {shape}, several per row, and {STEPS[stage]} returns no plain cross-entropy, so its "
+            "metrics weigh the rows of their batches. Where rows have unequal numbers of labels, return a weight too: {..., 'weight': what "
+            "the means were taken over}"
         )
 
 

@@ -9,7 +9,8 @@ Backward adds gradients up over micro-batches and averages them over the readers
 is multiplied beforehand by its share, `weight * readers / rows of the window`. For rows that is all. The sum of other weights is
 known after the last micro-batch only; then gradients are multiplied once by `rows / sum(weight)`. docs/numerics.md has the derivation.
 
-A *rule* says what weighs the losses of an optimizer: `RowWeights`, `GivenWeights` or `LabelWeights`. Its first window settles it.
+A *rule* says what weighs the losses of an optimizer: `RowWeights` (or `CountedRows`, where a collate_fn of the user's may leave rows out),
+`GivenWeights` or `LabelWeights`. Its first window settles it.
 
 Must not know: in which order things happen (`fabricate.training.loop`).
 """
@@ -21,11 +22,20 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fabricate.data.batches import Window, rows_of
-from fabricate.metrics.loss_weight import counted, last_operation
+from fabricate.data.batches import Window, rows_of, rows_that_came
+from fabricate.metrics.loss_weight import counted
 from fabricate.metrics.reading import on_device
 from fabricate.training.run_state import Run
-from fabricate.training.step_output import changed_weight, check_logged, check_loss, check_window, choose, unpack
+from fabricate.training.step_output import (
+    Made,
+    changed_weight,
+    check_logged,
+    check_loss,
+    check_not_negative,
+    check_window,
+    choose,
+    unpack,
+)
 
 
 class RowWeights:
@@ -61,6 +71,30 @@ class RowWeights:
     def total(self, rows: int, weights: list[Any]) -> Any:
         """The weight of a window, where nothing has to be added up."""
         return rows
+
+
+class CountedRows(RowWeights):
+    """The rows of the batch that came, where they may be fewer than planned."""
+
+    summed = True
+
+    def for_one_micro_batch(self) -> RowWeights:
+        return OnlyCountedRows(self.readers)
+
+    def weigh(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> tuple[Any, Any]:
+        return super().weigh(loss, given, batch, rows_that_came(batch, rows) if rows else rows)
+
+
+class OnlyCountedRows(CountedRows):
+    """The only batch of its window is the mean of the window as it is."""
+
+    summed = False
+
+    def share(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
+        return loss
+
+    def total(self, rows: int, weights: list[Any]) -> Any:
+        return weights[0]
 
 
 class GivenWeights(RowWeights):
@@ -133,6 +167,14 @@ class Losses:
         # Where backward gathers parameters, its first gather would wait behind the sum, and that for the end of the forward.
         self.sum_beside_backward = not run.engine.strategy.shards_parameters
 
+    def new_rule(self, loss: torch.Tensor, given: Any) -> RowWeights:
+        """The rule of an optimizer whose first loss is `loss`."""
+        rule = recognised(loss, given)
+        assert self.run.source is not None
+        return (
+            CountedRows(self.readers) if rule is RowWeights and not self.run.source.exact_rows else rule(self.readers)
+        )
+
     def of(self, window: Window, *, averaged: bool) -> WindowLosses:
         """The losses of `window`, none yet. `averaged`: whether a listener wants their mean."""
         settled = len(self.rules) == len(self.run.optim.optimizers)
@@ -175,7 +217,7 @@ class WindowLosses:
         return Weighed(for_backward, loss, weight, logged_weight)
 
     def _choose_rule(self, loss: torch.Tensor, given: Any) -> None:
-        self._optimizers_rule = self._losses.rules.get(self.optimizer) or recognised(loss, given)(self._losses.readers)
+        self._optimizers_rule = self._losses.rules.get(self.optimizer) or self._losses.new_rule(loss, given)
         self.rule = self._optimizers_rule.for_one_micro_batch() if self._one_micro_batch else self._optimizers_rule
 
     def begin_sums(self) -> None:
@@ -212,10 +254,11 @@ class FirstWindowLosses(WindowLosses):
     """A window before every optimizer had its first: what training_step returns is checked, on all ranks."""
 
     def add(self, output: Any, batch: Any, rows: int | None) -> Weighed:
-        loss = unpack(output)[0]
+        loss, given, _ = unpack(output)
         check_loss(self._losses.run, loss)
+        check_not_negative(given)
         check_logged(self._losses.run, loss)
-        self._last_operation = last_operation(loss)
+        self._first = Made.by(loss)
         return super().add(output, batch, rows)
 
     def begin_sums(self) -> None:
@@ -223,7 +266,7 @@ class FirstWindowLosses(WindowLosses):
 
     def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
         if self.optimizer not in self._losses.rules:
-            check_window(self._losses.run, self.rule.source, self.optimizer, self._last_operation)
+            check_window(self._losses.run, self.rule.source, self.optimizer, self._first)
             self._losses.rules[self.optimizer] = self._optimizers_rule
         super().normalise(parameters)
 

@@ -190,6 +190,7 @@ def _assemble(
         validation=data.validation,
         max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
         total_steps=data.total_steps(settings),
+        validates=data.validates(settings),
         run_dir=run_dir,
         run_id=engine.broadcast_json(secrets.token_hex(8)),
         closing=stack,

@@ -36,12 +36,14 @@ from fabricate.training.optimizer_modes import train_mode
 from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
 from fabricate.training.unsaved import generator_notes, remember
+from fabricate.values import Every
 
 
 def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str]) -> None:
     """Everything between an open run and the first step. All ranks."""
     assert run.source is not None
     settings, engine = run.settings, run.engine
+    _check_validation(run)
     _configure_optimizers(run)
     plan = _plan(run, found, data)
     run.journal.planned_bytes = plan["memory_per_rank"]["total"]
@@ -71,6 +73,24 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     run.journal.start()
 
 
+def _check_validation(run: Run) -> None:
+    """Refuse or note a validation that never comes, and what would wait for it."""
+    settings = run.settings
+    every, keep = settings.validate_every, settings.keep
+    if run.validation and every is not None and not run.validates and run.total_steps:
+        never = (
+            f"validate_every={str(every)!r} does not come round in {run.total_steps} updates, so val is never evaluated"
+        )
+        if every != Every(epochs=1):  # the default, which a short trial leaves as it is
+            raise ConfigurationError(f"{never}: make it shorter, or leave out val=")
+        run.notes.append(f"{never}; set validate_every, or train for a whole epoch")
+    if run.run_dir is not None and "best" in keep and keep["metric"].startswith("val") and not run.validates:
+        raise ConfigurationError(
+            f"keep: the best by {keep['metric']!r} are to be kept, and nothing is validated; pass val= to fit and set validate_every so "
+            "that it comes round, or name another metric"
+        )
+
+
 def _configure_optimizers(run: Run) -> None:
     """Fill `run.optim` with what the module's `configure_optimizers` returns, checked. All ranks."""
     module, engine, optim = run.module, run.engine, run.optim
@@ -86,9 +106,10 @@ def _configure_optimizers(run: Run) -> None:
     if not run.settings.fast_dev_run:
         run.notes.extend(notes_of_length(optim.schedules, run.total_steps, run.settings.max_epochs))
     for schedule in optim.schedules.values():
-        if schedule.metric is not None and not run.validation:
+        if schedule.metric is not None and not run.validates:
             raise ConfigurationError(
-                f"{where}: {schedule.text}, and nothing is validated; pass val= to fit, or take another scheduler"
+                f"{where}: {schedule.text}, and nothing is validated; pass val= to fit and set validate_every so that it comes round, or "
+                "take another scheduler"
             )
     for parameter in module.parameters():
         parameter.grad = None  # of a window that failed, say: the first update would take it in

@@ -128,6 +128,8 @@ class Run:
     validation: dict[str, Source]
     max_grad_norm: float | None
     total_steps: int | None
+    validates: bool
+    """Whether the fit may come to a validation, other than one that a hook requests."""
     run_dir: Path | None
     run_id: str
     closing: contextlib.ExitStack

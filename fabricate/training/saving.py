@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.files import StorageError
-from fabricate.checkpoint.format.retention import kept
+from fabricate.checkpoint.format.retention import best_checkpoints, kept
 from fabricate.checkpoint.state import commit as committing
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
@@ -209,6 +209,22 @@ def _refused(run: Run, path: Path, failure: StorageError, last: bool) -> None:
         )
 
 
+def _waits_for_metric(run: Run, found: list[Path]) -> bool:
+    """Whether the best are to be kept by a metric of the training that no checkpoint has yet: nothing is deleted before it comes."""
+    keep = run.settings.keep
+    if (
+        "best" not in keep
+        or keep["metric"].startswith("val")
+        or best_checkpoints(found, keep["metric"], keep["mode"], [])
+    ):
+        return False
+    known = ", ".join(run.journal.latest) or "nothing yet"
+    run.journal.note(
+        f"keep: no checkpoint has the metric {keep['metric']!r}, by which the best are to be kept, so none is deleted. There is: {known}"
+    )
+    return True
+
+
 def prune(run: Run) -> None:
     """Delete what `keep` does not hold, on rank 0. The newest is durable by now, so nothing older is needed for safety.
     What cannot be deleted is told, and tried again after the next save."""
@@ -216,6 +232,8 @@ def prune(run: Run) -> None:
         return
     try:
         found = format.committed(checkpoints(run))
+        if _waits_for_metric(run, found):
+            return
         held = kept(found, run.settings.keep)
         format.prune(path for path in found if path not in held)
     except StorageError as exc:

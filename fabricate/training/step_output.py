@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fabricate.data.batches import token_labels
+from fabricate.data.batches import several_labels
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.metrics.loss_weight import last_operation
+from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation
 from fabricate.training.run_state import Run
 
 
@@ -30,8 +30,42 @@ def unpack(output: Any) -> tuple[Any, Any, str | None]:
                 f"'optimizer'{did_you_mean(unknown[0], known) if unknown else ''}; record other values with self.log(name, value)"
             )
         weight = output.get("weight")
-        return output["loss"], weight.detach() if isinstance(weight, torch.Tensor) else weight, output.get("optimizer")
+        return output["loss"], None if weight is None else one_weight(weight), output.get("optimizer")
     return output, None, None
+
+
+def one_weight(weight: Any) -> Any:
+    """`weight`, which a step returned, as a number or a 0-dim tensor. No wait for the device."""
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1:
+            raise ConfigurationError(
+                f"a step returned a weight of shape {tuple(weight.shape)}; return one number, for instance weight.sum()"
+            )
+        return weight.detach().reshape(())
+    check_not_negative(weight)
+    return weight
+
+
+def check_not_negative(weight: Any) -> None:
+    """A mean cannot be taken over less than nothing. Waits for the device if `weight` is there."""
+    if weight is not None and float(weight) < 0:
+        raise ConfigurationError(
+            f"a step returned the weight {float(weight):g}; a weight is what the mean of the loss was taken over, so it cannot be "
+            "negative. To train against a loss return -loss"
+        )
+
+
+class Made(NamedTuple):
+    """How a loss came about."""
+
+    operation: str
+    is_sum: bool
+    over_a_part: bool
+
+    @classmethod
+    def by(cls, loss: torch.Tensor) -> Made:
+        """Read off `loss`, before backward."""
+        return cls(last_operation(loss), is_sum(loss), is_over_a_part(loss))
 
 
 def check_loss(run: Run, loss: Any) -> None:
@@ -66,7 +100,7 @@ def _same(value: float, loss: torch.Tensor) -> bool:
     return math.isclose(value, loss.item(), rel_tol=1e-6) or value != value
 
 
-def check_window(run: Run, how: str, name: str, made_by: str) -> None:
+def check_window(run: Run, how: str, name: str, made: Made) -> None:
     """Once per optimizer, after its first window: every rank weighs its loss the same way and updates the same optimizer."""
     if run.engine.world_size > 1:
         answers = run.engine.gather_json([how, name])
@@ -81,13 +115,30 @@ def check_window(run: Run, how: str, name: str, made_by: str) -> None:
     if 0 < len(unused) < len(trainable) and len(run.optim.optimizers) == 1:
         run.journal.event("unused_parameters", names=unused[:20])
     run.journal.event("loss_weight", optimizer=name, source=how)
-    shape = token_labels(run.now.batch)
-    if how == "rows" and shape is not None:
+    if how == "rows":
+        _note_rows(run, made)
+
+
+def _note_rows(run: Run, made: Made) -> None:
+    """Note a loss that weighs rows and is likely a mean over something else, or not a mean."""
+    if made.is_sum:
         run.journal.note(
-            f"labels have the shape {shape} and the loss is no plain cross-entropy (it comes from {made_by}), so it weighs "
-            "the rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was "
-            "taken over} from training_step"
+            f"the loss is a sum over its batch, or has one among its terms (it comes from {made.operation}), and is taken for a mean: how "
+            "large an update is depends on the rows of a micro-batch. Return the mean, with reduction='mean', say"
         )
+        return
+    shape = several_labels(run.now.batch)
+    if shape is None and not made.over_a_part:
+        return
+    why = (
+        f"a batch holds whole numbers of the shape {shape}, several per row,"
+        if shape is not None
+        else "the loss seems to be a mean over a part of its batch"
+    )
+    run.journal.note(
+        f"{why} and the loss is no plain cross-entropy (it comes from {made.operation}), so it weighs the rows of its batch. Where rows "
+        "have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was taken over} from training_step"
+    )
 
 
 def changed_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationError:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
-from fabricate.metrics.loss_weight import CrossEntropies, counted, last_operation
+from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_part, is_sum, last_operation
 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(6, 5, generator=GENERATOR).requires_grad_()
@@ -64,12 +64,53 @@ def test_a_change_of_dtype_keeps_what_the_mean_was_taken_over() -> None:
         (lambda: cross_entropy(LOGITS, TARGET, reduction="sum"), "NllLoss"),
         (lambda: cross_entropy(LOGITS, TARGET, label_smoothing=0.1), "Add"),
         (lambda: cross_entropy(LOGITS, LOGITS.detach().softmax(1)), "Div"),
-        (lambda: 2 * cross_entropy(LOGITS, TARGET), "Mul"),
+        (lambda: (TARGET != -100).sum() * cross_entropy(LOGITS, TARGET), "Mul"),
+        (lambda: cross_entropy(LOGITS, TARGET) * torch.tensor(2.0), "Mul"),
+        (lambda: cross_entropy(LOGITS, TARGET) + cross_entropy(LOGITS, TARGET), "Add"),
+        (lambda: cross_entropy(LOGITS, TARGET, reduction="none")[TARGET >= 0].mean(), "Mean"),
     ],
 )
 def test_any_other_loss_is_not_counted(loss: Callable[[], torch.Tensor], operation: str) -> None:
     assert counted(loss()) is None
     assert last_operation(loss()) == operation
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss: 2 * loss,
+        lambda loss: loss * 0.5 / 3,
+        lambda loss: loss.clone().view(1).squeeze(),
+        lambda loss: loss.unsqueeze(0).mean(),
+        lambda loss: 0.0 + loss,
+        lambda loss: loss - torch.tensor(1.0),
+        lambda loss: -loss.double().sum(),
+    ],
+)
+def test_a_copy_of_a_cross_entropy_or_one_times_a_number_counts_as_it_does(change: Callable[..., torch.Tensor]) -> None:
+    found = counted(change(cross_entropy(LOGITS, TARGET)))
+    assert found is not None
+    assert float(found.weight) == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "a_sum", "over_a_part"),
+    [
+        (lambda: cross_entropy(LOGITS, TARGET, reduction="sum"), True, False),
+        (lambda: mse_loss(LOGITS, LOGITS.detach() + 1, reduction="sum") + LOGITS.mean(), True, False),
+        (lambda: LOGITS.square().sum(), True, False),
+        (lambda: LOGITS.square().mean(), False, False),
+        (lambda: cross_entropy(LOGITS, TARGET) + 0.1 * LOGITS.square().sum(), False, False),
+        (lambda: cross_entropy(LOGITS, TARGET, reduction="none")[TARGET >= 0].mean(), False, True),
+        (lambda: LOGITS.masked_select(LOGITS > 0).mean(), False, True),
+        (lambda: (LOGITS.square() * (LOGITS > 0)).sum() / (LOGITS > 0).sum(), False, True),
+        (lambda: LOGITS.square().sum() / 30, False, False),
+    ],
+)
+def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
+    loss: Callable[[], torch.Tensor], a_sum: bool, over_a_part: bool
+) -> None:
+    assert (is_sum(loss()), is_over_a_part(loss())) == (a_sum, over_a_part)
 
 
 @pytest.mark.parametrize("classes", [None, CLASSES])
@@ -85,6 +126,17 @@ def test_watching_finds_the_cross_entropy_among_what_was_logged(classes: torch.T
     assert float(labels) == 4
     assert logged[0][2] is None
     assert float(logged[1][2]) == (4 if classes is None else 25)
+
+
+def test_each_cross_entropy_of_an_evaluation_weighs_its_own_labels() -> None:
+    watch = CrossEntropies()
+    with torch.no_grad(), watch:
+        few, all_of_them = cross_entropy(LOGITS, TARGET), cross_entropy(LOGITS, TARGET.clamp(min=0))
+    logged: list[Any] = [("a", all_of_them, None, "mean"), ("b", few, None, "mean"), ("c", 1.0, None, "mean")]
+    labels = watch.weigh(logged)
+    assert [float(logged[0][2]), float(logged[1][2]), logged[2][2]] == [6, 4, None]
+    assert labels is not None
+    assert float(labels) == 6
 
 
 def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:
@@ -211,3 +263,108 @@ def test_one_micro_batch_in_one_process_is_trained_to_the_last_bit_as_by_hand() 
         optimizer.step()
         optimizer.zero_grad()
     assert torch.equal(module.layer.weight, by_hand.layer.weight)
+
+
+@pytest.mark.parametrize("name", ["labels", "targets", None])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "masked"])
+def test_a_loss_that_may_not_be_a_mean_over_rows_is_noted(
+    name: str | None, reduction: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Noted(Tagger):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            x, labels = (batch["x"], batch[name]) if name else batch
+            logits = self.layer(x).flatten(0, 1)
+            if reduction == "masked":
+                return cross_entropy(logits, labels.flatten(), reduction="none")[labels.flatten() >= 0].mean()
+            return cross_entropy(
+                logits, labels.flatten(), reduction=reduction, label_smoothing=0.1 * (reduction == "mean")
+            )
+
+    rows: Any = [(row["x"], row["labels"]) for row in tokens()]
+    rows = [{"x": x, name: labels} for x, labels in rows] if name else rows
+    Trainer(max_epochs=1, progress=False).fit(Noted(), rows, batch_size=2)
+    noted = capsys.readouterr().err
+    if reduction == "sum":
+        assert "the loss is a sum over its batch, or has one among its terms (it comes from NllLoss)" in noted
+    else:
+        assert (
+            "a batch holds whole numbers of the shape (2, 6), several per row, and the loss is no plain cross-entropy"
+            in noted
+        )
+
+
+def test_a_loss_over_a_part_of_numbers_is_noted_and_a_plain_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    class Masked(Tagger):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            error = (self.layer(batch[0]) - batch[1]).square()
+            mask = batch[1] > 0
+            return error.mean() if self.kind == "plain" else (error * mask).sum() / mask.sum().clamp(min=1)
+
+    rows = [(torch.ones(2), torch.full((3,), row - 2.0)) for row in range(4)]
+    for kind in ("plain", "masked"):
+        Trainer(max_steps=1, progress=False).fit(Masked(kind), rows, batch_size=2)
+        assert ("a mean over a part of its batch" in capsys.readouterr().err) == (kind == "masked")
+
+
+@pytest.mark.parametrize("weight", [-1, -1.0, torch.tensor(-2.0)])
+def test_a_negative_weight_is_refused(weight: Any) -> None:
+    class Negative(Tagger):
+        def training_step(self, batch: Any) -> Any:
+            return {"loss": self.loss(batch), "weight": weight}
+
+    with pytest.raises(ConfigurationError, match="a step returned the weight -"):
+        fit(Negative())
+
+
+@pytest.mark.parametrize("later", [1, 3])
+def test_a_weight_that_becomes_negative_is_refused_at_the_next_log_boundary(later: int) -> None:
+    class Negative(Tagger):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "weight": torch.tensor(1.0 - 2 * (batch_idx == later))}
+
+    with pytest.raises(ConfigurationError, match="'loss' has the weight -1; a weight cannot be negative"):
+        fit(Negative(), log_every=4)
+
+
+def test_a_weight_of_one_element_is_a_number() -> None:
+    class One(Tagger):
+        def training_step(self, batch: Any) -> Any:
+            return {"loss": self.loss(batch), "weight": (batch["labels"] != -100).sum().reshape(1)}
+
+    one, plain = One(), Tagger()
+    fit(one, gradient_accumulation_steps=2)
+    fit(plain, gradient_accumulation_steps=2)
+    torch.testing.assert_close(one.layer.weight, plain.layer.weight)
+    with pytest.raises(ConfigurationError, match=r"a weight of shape \(2,\); return one number"):
+        fit(
+            type("Two", (Tagger,), {"training_step": lambda self, b: {"loss": self.loss(b), "weight": torch.ones(2)}})()
+        )
+
+
+class Dropping(Tagger):
+    """Trains on the mean over the rows that its collate_fn leaves."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (self.layer(batch[0]) - batch[1]).square().mean()
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}
+
+
+def _drop(rows: list[Any]) -> Any:
+    return torch.utils.data.default_collate([row for row in rows if row[1][0] != 2])
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 4), (4, 2), (8, 1)])
+def test_rows_that_a_collate_fn_drops_weigh_nothing(batch_size: int, accumulation: int) -> None:
+    rows = [(torch.full((2,), row / 8), torch.full((3,), float([0, 2, 1, 2, 2, 1, 0, 1][row]))) for row in range(8)]
+    module = Dropping()
+    trainer = Trainer(max_epochs=1, progress=False, gradient_accumulation_steps=accumulation)
+    metrics = trainer.fit(module, rows, rows, batch_size=batch_size, collate_fn=_drop, shuffle=False).metrics
+    by_hand, whole = Dropping(), _drop(rows)
+    optimizer = by_hand.configure_optimizers()
+    by_hand.training_step(whole).backward()
+    optimizer.step()
+    torch.testing.assert_close(module.layer.weight, by_hand.layer.weight)
+    with torch.no_grad():
+        assert metrics["val_loss"] == pytest.approx(float(by_hand.training_step(whole)), rel=1e-5)

@@ -1,0 +1,83 @@
+"""What waits for a validation, or for a metric, that never comes is refused before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import ConfigurationError, EarlyStopping
+from tests.support.regression import ROWS, Regression, fit
+
+
+class Plateau(Regression):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+class Steps(Regression):
+    """Refuses to train."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        raise AssertionError("a step ran")
+
+
+def refused(message: str, *plugins: Any, module: Any = None, **arguments: Any) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(module or Steps(), *plugins, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"val": ROWS, "validate_every": None}, {"val": ROWS}])
+def test_early_stopping_without_a_validation_is_refused(arguments: dict[str, Any]) -> None:
+    refused("EarlyStopping.* waits for validations, and this fit has none", EarlyStopping(), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"val": ROWS, "validate_every": None}, {"val": ROWS, "max_steps": 3}])
+def test_a_plateau_without_a_validation_is_refused(arguments: dict[str, Any]) -> None:
+    refused("and nothing is validated; pass val= to fit and set validate_every", module=Plateau(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"validate_every": 500}, {"validate_every": "3 epochs", "max_steps": None, "max_epochs": 2}]
+)
+def test_a_validation_that_does_not_come_round_is_refused(arguments: dict[str, Any]) -> None:
+    refused(r"validate_every='\d+ \w+' does not come round in \d updates", val=ROWS, **arguments)
+
+
+def test_the_default_in_a_fit_shorter_than_an_epoch_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(val=ROWS)
+    assert "validate_every='1 epoch' does not come round in 2 updates" in capsys.readouterr().out
+    fit(val=ROWS, max_steps=4)
+    assert "does not come round" not in capsys.readouterr().out
+
+
+def test_a_metric_of_a_validation_that_never_comes_keeps_no_checkpoint(tmp_path: Path) -> None:
+    keep = {"best": 2, "metric": "val_loss"}
+    refused("keep: the best by 'val_loss' are to be kept, and nothing is validated", keep=keep, run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("val_accuracy", "keep: validation gives val_error, val_loss, and not 'val_accuracy'"),
+        ("error", "keep: the best by 'error' are to be kept, and validation gives val_error; use this name"),
+    ],
+)
+def test_a_metric_that_validation_does_not_give_keeps_no_checkpoint(metric: str, message: str, tmp_path: Path) -> None:
+    class Measures(Steps):
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": 1.0, "error": 2.0}
+
+    keep = {"best": 2, "metric": metric}
+    refused(message, module=Measures(), val=ROWS, validate_every=1, validate_first=True, keep=keep, run_dir=tmp_path)
+
+
+def test_while_a_metric_of_the_training_has_not_come_no_checkpoint_is_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(max_steps=4, save_every=1, keep={"best": 1, "metric": "acuracy"}, run_dir=tmp_path)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 4
+    assert "no checkpoint has the metric 'acuracy'" in capsys.readouterr().err
