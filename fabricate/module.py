@@ -34,6 +34,10 @@ NOT_RUNNING = "no fit or evaluation is running, so nothing records it"
 _METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export")
 
 
+class NotRunning(FabricateError, AttributeError):
+    """No Trainer runs the module. Also an AttributeError, so that tools which look at all attributes pass over it."""
+
+
 class RunningTrainer(Protocol):
     """What a module may use of the `Trainer` that runs it; see there what each of them is."""
 
@@ -65,6 +69,8 @@ class RunningTrainer(Protocol):
     def total_steps(self) -> int: ...
     @property
     def validates(self) -> bool: ...
+    @property
+    def validation_metrics(self) -> frozenset[str]: ...
     def request_eval(self) -> None: ...
     def request_save(self) -> None: ...
     def save(self, path: str | os.PathLike[str]) -> Path: ...
@@ -202,11 +208,17 @@ class TrainModule(torch.nn.Module, Listener):
 
     @property
     def trainer(self) -> RunningTrainer:
-        """The Trainer that runs this module now. Raises `FabricateError` outside `fit`, `validate`, `test`, `predict`."""
+        """The Trainer that runs this module now. Raises `FabricateError`, which is an AttributeError too, outside `fit`, `validate`,
+        `test`, `predict`: `hasattr(module, "trainer")` answers."""
         if self._trainer is None:
-            raise FabricateError(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
+            raise NotRunning(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
         object.__setattr__(self, "_uses_trainer", True)
         return self._trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trainer":  # the property raised an AttributeError, upon which Python comes here
+            raise NotRunning(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
+        return super().__getattr__(name)
 
     @property
     def device(self) -> torch.device:
@@ -339,6 +351,10 @@ def _takes_batch_idx(kind: str, method: str, step: Callable[..., Any]) -> bool:
 
 def check_methods(module: object) -> None:
     """Refuse what `fit` got that is no module, and near misses of method names, which would silently never run."""
+    if isinstance(getattr(module, "_orig_mod", None), TrainModule):
+        raise ConfigurationError(
+            "module was compiled with torch.compile; pass the module itself, and Trainer(compile=True)"
+        )
     if not isinstance(module, TrainModule):
         kind = module.__name__ + " (a class; pass an instance)" if inspect.isclass(module) else type(module).__name__
         raise ConfigurationError(

@@ -60,14 +60,19 @@ class Trainer:
     Rows are a dynamic size where the last batch is known to be shorter, unless the options say.
     save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
-    save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens").
+    save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens", or 0.25
+    for a quarter of an epoch).
     keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}.
     save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
-    validate_first: evaluate once before the first step. progress: a progress bar (or plain lines) on rank 0.
+    validate_first: evaluate once before the first step. sanity_batches: otherwise try validation on so many batches of each set before
+    the first step, so that a mistake in it shows at once; nothing of it counts, and plugins get no event of it.
+    progress: a progress bar (or plain lines) on rank 0.
     plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
     or offered by an installed plugin.
-    limit_train_batches, limit_val_batches: micro-batches per rank (int) or a share of the data (float).
-    fast_dev_run: one update, one validation batch, one save and export in a temporary directory; nothing is kept.
+    limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: micro-batches per rank (int) or a share of
+    the data (float), each of its own stage; limit_val_batches=0: a fit without validation.
+    fast_dev_run: True or a number: so many updates, as many batches of validation, one save and export in a temporary directory;
+    nothing is kept.
     accept_changes: what may differ from the checkpoint that is resumed ("global_batch_size", "train", "seed", "plugins", "optimizer",
     "scheduler", "module" for its constructor arguments, "max_grad_norm", "max_grad_value"); the new values are then in effect.
     """
@@ -91,18 +96,21 @@ class Trainer:
         compile: bool | str | Mapping[str, Any] = False,
         run_dir: str | os.PathLike[str] | None = None,
         save: str = "sync",
-        save_every: str | int | Every | None = "1 epoch",
+        save_every: str | float | Every | None = "1 epoch",
         keep: int | str | Mapping[str, Any] = 3,
         save_frozen: bool = True,
-        validate_every: str | int | Every | None = "1 epoch",
+        validate_every: str | float | Every | None = "1 epoch",
         validate_first: bool = False,
-        log_every: str | int | Every = "10 steps",
+        sanity_batches: int = 2,
+        log_every: str | float | Every = "10 steps",
         progress: bool = True,
         plugins: Sequence[object] = (),
         trackers: Sequence[Any] = (),
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
-        fast_dev_run: bool = False,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        fast_dev_run: bool | int = False,
         accept_changes: Sequence[str] = (),
         **unknown: Any,
     ) -> None:
@@ -152,8 +160,9 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """The pass under way, from 0."""
-        return self._live().progress.epoch
+        """The pass under way, from 0; in the evaluation and the hooks at its end still that pass."""
+        run = self._live()
+        return run.progress.epoch if run.now.epoch is None else run.now.epoch
 
     @property
     def progress(self) -> Progress:
@@ -185,6 +194,11 @@ class Trainer:
     def validates(self) -> bool:
         """Whether the running fit may come to a validation: it has data for it, and `validate_every` comes round before its end."""
         return self._live().validates
+
+    @property
+    def validation_metrics(self) -> frozenset[str]:
+        """The names of the metrics that validation gives in the running fit, empty while they are not known."""
+        return self._live().journal.validated
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -324,14 +338,15 @@ class Trainer:
         if data is None:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
         found = resolve(self.settings, module, training=False)
-        sources = open_data(self.settings, found, None, data, Loading(**loading))
+        sources = open_data(self.settings, found, None, data, Loading(**loading), stage)
         path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
         with opened(self, found, module, [stage], sources) as run:
             if path is not None:
                 resuming.load_weights_only(run, path)
-            if stage == "predict":
-                return evaluation.predict(run, next(iter(sources.validation.values())))
-            return evaluation.evaluate(run, sources.validation, stage)
+            with noting_failures(run):
+                if stage == "predict":
+                    return evaluation.predict(run, next(iter(sources.validation.values())))
+                return evaluation.evaluate(run, sources.validation, stage)
 
     def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> Path:
         if checkpoint not in ("best", "last"):

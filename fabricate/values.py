@@ -31,15 +31,15 @@ _TEXT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]+)\s*")
 class Every:
     """A recurring moment, in exactly one unit: `Every(steps=500)`, or written `"500 steps"`.
 
-    steps are applied updates, epochs passes over the training data, minutes and hours wall-clock time since the fit
-    started (rank 0's clock, agreed by all ranks), tokens the global sum of the weights that `training_step` returns
+    steps are applied updates, epochs passes over the training data (or below 1 a share of one), minutes and hours wall-clock time
+    since the fit started (rank 0's clock, agreed by all ranks), tokens the global sum of the weights that `training_step` returns
     (rows of the batch when it returns none).
 
     Raises `ConfigurationError` for no unit, two units, or a number that is not positive.
     """
 
     steps: int | None = None
-    epochs: int | None = None
+    epochs: float | None = None
     minutes: float | None = None
     hours: float | None = None
     tokens: float | None = None
@@ -51,7 +51,7 @@ class Every:
         unit, value = next(iter(given.items()))
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigurationError(f"Every({unit}={value!r}): the number has to be positive")
-        if unit in ("steps", "epochs") and not float(value).is_integer():
+        if unit in ("steps", "epochs") and not float(value).is_integer() and not (unit == "epochs" and value < 1):
             raise ConfigurationError(f"Every({unit}={value!r}): {unit} are whole numbers")
 
     @property
@@ -70,8 +70,9 @@ class Every:
         return 60 * self.amount * (60 if self.unit == "hours" else 1)
 
     @classmethod
-    def parse(cls, argument: str, value: str | int | Every) -> Every:
-        """Read `value` as given to `argument`: an `Every`, a number of steps, or text such as "1 epoch" or "1e9 tokens"."""
+    def parse(cls, argument: str, value: str | float | Every) -> Every:
+        """Read `value` as given to `argument`: an `Every`, a whole number of steps, a share of an epoch (0.25), or text such as
+        "1 epoch" or "1e9 tokens"."""
         if isinstance(value, Every):
             return value
         given: tuple[str, float] | None = None
@@ -79,6 +80,8 @@ class Every:
             given = match[2].lower(), float(match[1].replace("_", ""))
         elif isinstance(value, int) and not isinstance(value, bool):
             given = "steps", value
+        elif isinstance(value, float) and 0 < value <= 1:
+            given = "epochs", value
         if given is None or given[0] not in _UNITS:
             raise ConfigurationError(
                 f"{argument}={value!r} is not a duration: write '500 steps', '1 epoch', '10 minutes', '1e9 tokens' or "

@@ -47,7 +47,7 @@ def test_a_duration_has_to_be_positive(wrong: Any) -> None:
         Every.parse("save_every", wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 1.5}, {"epochs": 0.5}])
+@pytest.mark.parametrize("wrong", [{"steps": 1.5}, {"epochs": 1.5}])
 def test_steps_and_epochs_are_whole(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="are whole numbers"):
         Every(**wrong)

@@ -9,7 +9,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Collection, MutableMapping
 
     from fabricate.trainer import Trainer
 
@@ -45,13 +45,20 @@ class EarlyStopping(Callback):
         # Each fit begins anew; a resumed one takes its state from the checkpoint afterwards, in on_load.
         self.best, self.waited = self._worst, 0
 
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        if known := trainer.validation_metrics:
+            self._check(known)
+
+    def _check(self, known: Collection[str]) -> None:
+        if self.metric not in known:
+            raise ConfigurationError(
+                f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(sorted(known)) or 'nothing'}; use one of these"
+            )
+
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
         if stage != "validate":
             return
-        if self.metric not in metrics:
-            raise ConfigurationError(
-                f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(metrics) or 'nothing'}; use one of these"
-            )
+        self._check(metrics)
         value = metrics[self.metric]
         gain = self.best - value if self.mode == "min" else value - self.best
         if gain > self.min_delta:

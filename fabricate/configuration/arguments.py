@@ -50,7 +50,7 @@ _ELSEWHERE = {
     "learning_rate": "configure_optimizers",
     "train_dataset": "trainer.fit(module, train, val)",
     "torch_compile": "compile=",
-    "num_sanity_val_steps": "validate_first=",
+    "num_sanity_val_steps": "sanity_batches=",
     "per_device_train_batch_size": "fit(..., batch_size=)",
 }
 """Lightning's and transformers' names for arguments, and what to use here."""
@@ -88,6 +88,13 @@ def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r}: give True or False")
     return value
+
+
+def _updates(name: str, value: Any) -> int:
+    """How many updates, 0 for an ordinary fit."""
+    if not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"{name}={value!r}: give True, False or a number of updates")
+    return int(value)
 
 
 def _one_of(one: str, other: str) -> Callable[[str, Any], str]:
@@ -195,13 +202,16 @@ class Settings:
     save_frozen: Annotated[bool, _boolean]
     validate_every: Annotated[Every | None, _or_none(Every.parse)]
     validate_first: bool
+    sanity_batches: Annotated[int, _whole(0)]
     log_every: Annotated[Every, Every.parse]
     progress: bool
     plugins: Annotated[tuple[object, ...], _plugins]
     trackers: Annotated[tuple[Any, ...], _trackers]
     limit_train_batches: int | float | None
     limit_val_batches: int | float | None
-    fast_dev_run: bool
+    limit_test_batches: int | float | None
+    limit_predict_batches: int | float | None
+    fast_dev_run: Annotated[int, _updates]
     accept_changes: Annotated[tuple[str, ...], _changes]
 
     @classmethod
@@ -218,17 +228,18 @@ class Settings:
             raise ConfigurationError(
                 f"max_grad_norm={norm!r} and max_grad_value={value!r} are both set; choose one of them"
             )
-        return settings._for_one_update() if settings.fast_dev_run else settings
+        return settings._for_a_trial() if settings.fast_dev_run else settings
 
-    def _for_one_update(self) -> Self:
-        """For `fast_dev_run`: one update, one validation batch."""
+    def _for_a_trial(self) -> Self:
+        """For `fast_dev_run`: some updates, as many batches of a validation after them."""
+        number = self.fast_dev_run
         return replace(
             self,
-            max_steps=1,
+            max_steps=number,
             max_epochs=None,
             limit_train_batches=None,
-            limit_val_batches=1,
-            validate_every=Every(steps=1),
+            limit_val_batches=0 if self.limit_val_batches == 0 else number,
+            validate_every=Every(steps=number),
             trackers=(),
         )
 

@@ -64,8 +64,11 @@ class Data:
         return first <= (math.inf if total is None else total) and first < math.inf
 
 
-def open_data(settings: Settings, resolved: Resolved, train: object, val: object, loading: Loading) -> Data:
-    """Open training and validation data for this rank; a global batch is turned into accumulation steps."""
+def open_data(
+    settings: Settings, resolved: Resolved, train: object, val: object, loading: Loading, stage: str = "validate"
+) -> Data:
+    """Open training data, and `val`, that of the evaluation `stage`, for this rank; a global batch is turned into accumulation
+    steps."""
     accumulation = resolved.accumulation or (1, "default")
     source = None
     if train is not None:
@@ -74,9 +77,16 @@ def open_data(settings: Settings, resolved: Resolved, train: object, val: object
         if resolved.global_batch_size is not None:
             accumulation = _accumulation(source, resolved)
             source = _training_source(settings, resolved, train, loading, accumulation[0])
+    limit = {
+        "validate": settings.limit_val_batches,
+        "test": settings.limit_test_batches,
+        "predict": settings.limit_predict_batches,
+    }[stage]
     sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
+    if train is not None and limit == 0:
+        sets = {}  # a fit without validation
     validation = {
-        str(name): _validation_source(settings, resolved, data, f"val[{name!r}]" if name else "val", loading)
+        str(name): _validation_source(resolved, data, f"val[{name!r}]" if name else "val", loading, limit)
         for name, data in sets.items()
     }
     return Data(source, validation, accumulation)
@@ -100,7 +110,9 @@ def _training_source(
     )
 
 
-def _validation_source(settings: Settings, resolved: Resolved, data: object, argument: str, loading: Loading) -> Source:
+def _validation_source(
+    resolved: Resolved, data: object, argument: str, loading: Loading, limit: int | float | None
+) -> Source:
     loading = _for_evaluation(data, _with_size(data, loading, resolved))
     rank, world_size = _reader(resolved)
     return open_source(
@@ -111,7 +123,7 @@ def _validation_source(settings: Settings, resolved: Resolved, data: object, arg
         rank=rank,
         world_size=world_size,
         seed=resolved.seed[0],
-        limit=settings.limit_val_batches,
+        limit=limit,
     )
 
 

@@ -72,6 +72,7 @@ def open_source(
         )
     if isinstance(data, DataLoader):
         return _open_loader(data, setup, loading)
+    _refuse_several(data, setup)
     if isinstance(data, Mapping | str | bytes) or data is None:
         raise setup.error(
             f"is a {type(data).__name__}, which holds no rows to read; pass a data set, a DataLoader or an iterable"
@@ -88,6 +89,17 @@ def open_source(
         f"is a {type(data).__name__}, neither a data set (__len__ and __getitem__) nor iterable; pass a DataLoader, "
         "a data set or an iterable of batches"
     )
+
+
+def _refuse_several(data: Any, setup: Setup) -> None:
+    """Refuse a list of loaders or data sets, which would be taken for rows."""
+    if isinstance(data, list | tuple) and data and all(isinstance(each, DataLoader | Dataset) for each in data):
+        remedy = (
+            "iterate over one that gives the batches of all (torch's ConcatDataset, say, or an iterable)"
+            if setup.training
+            else "name them in a mapping, {'first': ..., 'second': ...}"
+        )
+        raise setup.error(f"is a {type(data).__name__} of {len(data)} {type(data[0]).__name__} objects; {remedy}")
 
 
 def _open_dataset(data: Any, setup: Setup, loading: Loading) -> Source:

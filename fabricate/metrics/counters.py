@@ -57,9 +57,13 @@ class Due:
 
     __slots__ = ("amount", "by_clock", "counter", "next")
 
-    def __init__(self, every: Every | None, progress: Progress) -> None:
+    def __init__(self, every: Every | None, progress: Progress, updates_per_epoch: int | None = None) -> None:
+        """A share of an epoch comes round by steps; `updates_per_epoch` is needed for it."""
         self.counter, size = _COUNTERS[every.unit] if every is not None else ("step", 1)
         self.amount = every.amount * size if every is not None else math.inf
+        if self.counter == "epoch" and self.amount < 1:
+            assert updates_per_epoch is not None
+            self.counter, self.amount = "step", max(1.0, self.amount * updates_per_epoch)
         self.by_clock = self.counter == "seconds"
         """Rank 0's clock decides: the ranks have to agree."""
         self.next = math.inf

@@ -126,7 +126,7 @@ def _is_scaled(name: str, node: Any) -> bool:
 
 def _several(node: Any) -> bool:
     """Whether a mean or sum was taken over more than one element."""
-    return math.prod(node._saved_self_sym_sizes) != 1
+    return bool(math.prod(node._saved_self_sym_sizes) != 1)
 
 
 def _count(target: torch.Tensor, classes: torch.Tensor | None, ignored: int) -> Counted:

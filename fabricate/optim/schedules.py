@@ -47,14 +47,17 @@ class Schedule:
 
     def measured(self, metrics: Mapping[str, float]) -> None:
         """A validation is complete; `ConfigurationError` when it did not return the metric."""
-        if self.metric is None:
-            return
-        if self.metric not in metrics:
+        self.check(metrics)
+        if self.metric is not None:
+            self.made.step(metrics[self.metric])
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """`ConfigurationError` when a validation that gave `metrics` did not return the one that is needed."""
+        if self.metric is not None and self.metric not in metrics:
             raise ConfigurationError(
                 f"{type(self.made).__name__} needs {self.metric} and validation gave {', '.join(metrics) or 'nothing'}; return it from "
                 "validation_step, or name another: (optimizer, scheduler, 'val_accuracy')"
             )
-        self.made.step(metrics[self.metric])
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own, for a checkpoint."""

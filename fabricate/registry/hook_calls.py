@@ -9,6 +9,7 @@ plugins in the order they were listed, then what fabricate ships. `tryfirst` and
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -168,6 +169,17 @@ class Calls:
             if name not in PER_LISTENER:
                 setattr(self, name, self._prepare(name))
         self.changes = self.manager.changes
+
+    def of_module(self) -> Calls:
+        """The same for the module alone: only its own implementations are called, and what fabricate does there."""
+        only = copy.copy(self)
+        for hook in EVENTS:
+            if hook not in PER_LISTENER:
+                own = [
+                    i for i in self.manager.listeners(hook) if i.plugin_name in ("module", PROJECT) and not i.wrapper
+                ]
+                setattr(only, hook, self._one_by_one(hook, own) if own else None)
+        return only
 
     def listeners(self, hook: str) -> list[tuple[str, Call]]:
         """(plugin name, function of the hook's arguments by name) of each listener of a per-listener hook, in order."""

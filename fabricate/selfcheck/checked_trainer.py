@@ -70,6 +70,7 @@ def tried(settings: Settings, trial: Trial) -> Settings:
         run_dir=None,
         validate_every=None,
         validate_first=False,
+        sanity_batches=0,
         trackers=(),
         limit_train_batches=None,
         plugins=(*settings.plugins, Trying(trial)),

@@ -55,9 +55,11 @@ class Agenda:
 
     def __init__(self, run: Run) -> None:
         settings, progress = run.settings, run.progress
+        per_epoch = run.source.updates_per_epoch if run.source is not None else None
         self._run = run
         self._moments = tuple(
-            Due(every, progress) for every in (settings.log_every, settings.validate_every, settings.save_every)
+            Due(every, progress, per_epoch)
+            for every in (settings.log_every, settings.validate_every, settings.save_every)
         )
         self._by_step = [due for due in self._moments if due.counter == "step"]
         self._by_amount = [due for due in self._moments if due.counter == "tokens"]

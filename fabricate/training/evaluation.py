@@ -6,6 +6,7 @@ Must not know: when it is due (`boundary`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,6 +33,7 @@ NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_
 def validate(run: Run, epoch: int) -> dict[str, float]:
     """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
     metrics = evaluate(run, run.validation, "validate")
+    run.journal.validated = frozenset(metrics)
     check_keep(run, metrics)
     run.journal.write_metrics("validate", metrics, epoch)
     for scheduler in run.optim.schedules.values():
@@ -57,17 +59,19 @@ def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
 
 
 @contextlib.contextmanager
-def _evaluating(run: Run) -> Iterator[None]:
+def _evaluating(run: Run, stage: str) -> Iterator[None]:
     """Eval mode and no grad; afterwards every submodule's mode and the random generators are as before."""
     modes = [(m, m.training) for m in run.module.modules()]
     generators = rng_state()
     restore_buffers = run.engine.share_buffers(run.module)
+    before, run.now.stage, run.now.batch, run.now.batch_idx = run.now.batch, stage, None, 0
     pending, run.module._logged[:] = list(run.module._logged), []
     run.module.eval()
     device_works = True
     try:
         with meant_weights(run), torch.no_grad():
             yield
+        run.now.stage, run.now.batch = "train", before  # else an error note describes where it happened
     except torch.AcceleratorError:
         device_works = False  # whatever uses it from here on raises the same, in place of the first report
         raise
@@ -80,17 +84,19 @@ def _evaluating(run: Run) -> Iterator[None]:
         run.module._logged[:] = pending
 
 
-def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, float]:
+def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | None = None) -> dict[str, float]:
     """Metrics over exactly the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All
-    ranks. The module's modes and the random generators are as before afterwards."""
-    trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
+    ranks. The module's modes and the random generators are as before afterwards. `most`: only so many batches of each, as a trial of
+    which plugins get no event."""
+    trainer, module, engine = run.trainer, run.module, run.engine
+    calls = run.calls if most is None else run.calls.of_module()
     evaluated = Evaluated(run, stage)
-    with _evaluating(run):
+    with _evaluating(run, stage):
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, stage)
             evaluated.take()
         for name, source in sources.items():
-            evaluated.add(_evaluate_source(run, source, stage), name)
+            evaluated.add(_evaluate_source(run, source, stage, most), name)
         engine.strategy.after_evaluation(engine.model)
         run.journal.latest |= evaluated.metrics
         if calls.on_eval_end is not None:
@@ -103,13 +109,13 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str) -> dict[str, f
     return evaluated.metrics
 
 
-def _evaluate_source(run: Run, source: Source, stage: str) -> dict[str, float]:
+def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> dict[str, float]:
     """Metrics over one data set, named as the steps name them."""
     module, prefix = run.module, prefix_of(stage)
     metrics = new_metrics(run)
     rows = Rows(run) if overrides(module, "compute_metrics") else None
     watch: CrossEntropies | None = CrossEntropies()
-    for item, batch in _batches(run, source):
+    for item, batch in _batches(run, source, most):
         restore = snapshot_torchmetrics(module) if item.rows == 0 else None
         with watch or contextlib.nullcontext():
             output = _step(run, batch, stage)
@@ -178,14 +184,17 @@ def check_first(run: Run, source: Source) -> None:
         raise error
 
 
-def _batches(run: Run, source: Source) -> Iterator[tuple[EvalBatch, Any]]:
-    """The batches of this rank, each also on the device."""
+def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tuple[EvalBatch, Any]]:
+    """The batches of this rank, or the first `most` of them, each also on the device."""
     moment = run.engine.moment
     moment.uneven = True  # ranks have unequal numbers of them
     try:
-        for batch_idx, item in enumerate(source.batches(stand_ins=run.engine.strategy.lockstep)):
-            run.now.batch_idx = batch_idx
-            yield item, run.engine.to_device(item.batch)
+        with contextlib.closing(source.batches(stand_ins=run.engine.strategy.lockstep)) as batches:
+            for batch_idx, item in enumerate(itertools.islice(batches, most)):
+                run.now.batch_idx = batch_idx
+                run.now.batch = batch = run.engine.to_device(item.batch)
+                yield item, batch
+        run.now.batch = None  # what follows has none
     finally:
         moment.uneven = False
 
@@ -232,7 +241,7 @@ def predict(run: Run, source: Source) -> list[Any] | None:
     """One prediction per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
     rows = Rows(run)
-    with _evaluating(run), refusing_logs(module, NOT_PREDICTED):
+    with _evaluating(run, "predict"), refusing_logs(module, NOT_PREDICTED):
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, "predict")
         for item, batch in _batches(run, source):
@@ -276,7 +285,9 @@ def _rows(output: Any, rows: int, what: str) -> list[Any]:
                 f"{what} {shape if isinstance(output, torch.Tensor) else len(output)} for a batch of {rows} rows; the leading "
                 "dimension has to be the rows"
             )
-        host = _on_host(output.detach()) if isinstance(output, torch.Tensor) else output  # one copy, whose rows are there already
+        host = (
+            _on_host(output.detach()) if isinstance(output, torch.Tensor) else output
+        )  # one copy, whose rows are there already
         return [_on_host(row) for row in host]
     if isinstance(output, Mapping):
         columns = {k: _rows(v, rows, what) for k, v in output.items()}

@@ -52,6 +52,8 @@ class Journal:
         """A line that is not written yet."""
         self.latest: dict[str, float] = {}
         """The last known value of every metric."""
+        self.validated: frozenset[str] = frozenset()
+        """The names of the metrics that validation gives; empty while they are not known."""
         self.rates: dict[str, float] = {}
         """Of the last log boundary; see `Stopwatch.lap` and `_memory`."""
 

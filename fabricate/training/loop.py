@@ -20,6 +20,7 @@ from fabricate.training.losses import Losses, WindowLosses
 from fabricate.training.preparation import take_groups
 from fabricate.training.requests import Requests, SignalWhileWaiting
 from fabricate.training.run_state import Run, Update
+from fabricate.training.sanity import check_validation
 
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
@@ -32,10 +33,7 @@ Apply = Callable[[torch.optim.Optimizer, torch.Tensor | None], bool]
 def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
     state, agenda = LoopState(run), Agenda(run)
-    if run.settings.validate_first and run.validation and run.progress.step == 0 and not run.checkpoints.restored:
-        validate(run, run.progress.epoch)
-    if run.checkpoints.restored and finished(run):
-        run.module.print(f"already complete: nothing to train ({finished(run)} reached at step {run.progress.step})")
+    _before_updates(run)
     try:
         while not (reason := finished(run)):
             for window in windows(run):  # one window of micro-batches makes one update
@@ -51,10 +49,23 @@ def fit(run: Run) -> str:
         return interruption(run)
 
 
+def _before_updates(run: Run) -> None:
+    """A fit that is complete says so; a new one validates first, or tries its validation on a few batches. All ranks."""
+    if run.checkpoints.restored:
+        if limit := finished(run):
+            run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
+    elif run.progress.step == 0 and not finished(run):
+        if run.settings.validate_first and run.validation:
+            validate(run, run.progress.epoch)
+        else:
+            check_validation(run)
+
+
 def windows(run: Run) -> Iterator[Window]:
     """The windows that are left of the epoch under way: all of them, or the rest of one that a checkpoint interrupted."""
     progress, source = run.progress, run.source
     assert source is not None
+    run.now.epoch = progress.epoch
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update

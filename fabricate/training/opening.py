@@ -242,14 +242,19 @@ def _check_data(run: Run) -> None:
 
 @contextlib.contextmanager
 def noting_failures(run: Run) -> Iterator[None]:
-    """While training: an exception gets notes that say where the loop was, and what the batch was."""
+    """While a fit or an evaluation runs: an exception gets notes that say where it was, and what the batch was."""
     try:
         yield
     except BaseException as exc:
-        at = run.progress
-        exc.add_note(
-            f"while training: rank {run.engine.rank}, epoch {at.epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
-        )
+        at, now = run.progress, run.now
+        epoch = at.epoch if now.epoch is None else now.epoch
+        if now.stage == "train":
+            where = f"while training: rank {run.engine.rank}, epoch {epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
+        else:
+            doing = {"validate": "validating", "test": "testing", "predict": "predicting"}[now.stage]
+            after = f", epoch {epoch}, after step {at.step}" if run.source is not None else ""
+            where = f"while {doing}: rank {run.engine.rank}{after}, batch {now.batch_idx}"
+        exc.add_note(where)
         if run.now.batch is not None:
             or_before = ", or one before it" if isinstance(exc, torch.AcceleratorError) else ""
             exc.add_note(f"the batch was {describe(run.now.batch)}{or_before}")

@@ -76,6 +76,13 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
 def _check_validation(run: Run) -> None:
     """Refuse or note a validation that never comes, and what would wait for it."""
     settings = run.settings
+    assert run.source is not None
+    for name in ("save_every", "validate_every", "log_every"):
+        share: Every | None = getattr(settings, name)
+        if share is not None and share.unit == "epochs" and share.amount < 1 and run.source.updates_per_epoch is None:
+            raise ConfigurationError(
+                f"{name}={str(share)!r}: train has no length, so a share of an epoch is not known; give steps"
+            )
     every, keep = settings.validate_every, settings.keep
     if run.validation and every is not None and not run.validates and run.total_steps:
         never = (

@@ -88,8 +88,12 @@ class Checkpoints:
 class Now:
     """What this rank is doing at the moment."""
 
+    stage: str = "train"
+    """What runs: "train", "validate", "test" or "predict"."""
+    epoch: int | None = None
+    """The pass under way, also at its end, when `Progress.epoch` counts it already; None before the first."""
     batch: Any = None
-    """The micro-batch at work, to describe it when a step fails."""
+    """The batch at work, to describe it when a step fails."""
     batch_idx: int = 0
     """The number of the batch of the evaluation under way."""
     evaluated: Evaluated | None = None

@@ -88,7 +88,7 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"seed": True}, "seed=True: give a whole number"),
         ({"save_every": "weekly"}, "save_every='weekly' is not a duration: write '500 steps'"),
         ({"save_every": 0}, "save_every=0: Every(steps=0): the number has to be positive"),
-        ({"validate_every": "0.5 epochs"}, "validate_every='0.5 epochs': Every(epochs=0.5): epochs are whole numbers"),
+        ({"validate_every": "1.5 epochs"}, "validate_every='1.5 epochs': Every(epochs=1.5): epochs are whole numbers"),
         ({"log_every": None}, "log_every=None is not a duration"),
         ({"keep": 0}, "keep=0: give a number of at least 1, 'all', or a mapping such as {'last': 2,"),
         ({"keep": "best"}, "keep='best': give a number"),

@@ -29,7 +29,7 @@ class Regression(TrainModule):
 
 
 def fit(*plugins: object, module: TrainModule | None = None, val: Any = None, **arguments: Any) -> FitResult:
-    arguments = {"max_steps": 1, "progress": False, **arguments}
+    arguments = {"max_steps": 1, "progress": False, "sanity_batches": 0, **arguments}
     return Trainer(plugins=plugins, **arguments).fit(module or Regression(), ROWS, val, batch_size=2)
 
 

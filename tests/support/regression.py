@@ -49,7 +49,7 @@ class Hears(Callback):
 def fit(
     module: TrainModule | None = None, *plugins: object, val: Any = None, train: Any = ROWS, **arguments: Any
 ) -> FitResult:
-    arguments = {"max_steps": 2, "progress": False, **arguments}
+    arguments = {"max_steps": 2, "progress": False, "sanity_batches": 0, **arguments}
     loading = {"batch_size": 2} if train is ROWS else {}
     return Trainer(plugins=plugins, **arguments).fit(module or Regression(), train, val, **loading)
 

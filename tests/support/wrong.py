@@ -47,7 +47,9 @@ def refused(
     module = Regression() if module is None else module
     loading = {"batch_size": 2} if train is ROWS else {}
     with pytest.raises(error) as caught:
-        Trainer(**{"max_steps": 2, "progress": False, **arguments}).fit(module, train, val, **(loading | (fit or {})))
+        Trainer(**{"max_steps": 2, "progress": False, "sanity_batches": 0, **arguments}).fit(
+            module, train, val, **(loading | (fit or {}))
+        )
     assert message in str(caught.value)
     assert type(caught.value) is error
     assert getattr(module, "ran", 0) == forwards

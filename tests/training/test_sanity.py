@@ -1,0 +1,236 @@
+"""The few batches of validation before training: they show what is wrong and leave no trace. Limits of each stage, shares of an epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, ConfigurationError, EarlyStopping, Every, FabricateError, Trainer
+from tests.support.regression import ROWS, Hears, Regression, equal, fit, weights
+
+
+class Collects(Regression):
+    """Collects in validation what it uses at the end of it, as Lightning's pages show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros(()))
+        self.outputs: list[torch.Tensor] = []
+        self.count = 0
+
+    def on_eval_start(self) -> None:
+        self.began = True
+
+    def validation_step(self, batch: Any) -> Any:
+        assert self.began
+        self.outputs.append(batch[1])
+        self.count += 1
+        self.batches += 1
+        return {"loss": torch.rand(())}
+
+    def on_eval_end(self) -> None:
+        self.log("collected", sum(map(len, self.outputs)))
+        self.log("count", self.count)
+        self.log("batches", self.batches)
+        self.outputs.clear()
+        self.trainer.request_save()
+
+
+def test_batches_before_training_leave_no_trace() -> None:
+    heard, ends = Hears(), []
+    for number in (0, 2):
+        torch.manual_seed(0)
+        module = Collects()
+        result = fit(module, heard, val=ROWS, max_steps=4, seed=1, sanity_batches=number)
+        ends.append((result.metrics, weights(module), float(torch.rand(()))))
+    assert ends[0][0] == ends[1][0]
+    assert ends[0][0]["val_collected"] == 8
+    assert ends[0][0]["val_count"] == ends[0][0]["val_batches"] == 4
+    assert equal(ends[0][1], ends[1][1])
+    assert ends[0][2] == ends[1][2]
+    assert len(heard.evaluations) == 2
+
+
+class NoStep(Regression):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        raise AssertionError("a step ran")
+
+
+@pytest.mark.parametrize(
+    ("returned", "plugins", "message"),
+    [
+        (torch.ones(()), (), "validation_step returned Tensor; return a mapping of metrics"),
+        ({"loss": torch.ones(2)}, (), r"a metric is one number, this tensor has shape \(2,\)"),
+        ({"loss": 1.0}, (EarlyStopping("val_acc"),), r"EarlyStopping\(metric='val_acc'\): validation gave val_loss"),
+    ],
+)
+def test_a_mistake_in_validation_shows_before_the_first_step(returned: Any, plugins: Any, message: str) -> None:
+    module = type("Wrong", (NoStep,), {"validation_step": lambda self, batch: returned})()
+    with pytest.raises(ConfigurationError, match=message):
+        fit(module, *plugins, val=ROWS, max_steps=4, sanity_batches=2)
+
+
+def test_checkpoints_kept_by_a_metric_that_validation_lacks_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="keep: validation gives val_loss, and not 'val_acc'"):
+        Trainer(max_epochs=1, progress=False, run_dir=tmp_path, keep={"best": 1, "metric": "val_acc"}).fit(
+            _Validates(), ROWS, ROWS, batch_size=2
+        )
+
+
+class _Validates(NoStep):
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": 1.0}
+
+
+def test_data_that_can_be_read_once_is_left_for_the_validation() -> None:
+    batches = iter([torch.utils.data.default_collate(ROWS)])
+    assert "val_loss" in fit(val=batches, max_steps=4, sanity_batches=2).metrics
+
+
+def test_an_error_names_its_stage_epoch_and_batch() -> None:
+    class Fails(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.step and batch_idx == 1:
+                raise ValueError("broken")
+            return {"epoch": self.trainer.epoch}
+
+        test_step = validation_step
+
+    with pytest.raises(ValueError, match="broken") as caught:
+        fit(Fails(), val=ROWS, max_steps=8, sanity_batches=2)
+    notes = "\n".join(caught.value.__notes__)
+    assert "while validating: rank 0, epoch 0, after step 4, batch 1" in notes
+    assert "the batch was [float32[2, 3], float32[2, 1]]" in notes
+    assert "while training" not in notes
+
+    class Sane(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            raise ValueError("broken")
+
+        test_step = validation_step
+
+    with pytest.raises(ValueError, match="broken") as caught:
+        fit(Sane(), val=ROWS, max_steps=8, sanity_batches=2)
+    assert any("in the check of validation before training (2 batches)" in note for note in caught.value.__notes__)
+    with pytest.raises(ValueError, match="broken") as caught:
+        Trainer(progress=False).test(Sane(), ROWS, batch_size=4)
+    assert "while testing: rank 0, batch 0" in caught.value.__notes__
+
+
+def test_the_epoch_of_an_evaluation_at_its_end_is_that_epoch() -> None:
+    epochs: list[tuple[str, int]] = []
+
+    class Looks(Callback):
+        def on_eval_end(self, trainer: Trainer) -> None:
+            epochs.append(("eval", trainer.epoch))
+
+        def on_epoch_end(self, trainer: Trainer) -> None:
+            epochs.append(("end", trainer.epoch))
+
+        def on_epoch_start(self, trainer: Trainer) -> None:
+            epochs.append(("start", trainer.epoch))
+
+    fit(None, Looks(), val=ROWS, max_steps=8)
+    assert epochs == [(what, epoch) for epoch in (0, 1) for what in ("start", "eval", "end")]
+
+
+# --------------------------------------------------------------------------------------------------------- how much of which stage
+
+
+class Counts(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def validation_step(self, batch: Any) -> None:
+        self.rows.append(len(batch[0]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any) -> Any:
+        return batch[1]
+
+
+def test_each_stage_has_a_limit_of_its_own() -> None:
+    module = Counts()
+    Trainer(limit_val_batches=1, progress=False).test(module, ROWS, batch_size=2)
+    assert module.rows == [2, 2, 2, 2]
+    predictions = Trainer(limit_val_batches=1, progress=False).predict(module, ROWS, batch_size=2)
+    assert predictions is not None
+    assert len(predictions) == 8
+    limited = Trainer(limit_test_batches=3, limit_predict_batches=0.5, progress=False)
+    limited.test(module, ROWS, batch_size=2)
+    assert module.rows[4:] == [2, 2, 2]
+    predictions = limited.predict(module, ROWS, batch_size=2)
+    assert predictions is not None
+    assert len(predictions) == 4
+
+
+def test_a_limit_of_no_validation_batches_leaves_validation_out() -> None:
+    module = Counts()
+    fit(module, val=ROWS, max_steps=4, limit_val_batches=0, sanity_batches=2)
+    assert module.rows == []
+    with pytest.raises(ConfigurationError, match=r"limit=0 \(for val\)"):
+        Trainer(limit_val_batches=0, progress=False).validate(module, ROWS, batch_size=2)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0.25, [2, 4, 6, 8]), ("0.5 epochs", [4, 8]), (0.3, [3, 5, 8])])
+def test_a_share_of_an_epoch_comes_round_within_it(every: Any, steps: list[int]) -> None:
+    found: list[int] = []
+
+    class Looks(Callback):
+        def on_eval_end(self, trainer: Trainer) -> None:
+            found.append(trainer.step)
+
+    rows = [row for row in ROWS for _ in range(2)]
+    Trainer(max_epochs=1, validate_every=every, plugins=[Looks()], progress=False).fit(
+        Regression(), rows, ROWS, batch_size=2
+    )
+    assert found == steps
+    assert str(Every.parse("validate_every", 0.25)) == "0.25 epochs"
+
+
+def test_a_share_of_an_epoch_without_a_length_is_refused() -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            while True:
+                yield torch.utils.data.default_collate(ROWS)
+
+    with pytest.raises(ConfigurationError, match=r"validate_every='0.5 epochs': train has no length"):
+        fit(train=Endless(), val=ROWS, validate_every=0.5)
+
+
+def test_fast_dev_run_makes_as_many_updates_as_it_says() -> None:
+    module = Counts()
+    result = Trainer(max_epochs=9, fast_dev_run=3, progress=False).fit(module, ROWS, ROWS, batch_size=2)
+    assert (result.steps, module.rows) == (3, [2, 2, 2])
+    with pytest.raises(ConfigurationError, match="fast_dev_run=-1: give True, False or a number of updates"):
+        Trainer(fast_dev_run=-1)
+
+
+# ------------------------------------------------------------------------------------------------------------------- wrong objects
+
+
+def test_a_list_of_loaders_is_refused_with_what_to_do() -> None:
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"val is a list of 2 DataLoader objects; name them in a mapping"):
+        fit(val=[loader, loader])
+    with pytest.raises(ConfigurationError, match=r"train is a list of 2 DataLoader objects; iterate over one"):
+        fit(train=[loader, loader])
+
+
+def test_a_compiled_module_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigurationError, match=r"pass the module itself, and Trainer\(compile=True\)"):
+        fit(torch.compile(Regression(), backend="eager"))  # type: ignore[arg-type]
+
+
+def test_whether_a_module_has_a_trainer_can_be_asked() -> None:
+    module = Regression()
+    assert not hasattr(module, "trainer")
+    with pytest.raises(FabricateError, match="exists only while a Trainer runs the module"):
+        module.trainer  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'trainr'"):
+        module.trainr  # noqa: B018
