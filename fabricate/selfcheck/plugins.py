@@ -28,6 +28,7 @@ from fabricate.module import TrainModule
 from fabricate.selfcheck.requests import TRAIN_DATA, Rehearsal, Trial
 from fabricate.strategies.sharding import is_sharded
 from fabricate.trainer import Trainer
+from fabricate.training.halves import compare_halves
 
 __all__ = ["Rehearsing", "Trying"]
 
@@ -62,7 +63,9 @@ class Trying(Callback):
                 f"{norms[0]} is a BatchNorm, which takes its statistics from each micro-batch: it depends on the split by design"
             )
 
-    def on_step(self, loss: torch.Tensor) -> None:
+    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        if not self.losses and (text := compare_halves(trainer._live())):
+            self.notes.append(text)
         self.losses.append(float(loss))
 
     @hookimpl(trylast=True)

@@ -12,6 +12,7 @@ import torch
 
 from fabricate.data.transfer import tensors
 from fabricate.errors import few
+from fabricate.training.halves import compare_halves
 from fabricate.training.losses import WindowLosses
 from fabricate.training.run_state import Run
 
@@ -87,6 +88,8 @@ class FirstUpdate:
         trainable = {n: p for n, p in run.module.named_parameters() if p.requires_grad}
         observed = _observed(run, layers, losses, list(trainable.values()))
         run.journal.event("observed", **observed)
+        if run.settings.fast_dev_run and (text := compare_halves(run)):
+            run.journal.note(text)
         if run.engine.rank == 0:
             print(f"observed in the first update: {_told(observed)}", flush=True)
         precision = run.engine.precision

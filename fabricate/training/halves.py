@@ -1,0 +1,89 @@
+"""Does a loss weigh what its weight says? One batch, whole and in halves.
+
+Must not know: the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from fabricate.data.batches import visible_rows
+from fabricate.module import step_function
+from fabricate.seeding import rng_state, set_rng_state
+from fabricate.training.losses import recognised
+from fabricate.training.run_state import Run
+from fabricate.training.sanity import put_back
+from fabricate.training.step_output import unpack
+
+_CLOSE = 1e-3
+_WEIGHED = {
+    "rows": "weighed by their rows",
+    "counted": "weighed by their labels",
+    "given": "with the weights it returns",
+}
+
+
+def compare_halves(run: Run) -> str:
+    """What is to be said of the loss of the batch at work, computed whole and in halves, or nothing: they agree, or the batch
+    cannot be halved, or the parameters are not whole. This rank; in eval mode, and everything is as before afterwards."""
+    batch = run.now.batch
+    rows = visible_rows(batch)
+    if rows is None or rows < 2 or run.engine.strategy.name not in ("single", "ddp"):
+        return ""
+    try:
+        halves = [_part(batch, rows, 0, rows // 2), _part(batch, rows, rows // 2, rows)]
+        with _aside(run):
+            whole, one, other = (_loss(run, each) for each in (batch, *halves))
+    except Exception:  # a batch or a step that does not allow it
+        return ""
+    total = one[1] + other[1]
+    mean = (one[0] * one[1] + other[0] * other[1]) / total if total else whole[0]
+    if not abs(mean - whole[0]) > _CLOSE * max(abs(whole[0]), 1e-8):
+        return ""
+    return (
+        f"a batch of {rows} rows has the loss {whole[0]:.6g}, and the mean of its halves, {_WEIGHED[whole[2]]}, is {mean:.6g}: the update "
+        "depends on how a global batch is split. Return {'loss': loss, 'weight': what its mean was taken over} from training_step. A loss "
+        "over pairs or statistics of a batch depends on the split by design"
+    )
+
+
+def _part(value: Any, rows: int, start: int, stop: int) -> Any:
+    """Rows `start` to `stop` of a batch; `ValueError` for one with a part that is not by rows."""
+    if isinstance(value, torch.Tensor | list) and len(value) == rows:
+        return value[start:stop]
+    if isinstance(value, Mapping):
+        return type(value)({name: _part(each, rows, start, stop) for name, each in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple | list):
+        parts = [_part(each, rows, start, stop) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _part(getattr(value, f.name), rows, start, stop) for f in fields(value)})
+    raise ValueError(f"{type(value).__name__} cannot be halved")
+
+
+def _loss(run: Run, batch: Any) -> tuple[float, float, str]:
+    """The loss of `batch`, its weight, and where that comes from."""
+    loss, given, _ = unpack(step_function(run.module, "train")(batch, 0))
+    rule = recognised(loss, given)
+    weight, _ = rule(1).weigh(loss, given, batch, None)
+    return float(loss), float(weight), rule.source
+
+
+@contextmanager
+def _aside(run: Run) -> Iterator[None]:
+    """In eval mode; afterwards modes, generators, attributes and what was logged are as before."""
+    modes, generators, logged = [(m, m.training) for m in run.module.modules()], rng_state(), list(run.module._logged)
+    try:
+        with put_back(run):
+            run.module.eval()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        set_rng_state(generators)
+        run.module._logged[:] = logged
