@@ -131,9 +131,14 @@ def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[st
     listeners.append(("module", stand_in(Callback), Origin()))
     if hook in ACTIONS:
         registry.manager.add(stand_in(object), PROJECT)
+    elif hook == "on_eval_end":
+        listeners.append((PROJECT, stand_in(Callback), Origin()))
     registry.manager.add(progress_bar(), "progress_bar")
     manager = registry.activate(listeners)
-    notes = {"module": "if it overrides the hook", PROJECT: "the work itself"}
+    notes = {
+        "module": "if it overrides the hook",
+        PROJECT: "the work itself" if hook in ACTIONS else "adds what the module logged",
+    }
     rows: list[dict[str, Any]] = []
     for implementation in reversed(getattr(manager.hook, hook).get_hookimpls()):
         marks = [mark for mark in ("wrapper", "tryfirst", "trylast") if getattr(implementation, mark)]

@@ -68,6 +68,17 @@ def test_the_loops_own_work_comes_last() -> None:
     assert [row["plugin"] for row in json.loads(shown.output)] == ["module", "fabricate"]
 
 
+def test_what_a_module_logs_at_the_end_of_an_evaluation_is_there_before_plugins_are_called(install: Install) -> None:
+    install("one", LISTENER.format("on_eval_end"), attribute="Heard")
+    shown = _invoke("plugins", "--order", "on_eval_end", "--plugin", "one", "--json")
+    rows = [(row["plugin"], row["how"]) for row in json.loads(shown.output)]
+    assert rows[:3] == [
+        ("module", "if it overrides the hook"),
+        ("fabricate", "adds what the module logged"),
+        ("one", ""),
+    ]
+
+
 @pytest.mark.parametrize(
     ("hook", "hint"), [("on_stpe", "did you mean 'on_step'?"), ("on_train_batch_end", "use on_accumulate")]
 )
