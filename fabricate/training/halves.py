@@ -60,7 +60,7 @@ def _part(value: Any, rows: int, start: int, stop: int) -> Any:
         return type(value)({name: _part(each, rows, start, stop) for name, each in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
         parts = [_part(each, rows, start, stop) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return type(value)(parts) if type(value) in (tuple, list) else type(value)(*parts)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _part(getattr(value, f.name), rows, start, stop) for f in fields(value)})
     raise ValueError(f"{type(value).__name__} cannot be halved")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fabricate import Callback, ConfigurationError, EarlyStopping, Every, FabricateError, Trainer
+from fabricate.training.opening import environment_restored
 from tests.support.regression import ROWS, Hears, Regression, equal, fit, weights
 
 
@@ -223,8 +224,10 @@ def test_a_list_of_loaders_is_refused_with_what_to_do() -> None:
 
 
 def test_a_compiled_module_is_refused_with_what_to_do() -> None:
+    with environment_restored():
+        compiled: Any = torch.compile(Regression(), backend="eager")
     with pytest.raises(ConfigurationError, match=r"pass the module itself, and Trainer\(compile=True\)"):
-        fit(torch.compile(Regression(), backend="eager"))  # type: ignore[arg-type]
+        Trainer(max_steps=1).fit(compiled, ROWS, batch_size=2)
 
 
 def test_whether_a_module_has_a_trainer_can_be_asked() -> None:
