@@ -10,17 +10,18 @@ import difflib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, did_you_mean
+from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
 from fabricate.hooks import Listener
 from fabricate.metrics.reduction import check_value
 from fabricate.metrics.torchmetrics_objects import computes
 from fabricate.optim.optimizers import parameter_groups
+from fabricate.registry import foreign_names
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -186,6 +187,7 @@ class TrainModule(torch.nn.Module, Listener):
         inside in its own layout, else `model.safetensors` named as in `state_dict()`."""
         raise FabricateError("export is called only where it is overridden")
 
+    @foreign_names.translated(foreign_names.LOG)
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
         """Record a metric, in a step or a hook; no wait for the device. `value`: a number, a 0-dim tensor, or a torchmetrics object
         or `MetricCollection` (computed at the end of the epoch or evaluation). "mean" is weighted by `weight`, by default the
@@ -216,9 +218,15 @@ class TrainModule(torch.nn.Module, Listener):
         return self._trainer
 
     def __getattr__(self, name: str) -> Any:
+        """Attributes that torch does not find either: those of other frameworks are an error that says what to use."""
         if name == "trainer":  # the property raised an AttributeError, upon which Python comes here
             raise NotRunning(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in foreign_names.MODULE:
+                raise foreign_names.missing_attribute(self, name, foreign_names.MODULE) from None
+            raise
 
     @property
     def device(self) -> torch.device:
@@ -312,8 +320,9 @@ def _bind(kind: type[TrainModule], recorded: dict[str, Any], overrides: dict[str
         elif any_keyword is not None:
             bound.arguments.setdefault(any_keyword, {})[name] = value
         elif name in overrides:
+            hint = foreign_names.hint(name, foreign_names.LOAD, signature.parameters)
             raise ConfigurationError(
-                f"load_from_checkpoint: {kind.__name__} has no constructor argument {name!r}{did_you_mean(name, signature.parameters)}"
+                f"load_from_checkpoint: {kind.__name__} has no constructor argument {name!r}{hint}"
             )
     return bound
 
@@ -349,6 +358,16 @@ def _takes_batch_idx(kind: str, method: str, step: Callable[..., Any]) -> bool:
     return names[1:2] == ["batch_idx"] or len(required) == 2 or takes_any
 
 
+def check_dataloader_idx(module: TrainModule, stage: str, sets: Collection[str]) -> None:
+    """Refuse a step that tells several data sets apart by a number, which is not passed: their metrics have names."""
+    step = STEPS[stage]
+    if len(sets) > 1 and "dataloader_idx" in inspect.signature(getattr(module, step)).parameters:
+        raise ConfigurationError(
+            f"{type(module).__name__}.{step} has the argument dataloader_idx, which is not passed; remove it: each metric gets the "
+            f"name of its data set ({', '.join(sets)})"
+        )
+
+
 def check_methods(module: object) -> None:
     """Refuse what `fit` got that is no module, and near misses of method names, which would silently never run."""
     if isinstance(getattr(module, "_orig_mod", None), TrainModule):
@@ -362,20 +381,23 @@ def check_methods(module: object) -> None:
         )
     if "_modules" not in module.__dict__:
         raise ConfigurationError(f"{type(module).__name__}.__init__ does not call super().__init__(); call it first")
-    lightning = {"setup": ("stage",), "teardown": ("stage",), "prepare_data": ()}
-    instead = {
-        "setup": "configure_model() or on_fit_start()",
-        "teardown": "on_teardown()",
-        "prepare_data": "code before trainer.fit()",
-    }
+    for name, (value, remedy) in foreign_names.MODULE_SETTINGS.items():
+        if getattr(module, name, None) is value:
+            raise ConfigurationError(f"{type(module).__name__}.{name}={value} is not read; {remedy}")
     for base in type(module).__mro__[: type(module).__mro__.index(TrainModule)]:
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name.startswith("_"):
                 continue
-            if name in lightning and tuple(inspect.signature(value).parameters)[1:] == lightning[name]:
+            if (known := foreign_names.COMMON_NAMES.get(name)) and _begins_with(value, known[0]):
                 raise ConfigurationError(
-                    f"{base.__name__}.{name} is a Lightning hook that fabricate does not call; use {instead[name]}"
+                    f"{base.__name__}.{name} is a hook of another framework that fabricate does not call; use {known[1]}"
                 )
             near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.9)
             if near and name not in _METHODS and not hasattr(torch.nn.Module, name):
                 raise ConfigurationError(f"{base.__name__}.{name} would never be called; did you mean {near[0]!r}?")
+
+
+def _begins_with(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    """Whether a method takes these arguments after self; those of a helper that has none are just self."""
+    given = tuple(inspect.signature(method).parameters)[1:]
+    return given[: len(arguments)] == arguments if arguments else not given

@@ -25,15 +25,17 @@ from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
 from fabricate.launch.ranks import detect
 from fabricate.metrics.counters import Progress
 from fabricate.model.memory import need_ahead
-from fabricate.module import STEPS, TrainModule, check_methods, overrides
+from fabricate.module import STEPS, TrainModule, check_dataloader_idx, check_methods, overrides
+from fabricate.registry import foreign_names
 from fabricate.registry.hook_calls import Calls
 from fabricate.training import evaluation, loop, resuming, saving
 from fabricate.training.finish import finish_fit
+from fabricate.training.journal import Journal
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
 from fabricate.training.preemption import told_to_end
 from fabricate.training.preparation import prepare_fit
 from fabricate.training.run_state import Run
-from fabricate.values import EXIT_PREEMPTED, Every, FitResult
+from fabricate.values import Every, FitResult
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,6 +79,7 @@ class Trainer:
     "scheduler", "module" for its constructor arguments, "max_grad_norm", "max_grad_value"); the new values are then in effect.
     """
 
+    @foreign_names.translated(foreign_names.ARGUMENTS)
     def __init__(
         self,
         *,
@@ -112,10 +115,22 @@ class Trainer:
         limit_predict_batches: int | float | None = None,
         fast_dev_run: bool | int = False,
         accept_changes: Sequence[str] = (),
-        **unknown: Any,
     ) -> None:
-        self.settings = Settings.checked(locals(), unknown)
+        self.settings = Settings.checked(locals())
         self._run: Run | None = None
+        self._ended: tuple[Progress, Journal] | None = None
+        """The counters and the last values of the fit that ran last."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for names that do not exist: those of other frameworks are an error that says what to use."""
+        raise foreign_names.missing_attribute(self, name, foreign_names.TRAINER)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in foreign_names.TRAINER_SETTINGS:
+            raise ConfigurationError(
+                f"trainer.{name} is not read{foreign_names.use(name, foreign_names.TRAINER_SETTINGS)}"
+            )
+        super().__setattr__(name, value)
 
     # -- what hooks and modules may ask ---------------------------------------------------------------------------------
 
@@ -123,6 +138,14 @@ class Trainer:
         if self._run is None:
             raise FabricateError("this exists only while fit, validate, test or predict is running")
         return self._run
+
+    def _counted(self) -> tuple[Progress, Journal]:
+        """The counters and values of the run under way, else of the last fit."""
+        if self._run is not None:
+            return self._run.progress, self._run.journal
+        if self._ended is None:
+            raise FabricateError("this exists only while fit, validate, test or predict is running, and after a fit")
+        return self._ended
 
     @property
     def running(self) -> bool:
@@ -155,24 +178,26 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Updates applied so far."""
-        return self._live().progress.step
+        """Updates applied so far; after a fit, at its end."""
+        return self._counted()[0].step
 
     @property
     def epoch(self) -> int:
-        """The pass under way, from 0; in the evaluation and the hooks at its end still that pass."""
-        run = self._live()
-        return run.progress.epoch if run.now.epoch is None else run.now.epoch
+        """The pass under way, from 0; in the evaluation and the hooks at its end still that pass. After a fit, the number of complete
+        ones."""
+        if self._run is not None and self._run.now.epoch is not None:
+            return self._run.now.epoch
+        return self._counted()[0].epoch
 
     @property
     def progress(self) -> Progress:
-        """All counters of the run."""
-        return self._live().progress
+        """All counters of the run; after a fit, at its end."""
+        return self._counted()[0]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last known value of every metric, the same on every rank."""
-        return dict(self._live().journal.latest)
+        """The last known value of every metric, the same on every rank; after a fit, at its end."""
+        return dict(self._counted()[1].latest)
 
     @property
     def rates(self) -> dict[str, float]:
@@ -180,7 +205,7 @@ class Trainer:
         steps_per_second, samples_per_second, data_share (of the time, spent waiting for data) and, where the strategy
         knows it, communication_share. On a device also peak_memory_bytes and planned_memory_bytes (see docs/performance.md). Empty
         before the first boundary."""
-        return dict(self._live().journal.rates)
+        return dict(self._counted()[1].rates)
 
     @property
     def total_steps(self) -> int:
@@ -235,13 +260,25 @@ class Trainer:
         run.requests.ask(path=str(target))
         return target
 
-    def plan(self, module: TrainModule, train: object = None, val: object = None, **loading: Any) -> Plan:
-        """The resolved plan, without training: `str(plan)` is its text. `loading`: batch_size, num_workers, collate_fn,
-        shuffle as for `fit`. Nothing is built on a device and no rank talks to another."""
+    @foreign_names.translated(foreign_names.FIT)
+    def plan(
+        self,
+        module: TrainModule,
+        train: object = None,
+        val: object = None,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
+        shuffle: bool | None = None,
+    ) -> Plan:
+        """The resolved plan, without training: `str(plan)` is its text. Arguments as for `fit`. Nothing is built on a device
+        and no rank talks to another."""
         check_methods(module)
         with environment_restored():
             found = resolve(self.settings, module)
-            data = open_data(self.settings, found, train, val, Loading(**loading))
+            loading = Loading(batch_size, num_workers, collate_fn, shuffle)
+            data = open_data(self.settings, found, train, val, loading)
             return self._plan_ahead(found, module, data)
 
     def _plan_ahead(self, found: Resolved, module: TrainModule, data: Data) -> Plan:
@@ -259,6 +296,7 @@ class Trainer:
 
     # -- running --------------------------------------------------------------------------------------------------------
 
+    @foreign_names.translated(foreign_names.FIT)
     def fit(
         self,
         module: TrainModule,
@@ -277,10 +315,13 @@ class Trainer:
         `num_workers`, `collate_fn`, `shuffle` count), any iterable of batches; `val` also a mapping of named sets.
         resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint.
         SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank: after the update under way the state is saved and
-        `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further fit ends the process. Ctrl-C once:
+        `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further
+        fit returns the same at once, without a step. Ctrl-C once:
         the same with "interrupted"; twice: KeyboardInterrupt.
         """
-        _refuse_after_signal()
+        if name := told_to_end():  # a script's next fit would go on from one that is not done
+            print(f"{name} asked this process to end: no further fit is begun", file=sys.stderr)
+            return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
         self._check_fit(module, train)
         settings = self.settings
@@ -290,16 +331,20 @@ class Trainer:
             raise ConfigurationError(
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
             )
+        check_dataloader_idx(module, "validate", data.validation)
         if found.plan_only:
             self._end_after_plan(found, module, data)
         stages = ["train", *(["validate"] if data.validation else [])]
         with opened(self, found, module, stages, data, began) as run:
+            self._ended = run.progress, run.journal
             prepare_fit(run, found, data, resume)
             with noting_failures(run):
                 reason = loop.fit(run)
             finish_fit(run, reason)
-            checkpoint = None if settings.fast_dev_run else run.checkpoints.newest
-            return FitResult(run.progress.step, run.progress.epoch, dict(run.journal.latest), reason, checkpoint)
+            progress, latest = run.progress, dict(run.journal.latest)
+            if settings.fast_dev_run:  # nothing is kept
+                return FitResult(progress.step, progress.epoch, latest, reason)
+            return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest)
 
     def _check_fit(self, module: TrainModule, train: object) -> None:
         """Refuse what `fit` could not train."""
@@ -328,7 +373,7 @@ class Trainer:
         module: TrainModule,
         data: Any,
         checkpoint: str | os.PathLike[str] | None,
-        loading: Mapping[str, Any],
+        loading: Loading,
     ) -> Any:
         check_methods(module)
         if not overrides(module, STEPS[stage]):
@@ -338,7 +383,8 @@ class Trainer:
         if data is None:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
         found = resolve(self.settings, module, training=False)
-        sources = open_data(self.settings, found, None, data, Loading(**loading), stage)
+        sources = open_data(self.settings, found, None, data, loading, stage)
+        check_dataloader_idx(module, stage, sources.validation)
         path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
         with opened(self, found, module, [stage], sources) as run:
             if path is not None:
@@ -357,31 +403,54 @@ class Trainer:
             )
         return resuming.find(self.settings.run_dir, str(checkpoint), self.settings.keep)
 
+    @foreign_names.translated(foreign_names.EVALUATE)
     def validate(
-        self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
+        self,
+        module: TrainModule,
+        data: Any,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
     ) -> dict[str, float]:
-        """Metrics of `module.validation_step` over exactly `data`, the same on every rank. `data` and `loading` (batch_size,
-        num_workers, collate_fn) as for `fit`; `checkpoint`: weights to load first: a path, "best" or "last". All ranks."""
-        result: dict[str, float] = self._evaluate("validate", module, data, checkpoint, loading)
+        """Metrics of `module.validation_step` over exactly `data`, the same on every rank. `data`, `batch_size`, `num_workers` and
+        `collate_fn` as for `fit`; `checkpoint`: weights to load first: a path, "best" or "last". All ranks."""
+        result: dict[str, float] = self._evaluate(
+            "validate", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn)
+        )
         return result
 
+    @foreign_names.translated(foreign_names.EVALUATE)
     def test(
-        self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
+        self,
+        module: TrainModule,
+        data: Any,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
     ) -> dict[str, float]:
         """As `validate`, with `module.test_step`."""
-        result: dict[str, float] = self._evaluate("test", module, data, checkpoint, loading)
+        result: dict[str, float] = self._evaluate(
+            "test", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn)
+        )
         return result
 
+    @foreign_names.translated(foreign_names.EVALUATE)
     def predict(
-        self, module: TrainModule, data: Any, checkpoint: str | os.PathLike[str] | None = None, **loading: Any
+        self,
+        module: TrainModule,
+        data: Any,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
     ) -> list[Any] | None:
         """One prediction per sample of `data`, in its order, on rank 0 (None on the others); tensors on the CPU. All ranks."""
-        result: list[Any] | None = self._evaluate("predict", module, data, checkpoint, loading)
+        result: list[Any] | None = self._evaluate(
+            "predict", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn)
+        )
         return result
-
-
-def _refuse_after_signal() -> None:
-    """A process that was told to end trains no more: a script's next fit would go on from one that is not done."""
-    if name := told_to_end():
-        print(f"{name} asked this process to end: no further fit is begun; exit code {EXIT_PREEMPTED}", file=sys.stderr)
-        raise SystemExit(EXIT_PREEMPTED)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fabricate import ConfigurationError, Trainer
-from fabricate.hooks import FOREIGN
+from fabricate.registry import foreign_names
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -93,7 +93,23 @@ def test_every_variable_that_the_source_names_is_documented() -> None:
 def test_the_hooks_of_lightning_are_translated_as_the_errors_do() -> None:
     rows = table_rows("from-lightning.md", "Hooks")
     assert len(rows) > 15
-    assert [(name, use) for name, use in rows if FOREIGN.get(name) != use] == []
+    assert [(name, use) for name, use in rows if foreign_names.HOOKS.get(name) != use] == []
+
+
+@pytest.mark.parametrize(
+    ("section", "names"),
+    [
+        ("Arguments of `fit`", foreign_names.FIT),
+        ("Keywords of `self.log`", foreign_names.LOG),
+        ("Attributes of the module", foreign_names.MODULE),
+        ("Attributes of the trainer", foreign_names.TRAINER),
+        ("Strategies and precisions", foreign_names.STRATEGIES | foreign_names.PRECISIONS),
+    ],
+)
+def test_other_names_of_lightning_are_translated_as_the_errors_do(section: str, names: dict[str, str]) -> None:
+    rows = table_rows("from-lightning.md", section)
+    assert len(rows) >= 4
+    assert [(name, use) for name, use in rows if names.get(name) != use] == []
 
 
 def test_the_arguments_of_lightnings_trainer_are_translated_as_the_errors_do() -> None:

@@ -18,13 +18,21 @@ class EarlyStopping(Callback):
     """Stops the fit after `patience` validations in a row without an improvement of more than `min_delta`.
 
     metric: a name as logged ("val_loss"); mode: "min" or "max". A value that is not finite counts as no improvement.
+    monitor: Lightning's name for `metric`.
 
         Trainer(plugins=[EarlyStopping("val_loss", patience=3)], ...)
     """
 
     def __init__(
-        self, metric: str = "val_loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0
+        self,
+        metric: str = "val_loss",
+        *,
+        patience: int = 3,
+        mode: str = "min",
+        min_delta: float = 0.0,
+        monitor: str | None = None,
     ) -> None:
+        metric = metric if monitor is None else monitor
         if mode not in ("min", "max"):
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'")
         if not isinstance(patience, int) or patience < 1 or min_delta < 0:

@@ -109,12 +109,13 @@ def _show(columns: Sequence[str], rows: Sequence[dict[str, Any]], as_json: bool)
 
 
 def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[str, Any]]:
-    from fabricate.hooks import ACTIONS, EVENTS, FOREIGN, PROJECT, Callback, hookimpl
+    from fabricate.hooks import ACTIONS, EVENTS, PROJECT, Callback, hookimpl
+    from fabricate.registry import foreign_names
     from fabricate.registry.hook_calls import Origin
     from fabricate.registry.registry import progress_bar
 
     if hook not in EVENTS:
-        hint = f"; use {FOREIGN[hook]}" if hook in FOREIGN else did_you_mean(hook, EVENTS)
+        hint = foreign_names.use(hook, foreign_names.HOOKS) or did_you_mean(hook, EVENTS)
         raise PluginError(f"--order {hook}: fabricate has no such hook{hint}")
 
     def stand_in(kind: type) -> Any:

@@ -25,36 +25,6 @@ CHANGES = (
 COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options")
 """What a mapping given as `compile` may hold."""
 
-_ELSEWHERE = {
-    "callbacks": "plugins=[...]",
-    "logger": "trackers=[...]",
-    "loggers": "trackers=[...]",
-    "report_to": "trackers=[...]",
-    "accumulate_grad_batches": "gradient_accumulation_steps=",
-    "gradient_clip_val": "max_grad_norm=",
-    "gradient_clip_algorithm": "max_grad_norm= or max_grad_value=",
-    "devices": "the launcher (fabricate run --nproc N)",
-    "accelerator": "the launcher, or ACCELERATE_USE_CPU=true",
-    "num_nodes": "the launcher (fabricate run --nnodes N)",
-    "default_root_dir": "run_dir=",
-    "output_dir": "run_dir=",
-    "val_check_interval": "validate_every=",
-    "check_val_every_n_epoch": "validate_every=",
-    "log_every_n_steps": "log_every=",
-    "enable_progress_bar": "progress=",
-    "enable_checkpointing": "run_dir=",
-    "mixed_precision": "precision=",
-    "bf16": "precision='bf16'",
-    "fp16": "precision='fp16'",
-    "num_train_epochs": "max_epochs=",
-    "learning_rate": "configure_optimizers",
-    "train_dataset": "trainer.fit(module, train, val)",
-    "torch_compile": "compile=",
-    "num_sanity_val_steps": "sanity_batches=",
-    "per_device_train_batch_size": "fit(..., batch_size=)",
-}
-"""Lightning's and transformers' names for arguments, and what to use here."""
-
 
 # -- checks: each gets the argument's name and value, and returns what `Settings` holds
 
@@ -215,13 +185,11 @@ class Settings:
     accept_changes: Annotated[tuple[str, ...], _changes]
 
     @classmethod
-    def checked(cls, arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> Self:
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
         """The settings that `arguments` give; it may hold other names, which are not looked at.
 
-        Raises `ConfigurationError` for the first name in `unknown`, and for the first argument that is wrong, with its value
-        and the remedy.
+        Raises `ConfigurationError` for the first argument that is wrong, with its value and the remedy.
         """
-        _refuse_unknown(unknown, CHECKS)
         settings = cls(**{name: check(name, arguments[name]) for name, check in CHECKS.items()})
         norm, value = settings.max_grad_norm, settings.max_grad_value
         if norm is not None and value is not None:
@@ -251,9 +219,3 @@ def _check_of(hint: Any) -> Callable[[str, Any], Any]:
 
 CHECKS = {name: _check_of(hint) for name, hint in get_type_hints(Settings, include_extras=True).items()}
 """The check of every argument, in the order of the signature."""
-
-
-def _refuse_unknown(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in unknown:
-        hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, known)
-        raise ConfigurationError(f"Trainer has no argument {name!r}{hint}")

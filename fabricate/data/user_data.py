@@ -65,18 +65,10 @@ def open_source(
     setup.check(loading)
     if loading.drop_last:
         setup.note_drop_last()
-    if type(data).__module__.partition(".")[0] == "accelerate":
-        raise setup.error(
-            f"is a {type(data).__name__} that accelerate has already split over the ranks; pass the DataLoader that "
-            "was given to prepare()"
-        )
+    _refuse_other_kinds(data, setup)
     if isinstance(data, DataLoader):
         return _open_loader(data, setup, loading)
     _refuse_several(data, setup)
-    if isinstance(data, Mapping | str | bytes) or data is None:
-        raise setup.error(
-            f"is a {type(data).__name__}, which holds no rows to read; pass a data set, a DataLoader or an iterable"
-        )
     if isinstance(data, IterableDataset) or _is_hugging_face(data, "IterableDataset"):
         return _open_stream(data, setup, loading)
     if isinstance(data, list | tuple) and loading.batch_size is None:
@@ -100,6 +92,31 @@ def _refuse_several(data: Any, setup: Setup) -> None:
             else "name them in a mapping, {'first': ..., 'second': ...}"
         )
         raise setup.error(f"is a {type(data).__name__} of {len(data)} {type(data[0]).__name__} objects; {remedy}")
+
+
+def _refuse_other_kinds(data: Any, setup: Setup) -> None:
+    """Raise for objects that look like data and are not."""
+    if type(data).__module__.partition(".")[0] == "accelerate":
+        raise setup.error(
+            f"is a {type(data).__name__} that accelerate has already split over the ranks; pass the DataLoader that "
+            "was given to prepare()"
+        )
+    if callable(getattr(data, "train_dataloader", None)):
+        raise setup.error(
+            f"is a {type(data).__name__} (a DataModule): pass what its methods return, after prepare_data() and setup('fit'): "
+            "fit(module, data.train_dataloader(), data.val_dataloader())"
+        )
+    if type(data).__name__ == "CombinedLoader" or (
+        setup.training and isinstance(data, Mapping) and any(isinstance(part, DataLoader) for part in data.values())
+    ):
+        raise setup.error(
+            f"is a {type(data).__name__}, which joins several loaders; pass one data set: torch.utils.data.StackDataset(a=..., b=...) "
+            "gives a row of each per batch, ConcatDataset one after the other, and an iterable of batches whatever it joins"
+        )
+    if isinstance(data, Mapping | str | bytes) or data is None:
+        raise setup.error(
+            f"is a {type(data).__name__}, which holds no rows to read; pass a data set, a DataLoader or an iterable"
+        )
 
 
 def _open_dataset(data: Any, setup: Setup, loading: Loading) -> Source:

@@ -15,7 +15,6 @@ from fabricate.errors import PluginError, did_you_mean
 from fabricate.hooks import (
     ACTIONS,
     EVENTS,
-    FOREIGN,
     HOOKS,
     PER_LISTENER,
     PROJECT,
@@ -24,6 +23,7 @@ from fabricate.hooks import (
     Listener,
     Registrations,
 )
+from fabricate.registry import foreign_names
 
 __all__ = ["check_plugin"]
 
@@ -90,8 +90,8 @@ def _check_hook(
         _check_kind(where, function, hook, wrapper=bool(options.get("wrapper")))
     elif options.get("optionalhook"):
         return
-    elif hook in FOREIGN:
-        raise PluginError(f"{where} is not a hook of fabricate; use {FOREIGN[hook]}")
+    elif hook in foreign_names.HOOKS:
+        raise PluginError(f"{where} is not a hook of fabricate{foreign_names.use(hook, foreign_names.HOOKS)}")
     elif hook.startswith("on_") or marked is not None:
         raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(hook, HOOKS)}")
     elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):

@@ -22,6 +22,7 @@ from fabricate.hooks import EVENTS, PROJECT, REGISTRATIONS, Listener
 from fabricate.launch.commands import listed_plugins
 from fabricate.launch.unsupported import instead
 from fabricate.precisions.base import Precision
+from fabricate.registry import foreign_names
 from fabricate.registry.hook_calls import Manager, Origin
 from fabricate.registry.names import build, parse_name
 from fabricate.registry.validation import check_part
@@ -238,9 +239,9 @@ class Registry:
         """Every known name of `kind`, so far without importing anything new."""
         return sorted(key.partition(":")[2] for key in self._offers if key.startswith(f"{kind}:"))
 
-    def find(self, kind: str, name: str) -> Offer:
+    def find(self, kind: str, name: str, others: Collection[str] = ()) -> Offer:
         """The offer called `name` or "plugin/name". Built-in names win over active plugins, these over installed ones, which
-        are imported only when nothing else has the name.
+        are imported only when nothing else has the name. `others`: names of `kind` that are known elsewhere, for messages.
 
         Raises `ConfigurationError` for an unknown name (with the nearest known one), `PluginError` for one name from two plugins.
         """
@@ -249,7 +250,7 @@ class Registry:
             self._consult_installed()
             offers = self._offered_as(kind, name)
         if not offers:
-            raise self._unknown(kind, name)
+            raise self._unknown(kind, name, others)
         if len(offers) > 1:
             bare = offers[0].name
             both = " and ".join(f"{o.plugin!r} ({o.origin})" for o in offers)
@@ -264,13 +265,14 @@ class Registry:
         offers = [o for o in self._offers.get(f"{kind}:{bare}", []) if not owner or o.plugin == owner]
         return [o for o in offers if o.plugin == PROJECT] or offers
 
-    def _unknown(self, kind: str, name: str) -> ConfigurationError:
+    def _unknown(self, kind: str, name: str, others: Collection[str]) -> ConfigurationError:
         reasons = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
         if name in self._classes:
             reasons = f"; {name!r} is a plugin that implements hooks: use plugins=[{name!r}]"
-        known, bare = self.names(kind), name.rpartition("/")[2]
-        hint = (instead(bare) if kind == "strategy" else "") or did_you_mean(bare, known)
-        return ConfigurationError(f"{kind}={name!r} is not known{hint}; known: {', '.join(known)}{reasons}")
+        known, bare = sorted({*self.names(kind), *others}), name.rpartition("/")[2]
+        hint = _hint(kind, bare) or did_you_mean(bare, known)
+        argument = "trackers" if kind == "tracker" else kind
+        return ConfigurationError(f"{argument}={name!r} is not known{hint}; known: {', '.join(known)}{reasons}")
 
     def resolve(self, kind: str, value: object) -> tuple[Any, Offer | None]:
         """`value` as given to `strategy=` or `precision=`: an object, a name, or a name with options. Returns the object
@@ -285,8 +287,8 @@ class Registry:
             )
         if not isinstance(value, str):
             raise ConfigurationError(
-                f"{kind}={value!r}: give a name ({', '.join(self.names(kind))}), a name with options ({_EXAMPLES[kind]!r}) or "
-                f"a {base.__name__} object"
+                f"{kind}={value!r}{_hint(kind, str(value))}: give a name ({', '.join(self.names(kind))}), a name with "
+                f"options ({_EXAMPLES[kind]!r}) or a {base.__name__} object"
             )
         name, options = parse_name(kind, value)
         offer = self.find(kind, name)
@@ -298,10 +300,11 @@ class Registry:
         check_part(kind, built, base)
         return built, offer
 
-    def tracker(self, text: str) -> Callable[[str, str], Any]:
-        """What makes the registered tracker `text` (a name, maybe with options) from a run name and a logging directory."""
+    def tracker(self, text: str, others: Collection[str] = ()) -> Callable[[str, str], Any]:
+        """What makes the registered tracker `text` (a name, maybe with options) from a run name and a logging directory.
+        `others`: trackers that are not registered, for messages."""
         name, options = parse_name("trackers", text)
-        offer = self.find("tracker", name)
+        offer = self.find("tracker", name, others)
 
         def make(run_name: str, logging_dir: str) -> Any:
             return build(offer.load(), "tracker", name, options, run_name=run_name, logging_dir=logging_dir)
@@ -378,6 +381,18 @@ class Registry:
                     f"{offer.kind} {offer.name!r} is offered by {other.plugin!r} ({other.origin}) too; choose with "
                     f"{offer.plugin}/{offer.name} or {other.plugin}/{other.name}"
                 )
+
+
+def _hint(kind: str, name: str) -> str:
+    """What to use instead of a strategy or a precision that is called `name` elsewhere."""
+    if kind == "precision" and name in foreign_names.NO_PRECISION:
+        return f"; {foreign_names.NO_PRECISION[name]}"
+    if kind == "tracker":
+        return foreign_names.use(name, foreign_names.TRACKERS)
+    names = {"strategy": foreign_names.STRATEGIES, "precision": foreign_names.PRECISIONS}.get(kind, {})
+    if name.lower() in names:
+        return f"; use {kind}={names[name.lower()]!r}"
+    return instead(name) if kind == "strategy" else ""
 
 
 def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:

@@ -15,11 +15,7 @@ import pytest
 from fabricate import ConfigurationError, Every, Trainer
 from fabricate.configuration.arguments import CHECKS, Settings
 
-PARAMETERS = {
-    name: parameter
-    for name, parameter in inspect.signature(Trainer).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
-}
+PARAMETERS = inspect.signature(Trainer).parameters
 
 
 def test_the_signature_and_the_checks_have_the_same_names_in_the_same_order() -> None:

@@ -198,7 +198,7 @@ def test_lightnings_setup_is_refused() -> None:
     def setup(self: Any, stage: Any = None) -> None: ...
 
     refused(
-        "Wrong.setup is a Lightning hook that fabricate does not call; use configure_model()",
+        "Wrong.setup is a hook of another framework that fabricate does not call; use configure_model()",
         module=wrong_module(setup=setup),
     )
 

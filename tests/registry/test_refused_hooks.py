@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fabricate import Callback, PluginError, hookimpl
-from fabricate.hooks import ACTIONS, EVENTS, FOREIGN, HOOKS, PER_LISTENER
+from fabricate.hooks import ACTIONS, EVENTS, HOOKS, PER_LISTENER
+from fabricate.registry import foreign_names
 from tests.support.hearing import ROWS, Regression, fit, hearing
 
 
@@ -36,15 +37,16 @@ def _refused(plugin: object, message: str, **arguments: Any) -> None:
     assert not forwards
 
 
-@pytest.mark.parametrize(("wrong", "right"), sorted(FOREIGN.items()))
+@pytest.mark.parametrize(("wrong", "right"), sorted(foreign_names.HOOKS.items()))
 def test_a_hook_of_lightning_or_transformers_is_refused_with_ours(wrong: str, right: str) -> None:
     plugin = type("Migrated", (Callback,), {wrong: _method(wrong)})()
-    _refused(plugin, f"Migrated.{wrong} is not a hook of fabricate; use {right}")
+    remedy = foreign_names.use(wrong, {wrong: right})
+    _refused(plugin, f"Migrated.{wrong} is not a hook of fabricate{remedy}")
 
 
-@pytest.mark.parametrize("wrong", sorted(FOREIGN))
+@pytest.mark.parametrize("wrong", sorted(foreign_names.HOOKS))
 def test_a_foreign_hook_on_the_module_is_refused_too(wrong: str) -> None:
-    with pytest.raises(PluginError, match=f"Migrated.{wrong} is not a hook of fabricate; use "):
+    with pytest.raises(PluginError, match=f"Migrated.{wrong} is not a hook of fabricate; (use|leave it out:) "):
         fit(module=type("Migrated", (Regression,), {wrong: _method(wrong)})())
 
 
@@ -58,9 +60,10 @@ def test_foreign_names_point_to_what_exists() -> None:
         "Trainer(",
         "trainer.",
         "nothing: ",
+        "collate_fn",
     )
-    assert [name for name, hint in FOREIGN.items() if not hint.startswith(here)] == []
-    assert sorted(set(FOREIGN) & set(HOOKS)) == []
+    assert [name for name, hint in foreign_names.HOOKS.items() if not hint.startswith(here)] == []
+    assert sorted(set(foreign_names.HOOKS) & set(HOOKS)) == []
 
 
 @pytest.mark.parametrize("hook", EVENTS)

@@ -176,9 +176,8 @@ def test_a_signal_anywhere_saves_and_ends_the_fit_which_goes_on_bit_by_bit(
 
 def test_a_process_that_was_told_to_end_begins_no_further_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(None, Told("step", signal.SIGTERM)).stop_reason == "preempted"
-    with pytest.raises(SystemExit) as ended:
-        fit(None)
-    assert ended.value.code == 75
+    again = fit(None)
+    assert (again.stop_reason, again.exit_code, again.steps) == ("preempted", 75, 0)
     assert "SIGTERM asked this process to end: no further fit is begun" in capsys.readouterr().err
 
 
@@ -195,6 +194,14 @@ def test_a_fit_that_is_done_in_the_same_update_is_done(tmp_path: Path) -> None:
 
     preemption._told.clear()
     assert fit(None, Told("step", signal.SIGTERM), Enough()).stop_reason == "good enough"
+
+
+def test_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    fit(None, Told("step", signal.SIGINT))
+    assert (
+        capfd.readouterr().err.count("Ctrl-C: the fit ends after the update or the evaluation under way; once more")
+        == 1
+    )
 
 
 def test_ctrl_c_is_an_interruption_and_no_reason_to_start_again() -> None:

@@ -1,0 +1,540 @@
+"""Names of Lightning, transformers' Trainer and Accelerate that users bring along, and what does the same here.
+
+Every such name is in this file: arguments, attributes, methods, keywords of `self.log`, hooks, precisions and strategies. They are the
+text of errors, never synonyms. A value says what to use; it begins with "nothing: " where the line can go, and why. A name is only
+listed where the right answer is known: no hint is better than one that names something else.
+
+Must not know: what these names are checked against.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from fabricate.errors import ConfigurationError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LAUNCHER = "the launcher (fabricate run --nproc N)"
+_OPTIMIZER = "configure_optimizers, which returns the optimizer with its options"
+_SCHEDULE = "configure_optimizers: return (optimizer, 'cosine:warmup=0.1') or any scheduler"
+_BEST = "keep={'last': 1, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}"
+_PRINTED = "nothing: the plan that is printed before the first step says it"
+_RESUME = "fit(..., resume='path of a checkpoint'); with a run_dir, the same call resumes"
+
+ARGUMENTS = {
+    # Lightning
+    "callbacks": "plugins=[...]",
+    "logger": "trackers=[...]",
+    "loggers": "trackers=[...]",
+    "accumulate_grad_batches": "gradient_accumulation_steps=",
+    "gradient_clip_val": "max_grad_norm=",
+    "gradient_clip_algorithm": "max_grad_norm= or max_grad_value=",
+    "track_grad_norm": "on_step(self, grad_norm) and self.log('grad_norm', grad_norm)",
+    "devices": _LAUNCHER,
+    "gpus": _LAUNCHER,
+    "num_processes": _LAUNCHER,
+    "tpu_cores": _LAUNCHER,
+    "accelerator": "the launcher, or ACCELERATE_USE_CPU=true",
+    "num_nodes": "the launcher (fabricate run --nnodes N)",
+    "default_root_dir": "run_dir=",
+    "weights_save_path": "run_dir=",
+    "val_check_interval": "validate_every=",
+    "check_val_every_n_epoch": "validate_every=",
+    "log_every_n_steps": "log_every=",
+    "enable_progress_bar": "progress=",
+    "progress_bar_refresh_rate": "progress=",
+    "enable_checkpointing": "run_dir=",
+    "checkpoint_callback": "run_dir=, save_every= and keep=",
+    "num_sanity_val_steps": "sanity_batches=",
+    "resume_from_checkpoint": _RESUME,
+    "ckpt_path": _RESUME,
+    "min_epochs": "max_epochs alone: nothing ends a fit earlier but what you ask for; EarlyStopping counts with patience=",
+    "min_steps": "max_steps alone: nothing ends a fit earlier but what you ask for; EarlyStopping counts with patience=",
+    "overfit_batches": "a torch.utils.data.Subset of the data as train, which is read again in each epoch",
+    "enable_model_summary": _PRINTED,
+    "weights_summary": _PRINTED,
+    "model_summary": _PRINTED,
+    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(layers) where the module builds them",
+    "benchmark": "torch.backends.cudnn.benchmark = True in the script",
+    "detect_anomaly": "torch.autograd.set_detect_anomaly(True) in the script",
+    "profiler": "torch.profiler.profile, started in on_fit_start and stopped in on_fit_end",
+    "inference_mode": "nothing: evaluations run without gradients",
+    "use_distributed_sampler": "nothing: data is divided over the ranks, and a sampler of yours is respected",
+    "replace_sampler_ddp": "nothing: data is divided over the ranks, and a sampler of yours is respected",
+    "reload_dataloaders_every_n_epochs": "a sampler or an iterable that changes with the epoch",
+    "auto_scale_batch_size": "accelerate.utils.find_executable_batch_size around trainer.fit",
+    "auto_lr_find": "configure_optimizers: give the learning rate",
+    "enable_autolog_hparams": "nothing: constructor arguments are recorded, and trackers get them",
+    "barebones": "progress=False, save_every=None, validate_every=None",
+    "amp_backend": "precision=",
+    "move_metrics_to_cpu": "nothing: metrics are reduced at log boundaries",
+    # transformers
+    "report_to": "trackers=[...]",
+    "output_dir": "run_dir=",
+    "logging_dir": "run_dir=",
+    "bf16": "precision='bf16'",
+    "fp16": "precision='fp16'",
+    "tf32": "precision='tf32'",
+    "num_train_epochs": "max_epochs=",
+    "learning_rate": "configure_optimizers",
+    "lr": "configure_optimizers",
+    "weight_decay": _OPTIMIZER,
+    "optim": _OPTIMIZER,
+    "optimizer": _OPTIMIZER,
+    "optimizers": _OPTIMIZER,
+    "adam_beta1": _OPTIMIZER,
+    "adam_beta2": _OPTIMIZER,
+    "adam_epsilon": _OPTIMIZER,
+    "lr_scheduler_type": _SCHEDULE,
+    "lr_scheduler": _SCHEDULE,
+    "lr_scheduler_kwargs": _SCHEDULE,
+    "warmup_steps": "configure_optimizers: return (optimizer, 'linear:warmup=500')",
+    "warmup_ratio": "configure_optimizers: return (optimizer, 'linear:warmup=0.1')",
+    "eval_strategy": "validate_every=",
+    "evaluation_strategy": "validate_every=",
+    "eval_steps": "validate_every='500 steps'",
+    "eval_on_start": "validate_first=",
+    "save_strategy": "save_every=",
+    "save_steps": "save_every='500 steps'",
+    "save_total_limit": "keep=",
+    "load_best_model_at_end": f"load_best=True with {_BEST}",
+    "metric_for_best_model": _BEST,
+    "greater_is_better": _BEST,
+    "logging_strategy": "log_every=",
+    "logging_steps": "log_every='500 steps'",
+    "disable_tqdm": "progress=False",
+    "run_name": "trackers=['wandb:name=...'] or another option of the tracker",
+    "project": "trackers=['wandb:project=...']",
+    "per_device_train_batch_size": "fit(..., batch_size=)",
+    "per_device_eval_batch_size": "a DataLoader as val, which has its own batch_size",
+    "auto_find_batch_size": "accelerate.utils.find_executable_batch_size around trainer.fit",
+    "batch_size": "fit(..., batch_size=)",
+    "num_workers": "fit(..., num_workers=)",
+    "data_collator": "fit(..., collate_fn=)",
+    "dataloader_num_workers": "fit(..., num_workers=)",
+    "dataloader_drop_last": "a DataLoader(..., drop_last=True) as train",
+    "dataloader_pin_memory": "a DataLoader(..., pin_memory=True)",
+    "dataloader_persistent_workers": "a DataLoader(..., persistent_workers=True)",
+    "dataloader_prefetch_factor": "a DataLoader(..., prefetch_factor=2)",
+    "group_by_length": "a sampler in a DataLoader",
+    "model": "trainer.fit(module, train, val)",
+    "train_dataset": "trainer.fit(module, train, val)",
+    "eval_dataset": "trainer.fit(module, train, val)",
+    "compute_metrics": "validation_step, which returns a mapping of metrics; torchmetrics objects in self.log see the whole set",
+    "compute_loss_func": "training_step, which returns the loss",
+    "tokenizer": "an attribute of the module, which model/ then contains",
+    "processing_class": "an attribute of the module, which model/ then contains",
+    "torch_compile": "compile=",
+    "torch_compile_mode": "compile={'mode': ...}",
+    "torch_compile_backend": "compile={'backend': ...}",
+    "gradient_checkpointing": "model.gradient_checkpointing_enable() in the module, or strategy='fsdp:activation_checkpointing=true'",
+    "label_smoothing_factor": "cross_entropy(..., label_smoothing=) in training_step",
+    "full_determinism": "deterministic=True and seed=",
+    "data_seed": "seed=",
+    "deepspeed": "strategy='zero2' or 'zero3', with 'zero3:config=FILE' for a DeepSpeed file",
+    "fsdp": "strategy='fsdp'",
+    "fsdp_config": "strategy='fsdp:...', with its options after the colon",
+    "ddp_find_unused_parameters": "strategy='ddp:find_unused_parameters=true'",
+    "ddp_timeout": "timeout='30 minutes'",
+    "push_to_hub": "on_export(self, path), which may upload the folder",
+    "use_cpu": "ACCELERATE_USE_CPU=true in the environment",
+    "no_cuda": "ACCELERATE_USE_CPU=true in the environment",
+    # Accelerate
+    "mixed_precision": "precision=",
+    "log_with": "trackers=[...]",
+    "project_dir": "run_dir=",
+    "cpu": "ACCELERATE_USE_CPU=true in the environment",
+    "fsdp_plugin": "strategy='fsdp'",
+    "deepspeed_plugin": "strategy='zero2' or 'zero3'",
+    "gradient_accumulation_plugin": "gradient_accumulation_steps=",
+    "dynamo_backend": "compile={'backend': ...}",
+    "kwargs_handlers": "options of the strategy or the precision: 'ddp:find_unused_parameters=true'",
+}
+"""Arguments of a trainer."""
+
+_DATAMODULE = "fit(module, train, val), with what its train_dataloader() and val_dataloader() return"
+
+FIT = {
+    "model": "fit(module, train, val): the module comes first",
+    "train_dataloader": "train=, or the second position",
+    "train_dataloaders": "train=, or the second position",
+    "train_dataset": "train=, or the second position",
+    "val_dataloader": "val=, or the third position",
+    "val_dataloaders": "val=, or the third position",
+    "eval_dataset": "val=, or the third position",
+    "datamodule": _DATAMODULE,
+    "ckpt_path": "resume='path of a checkpoint'; with a run_dir, the same call resumes",
+    "resume_from_checkpoint": "resume='path of a checkpoint'; with a run_dir, the same call resumes",
+    "weights_only": "nothing: checkpoints hold no pickle",
+    "data_collator": "collate_fn=",
+    "drop_last": "a DataLoader(..., drop_last=True) as train",
+    "pin_memory": "a DataLoader(..., pin_memory=True)",
+    "persistent_workers": "a DataLoader(..., persistent_workers=True)",
+    "prefetch_factor": "a DataLoader(..., prefetch_factor=2)",
+    "sampler": "a DataLoader(..., sampler=...)",
+    "max_epochs": "Trainer(max_epochs=...)",
+    "max_steps": "Trainer(max_steps=...)",
+    "epochs": "Trainer(max_epochs=...)",
+}
+"""Keywords of `fit`."""
+
+EVALUATE = {
+    "model": "the module in the first position",
+    "dataloaders": "data=, or the second position",
+    "dataloader": "data=, or the second position",
+    "val_dataloaders": "data=, or the second position",
+    "test_dataloaders": "data=, or the second position",
+    "eval_dataset": "data=, or the second position",
+    "test_dataset": "data=, or the second position",
+    "datamodule": "data=, with what its dataloader method returns",
+    "ckpt_path": "checkpoint=: a path, 'best' or 'last'",
+    "verbose": "nothing: the metrics are returned",
+    "return_predictions": "nothing: predictions are returned",
+    "weights_only": "nothing: checkpoints hold no pickle",
+}
+"""Keywords of `validate`, `test` and `predict`."""
+
+TRAINER = {
+    "global_step": "trainer.step",
+    "current_epoch": "trainer.epoch",
+    "callback_metrics": "trainer.metrics",
+    "logged_metrics": "trainer.metrics",
+    "progress_bar_metrics": "trainer.metrics",
+    "world_size": "trainer.accelerator.num_processes",
+    "num_devices": "trainer.accelerator.num_processes",
+    "global_rank": "trainer.accelerator.process_index",
+    "local_rank": "trainer.accelerator.local_process_index",
+    "is_global_zero": "trainer.is_main",
+    "is_world_process_zero": "trainer.is_main",
+    "estimated_stepping_batches": "trainer.total_steps",
+    "num_training_batches": "trainer.total_steps, the number of updates in all",
+    "max_epochs": "trainer.settings.max_epochs",
+    "max_steps": "trainer.settings.max_steps",
+    "should_stop": "trainer.stop('reason')",
+    "save_checkpoint": "trainer.save(path)",
+    "save_model": "module.export, or RUN_DIR/model/ after the fit",
+    "default_root_dir": "trainer.run_dir",
+    "log_dir": "trainer.run_dir",
+    "logger": "self.log(name, value), and trainer.accelerator.get_tracker(name) for what is not a number",
+    "loggers": "self.log(name, value), and trainer.accelerator.get_tracker(name) for what is not a number",
+    "datamodule": "the data that was passed to fit",
+    "train_dataloader": "the data that was passed to fit",
+    "val_dataloaders": "the data that was passed to fit",
+    "test_dataloaders": "the data that was passed to test",
+    "lightning_module": "the argument `module` of a hook",
+    "model": "the argument `module` of a hook",
+    "lr_scheduler_configs": "self.log in on_step; the learning rate is logged as 'lr'",
+    "checkpoint_callback": "trainer.run_dir; fit returns the newest and the best checkpoint",
+    "checkpoint_callbacks": "trainer.run_dir; fit returns the newest and the best checkpoint",
+    "early_stopping_callback": "the EarlyStopping object that was passed in plugins=",
+    "callbacks": "the objects that were passed in plugins=",
+    "print": "module.print",
+    "training": "the hook that is called: on_step runs in training, on_eval_start and on_eval_end around an evaluation",
+    "validating": "the argument `stage` of on_eval_start and on_eval_end",
+    "testing": "the argument `stage` of on_eval_start and on_eval_end",
+    "predicting": "the argument `stage` of on_eval_start and on_eval_end",
+    "sanity_checking": "the argument `stage` of on_eval_start and on_eval_end",
+    "state": "trainer.progress",
+    "train": "trainer.fit(module, train, val)",
+    "evaluate": "trainer.validate(module, data)",
+    "tune": "trainer.fit(module, train, val)",
+    "backward": "training_step, which returns the loss",
+}
+"""Attributes and methods of a trainer."""
+
+MODULE = {
+    "save_hyperparameters": "nothing: constructor arguments are recorded in checkpoints",
+    "hparams": "an attribute that __init__ sets; constructor arguments are recorded in checkpoints",
+    "log_dict": "self.log(name, value) for each item",
+    "global_step": "self.trainer.step",
+    "current_epoch": "self.trainer.epoch",
+    "global_rank": "self.trainer.accelerator.process_index",
+    "local_rank": "self.trainer.accelerator.local_process_index",
+    "logger": "self.log(name, value), and self.trainer.accelerator.get_tracker(name) for what is not a number",
+    "loggers": "self.log(name, value), and self.trainer.accelerator.get_tracker(name) for what is not a number",
+    "optimizers": "self.trainer.optimizers; which one an update is for, training_step returns: {'loss': loss, 'optimizer': name}",
+    "lr_schedulers": "configure_optimizers: a scheduler that it returns is advanced by the loop",
+    "manual_backward": "training_step, which returns the loss",
+    "toggle_optimizer": "training_step, which returns {'loss': loss, 'optimizer': name}",
+    "untoggle_optimizer": "training_step, which returns {'loss': loss, 'optimizer': name}",
+    "toggled_optimizer": "training_step, which returns {'loss': loss, 'optimizer': name}",
+    "clip_gradients": "Trainer(max_grad_norm=...)",
+    "all_gather": "self.trainer.accelerator.gather(tensor)",
+    "freeze": "self.requires_grad_(False) and self.eval()",
+    "unfreeze": "self.requires_grad_(True) and self.train()",
+    "to_onnx": "torch.onnx.export",
+    "to_torchscript": "torch.jit.trace",
+    "current_device": "self.device",
+    "on_gpu": "self.device.type == 'cuda'",
+    "fabric": "self.trainer.accelerator",
+    "example_input_array": "nothing: no summary or graph is made of it",
+}
+"""Attributes and methods of a module; the dtype of its parameters is theirs: `next(self.parameters()).dtype`."""
+
+MODULE_SETTINGS = {
+    "automatic_optimization": (
+        False,
+        "several optimizers: configure_optimizers returns them by name, and training_step the one that an update is for: "
+        "{'loss': loss, 'optimizer': name}",
+    ),
+}
+"""Attributes that users set on a module, the value that would change a run, and what to use."""
+
+TRAINER_SETTINGS = {"should_stop": "trainer.stop('reason')"}
+"""Attributes that users set on a trainer."""
+
+LOG = {
+    "prog_bar": "nothing: the bar shows the loss and what else it has room for; Trainer(progress=['accuracy']) chooses",
+    "on_step": "nothing: values are logged every log_every, and over the epoch as 'epoch_NAME'",
+    "on_epoch": "nothing: values are logged every log_every, and over the epoch as 'epoch_NAME'",
+    "sync_dist": "nothing: values are reduced over ranks",
+    "sync_dist_group": "nothing: values are reduced over ranks",
+    "rank_zero_only": "nothing: values are reduced over ranks, every rank logs",
+    "reduce_fx": "reduce='mean' or 'sum', or a torchmetrics object",
+    "batch_size": "weight=, where the mean was not taken over the rows of the batch",
+    "logger": "nothing: every value goes to metrics.jsonl and the trackers",
+    "enable_graph": "nothing: a value is detached",
+    "add_dataloader_idx": "nothing: fit(..., val={'a': ..., 'b': ...}) names the sets",
+    "metric_attribute": "nothing: a torchmetrics object may be logged as it is",
+    "step": "nothing: a value belongs to the update in which it is logged",
+}
+"""Keywords of `self.log`."""
+
+LOAD = {
+    "strict": "nothing: a checkpoint's names have to be those of the module; for a part, fabricate ckpt export and load_state_dict",
+    "map_location": "nothing: weights are loaded on the CPU",
+    "checkpoint_path": "the path in the first position",
+    "hparams_file": "nothing: constructor arguments are recorded in checkpoints",
+    "weights_only": "nothing: checkpoints hold no pickle",
+}
+"""Keywords of `load_from_checkpoint`."""
+
+PRECISIONS = {
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+    "fp16-mixed": "fp16",
+    "16": "fp16",
+    "half": "fp16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "fp8-mixed": "fp8",
+    "transformer-engine": "fp8",
+}
+"""Names of precisions; those with another meaning (float16 or float64 parameters) have no counterpart."""
+
+NO_PRECISION = {
+    "16-true": "parameters in float16 do not train stably; use precision='fp16' (autocast and loss scaling) or 'bf16-true'",
+    "fp16-true": "parameters in float16 do not train stably; use precision='fp16' (autocast and loss scaling) or 'bf16-true'",
+    "64": "for float64 call module.double() before fit, with precision='fp32', and give batches in float64",
+    "64-true": "for float64 call module.double() before fit, with precision='fp32', and give batches in float64",
+}
+"""Precisions that do not exist here, and the way to what is meant."""
+
+TRACKERS = {
+    "csv": "nothing: metrics.jsonl in run_dir has every value, a JSON object per line",
+    "csvlogger": "nothing: metrics.jsonl in run_dir has every value, a JSON object per line",
+    "none": "trackers=[]",
+    "tensorboardx": "trackers=['tensorboard']",
+    "weights_and_biases": "trackers=['wandb']",
+}
+"""Names of trackers."""
+
+STRATEGIES = {
+    "deepspeed": "zero2",
+    "deepspeed_stage_1": "zero1",
+    "deepspeed_stage_1_offload": "zero1:offload_optimizer=cpu",
+    "deepspeed_stage_2": "zero2",
+    "deepspeed_stage_2_offload": "zero2:offload_optimizer=cpu",
+    "deepspeed_stage_3": "zero3",
+    "deepspeed_stage_3_offload": "zero3:offload_optimizer=cpu,offload_param=cpu",
+    "ddp_find_unused_parameters_true": "ddp:find_unused_parameters=true",
+    "ddp_find_unused_parameters_false": "ddp",
+    "ddp_spawn": "ddp",
+    "ddp_fork": "ddp",
+    "ddp_notebook": "ddp",
+    "ddp_static_graph": "ddp:static_graph=true",
+    "dp": "ddp",
+    "multi_gpu": "ddp",
+    "fsdp2": "fsdp",
+    "full_shard": "fsdp",
+    "fsdp_native": "fsdp",
+    "shard_grad_op": "fsdp:reshard_after_forward=false",
+    "fsdp_cpu_offload": "fsdp:offload=cpu",
+    "model_parallel": "fsdp:tp=N",
+    "zero_1": "zero1",
+    "zero_2": "zero2",
+    "zero_3": "zero3",
+    "no": "single",
+    "single_device": "single",
+}
+"""Names of strategies."""
+
+_ONE_OF_RDZV = "--nnodes N --node-rank I --master-addr HOST --master-port PORT"
+
+RUN = {
+    "--nproc-per-node": "--nproc N",
+    "--num-processes": "--nproc N",
+    "--gpus": "--nproc N",
+    "--ngpus": "--nproc N",
+    "--num-gpus": "--nproc N",
+    "--gpus-per-node": "--nproc N",
+    "--devices": "--nproc N",
+    "--multi-gpu": "--nproc N",
+    "--num-nodes": "--nnodes N",
+    "--num-machines": "--nnodes N",
+    "--machine-rank": "--node-rank I",
+    "--main-process-ip": "--master-addr HOST",
+    "--main-process-port": "--master-port PORT",
+    "--rdzv-endpoint": _ONE_OF_RDZV,
+    "--rdzv-backend": _ONE_OF_RDZV,
+    "--rdzv-id": _ONE_OF_RDZV,
+    "--standalone": "nothing: the ranks of one node find a port",
+    "--max-restarts": "nothing: exit code 75 says that the state is saved; start the same command again",
+    "--mixed-precision": "--precision NAME",
+    "--config-file": "--config FILE",
+    "--deepspeed-config-file": "--config FILE",
+    "--use-fsdp": "--strategy fsdp",
+    "--use-deepspeed": "--strategy zero2, or zero3",
+    "--zero-stage": "--strategy zero2, or zero3",
+    "--dynamo-backend": "Trainer(compile=True)",
+    "--gpu-ids": "CUDA_VISIBLE_DEVICES in the environment",
+}
+"""Options of torchrun, `accelerate launch` and Lightning's command line, with dashes."""
+
+HOOKS = {
+    # Lightning
+    "on_train_start": "on_fit_start",
+    "on_train_end": "on_fit_end",
+    "on_train_epoch_start": "on_epoch_start",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_batch_start": "train_step (wrap it)",
+    "on_train_batch_end": "on_accumulate (per micro-batch) or on_step (per update)",
+    "on_before_backward": "train_step (wrap it)",
+    "on_after_backward": "on_accumulate",
+    "on_before_optimizer_step": "on_before_step",
+    "on_before_zero_grad": "on_step",
+    "on_validation_start": "on_eval_start",
+    "on_validation_end": "on_eval_end",
+    "on_validation_epoch_start": "on_eval_start",
+    "on_validation_epoch_end": "on_eval_end",
+    "on_validation_batch_start": "eval_step (wrap it)",
+    "on_validation_batch_end": "eval_step (wrap it)",
+    "on_validation_model_eval": "on_eval_start",
+    "on_validation_model_train": "on_eval_end",
+    "on_test_start": "on_eval_start",
+    "on_test_end": "on_eval_end",
+    "on_test_epoch_start": "on_eval_start",
+    "on_test_epoch_end": "on_eval_end",
+    "on_test_batch_start": "eval_step (wrap it)",
+    "on_test_batch_end": "eval_step (wrap it)",
+    "on_predict_start": "on_eval_start",
+    "on_predict_end": "on_eval_end",
+    "on_predict_epoch_start": "on_eval_start",
+    "on_predict_epoch_end": "on_eval_end",
+    "on_predict_batch_start": "eval_step (wrap it)",
+    "on_predict_batch_end": "eval_step (wrap it)",
+    "on_sanity_check_start": "on_eval_start",
+    "on_sanity_check_end": "on_eval_end",
+    "on_save_checkpoint": "on_save",
+    "on_load_checkpoint": "on_load",
+    "training_epoch_end": "on_epoch_end",
+    "validation_epoch_end": "on_eval_end",
+    "test_epoch_end": "on_eval_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "optimizer_zero_grad": "nothing: gradients are cleared after each update",
+    "lr_scheduler_step": "nothing: return (optimizer, scheduler) from configure_optimizers",
+    "configure_callbacks": "Trainer(plugins=[...])",
+    "configure_gradient_clipping": "Trainer(max_grad_norm=...), Trainer(max_grad_value=...) or on_before_step",
+    "configure_sharded_model": "configure_model",
+    "train_dataloader": "trainer.fit(module, train, val)",
+    "val_dataloader": "trainer.fit(module, train, val)",
+    "test_dataloader": "trainer.test(module, data)",
+    "predict_dataloader": "trainer.predict(module, data)",
+    "manual_backward": "nothing: return the loss from training_step",
+    # transformers
+    "on_init_end": "on_fit_start",
+    "on_train_begin": "on_fit_start",
+    "on_epoch_begin": "on_epoch_start",
+    "on_step_begin": "train_step (wrap it)",
+    "on_pre_optimizer_step": "on_before_step",
+    "on_optimizer_step": "on_step",
+    "on_substep_end": "on_accumulate",
+    "on_step_end": "on_step",
+    "on_evaluate": "on_eval_end",
+    "on_predict": "on_eval_end",
+    "on_prediction_step": "eval_step (wrap it)",
+    "on_push_begin": "on_saved",
+    "create_optimizer": "configure_optimizers",
+    "transfer_batch_to_device": "nothing: batches are moved to the device, also those of a class of your own with a `to` method",
+    "on_before_batch_transfer": "collate_fn",
+    "on_after_batch_transfer": "training_step",
+    "tbptt_split_batch": "training_step, or data that yields the parts",
+    "lr_scheduler_reset": "configure_optimizers",
+    "create_scheduler": "configure_optimizers",
+    "create_optimizer_and_scheduler": "configure_optimizers",
+    "get_train_dataloader": "trainer.fit(module, train, val)",
+    "get_eval_dataloader": "trainer.fit(module, train, val)",
+    "get_test_dataloader": "trainer.test(module, data)",
+    "prediction_step": "validation_step",
+    "evaluation_loop": "validation_step",
+    "test_step_end": "validation_step",
+    "predict_epoch_end": "on_eval_end",
+}
+"""Hooks and methods that users override, and where their work belongs."""
+
+COMMON_NAMES = {
+    "setup": (("stage",), "configure_model() or on_fit_start()"),
+    "teardown": (("stage",), "on_teardown()"),
+    "prepare_data": ((), "code before trainer.fit()"),
+    "backward": (("loss",), "training_step, which returns the loss; on_accumulate() follows its backward"),
+    "compute_loss": (("model", "inputs"), "training_step()"),
+}
+"""Methods whose names are usual for helpers: Lightning's or transformers' only with these first arguments (and what to use)."""
+
+
+def use(name: str, names: Mapping[str, str]) -> str:
+    """The remedy for `name` as the end of an error, empty for a name that is not in `names`: "; use max_grad_norm="."""
+    if name not in names:
+        return ""
+    verb, colon, why = names[name].partition("nothing: ")
+    return f"; leave it out: {why}" if colon and not verb else f"; use {names[name]}"
+
+
+def hint(name: str, names: Mapping[str, str], known: Iterable[str]) -> str:
+    """As `use`, else the one of `known` of which `name` is a misspelling, if there is one."""
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.85)
+    return use(name, names) or (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def translated(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a keyword that the decorated function does not have a `ConfigurationError` with the remedy of `names`."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        where = function.__qualname__.removesuffix(".__init__").removeprefix("TrainModule.")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name not in known:
+                    raise ConfigurationError(f"{where} has no argument {name!r}{hint(name, names, known)}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def missing_attribute(owner: Any, name: str, names: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that `owner` does not have."""
+    return AttributeError(f"{type(owner).__name__} has no attribute {name!r}{use(name, names)}", name=name, obj=None)
