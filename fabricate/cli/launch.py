@@ -16,8 +16,31 @@ from fabricate.errors import ConfigurationError
 from fabricate.launch import commands
 from fabricate.launch.config_files import ConfigFile, read_config
 from fabricate.launch.settings import requests
+from fabricate.registry import foreign_names
 
-__all__ = ["launching", "prepared"]
+__all__ = ["Launching", "launching", "prepared"]
+
+
+class Launching(click.Command):
+    """A command that starts SCRIPT: an option that looks like one of its own, or of another launcher, is not passed on."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {
+            option
+            for parameter in self.get_params(ctx)
+            if isinstance(parameter, click.Option)
+            for option in parameter.opts
+        }
+        for argument in args[: args.index("--")] if "--" in args else args:
+            option = argument.partition("=")[0]
+            dashed = option.replace("_", "-")
+            if not option.startswith("--") or option in own:
+                continue
+            if hint := f"; use {dashed}" if dashed in own else foreign_names.hint(dashed, foreign_names.RUN, own):
+                raise click.UsageError(
+                    f"{option} is not an option of fabricate{hint}. An option of SCRIPT goes after --"
+                )
+        return super().parse_args(ctx, args)
 
 
 def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:

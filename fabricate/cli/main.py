@@ -15,7 +15,7 @@ import click
 
 from fabricate.cli.checkpoints import ckpt
 from fabricate.cli.doctor import doctor
-from fabricate.cli.launch import launching, prepared
+from fabricate.cli.launch import Launching, launching, prepared
 from fabricate.cli.plugins import PluginCommands, plugins
 from fabricate.cli.report import report
 from fabricate.cli.self_checks import check_invariance, verify_resume
@@ -55,13 +55,14 @@ def main(debug: bool) -> None:
     """
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
+@main.command(cls=Launching, context_settings={"ignore_unknown_options": True})
 @launching
 def run(**options: Any) -> None:
     """Run SCRIPT on this node's processes, through torchrun where there are several.
 
-    The options below are recognised before and after SCRIPT. Every other option is SCRIPT's own; one of the same name
-    goes after --. The exit code is SCRIPT's, or 75 when its fit was preempted and saved: start the same command again.
+    The options below are recognised before and after SCRIPT. Every other option is SCRIPT's own; one of the same name,
+    or of a name that looks like a mistake, goes after --. The exit code is SCRIPT's, or 75 when its fit was preempted and
+    saved: start the same command again.
 
     \b
     Examples:
@@ -73,7 +74,7 @@ def run(**options: Any) -> None:
     _start(plan_only=False, **options)
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
+@main.command(cls=Launching, context_settings={"ignore_unknown_options": True})
 @launching
 def plan(**options: Any) -> None:
     """Run SCRIPT up to its first fit, print the plan, and stop.

@@ -16,12 +16,12 @@ from typing import Any
 import click
 
 from fabricate.cli.checkpoints import print_differences
-from fabricate.cli.launch import launching, prepared
+from fabricate.cli.launch import Launching, launching, prepared
 from fabricate.cli.tables import print_table
 from fabricate.errors import ConfigurationError
 
 
-@click.command("verify-resume", context_settings={"ignore_unknown_options": True})
+@click.command("verify-resume", cls=Launching, context_settings={"ignore_unknown_options": True})
 @click.option("--at", type=click.IntRange(1), required=True, metavar="N", help="Kill it in the update after step N.")
 @click.option("--into", type=click.Path(path_type=Path), metavar="DIR", help="Keep logs, checkpoints and notes in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

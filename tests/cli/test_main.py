@@ -234,6 +234,37 @@ def test_a_wrong_command_is_explained_in_a_line(script: str, arguments: tuple[st
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("--nprocs", "; did you mean '--nproc'?"),
+        ("--nproc_per_node=4", "; use --nproc N"),
+        ("--nproc-per-node", "; use --nproc N"),
+        ("--num_processes", "; use --nproc N"),
+        ("--gpus", "; use --nproc N"),
+        ("--strategey", "; did you mean '--strategy'?"),
+        ("--mixed_precision", "; use --precision NAME"),
+        ("--node_rank", "; use --node-rank"),
+        ("--standalone", "; leave it out: the ranks of one node find a port"),
+    ],
+)
+def test_a_near_miss_of_an_option_does_not_reach_the_script(
+    script: str, command: str, option: str, remedy: str
+) -> None:
+    for arguments in ((script, option, "4"), (option, "4", script)):
+        done = _invoke(command, *arguments)
+        assert done.exit_code == 2
+        named = option.partition("=")[0]
+        assert f"{named} is not an option of fabricate{remedy}. An option of SCRIPT goes after --" in done.output
+
+
+def test_any_option_reaches_the_script_after_two_dashes(script: str) -> None:
+    done = _run("run", script, "--lr", "0.1", "--", "--gpus", "2")
+    assert done.returncode == 0, done.stderr
+    assert "'--lr', '0.1', '--gpus', '2'" in done.stdout
+
+
 def test_variables_that_contradict_each_other_are_told_once_before_any_rank_starts(script: str) -> None:
     done = _run("run", script, "--nproc", "2", "--precision", "fp32", ACCELERATE_MIXED_PRECISION="bf16")
     assert (done.returncode, done.stdout) == (2, "")
