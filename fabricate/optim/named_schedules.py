@@ -64,7 +64,8 @@ def named_schedule(
         raise ConfigurationError(f"{where} is {text!r}: {first_line(exc)}") from exc
     if total is None or not own.get("total"):
         return scheduler, text
-    return _ending(scheduler, total), f"{text} over {total} updates"
+    ends = ", which end within the warm-up" if numbers["warmup"] > total else ""
+    return _ending(scheduler, total), f"{text} over {total} updates{ends}"
 
 
 def _function(where: str, text: str, name: str) -> Any:
@@ -100,12 +101,17 @@ def _checked(schedule: str, given: dict[str, float], total: int | None) -> dict[
     whole: dict[str, int] = {}
     for option in ("warmup", "decay"):
         value = given[option]
-        if not 0 <= value <= (total or math.inf) or (value >= 1 and value != int(value)):
+        if not 0 <= value < math.inf or (value >= 1 and value != int(value)):
             raise ConfigurationError(
-                f"schedule {schedule!r}: {option}={value:g}: give a share below 1, or a whole number of updates up to all {total}"
+                f"schedule {schedule!r}: {option}={value:g}: give a share below 1, or a whole number of updates"
             )
         whole[option] = int(value) if value >= 1 else math.ceil(value * (total or 0))
-    if total is not None and sum(whole.values()) > total and _SHORT.get(schedule, schedule) == "warmup_stable_decay":
+    # A fit that is cut short to try a script may end within the warm-up.
+    if (
+        total is not None
+        and sum(whole.values()) > total > whole["warmup"]
+        and _SHORT.get(schedule, schedule) == "warmup_stable_decay"
+    ):
         raise ConfigurationError(
             f"schedule {schedule!r}: warmup={given['warmup']:g} and decay={given['decay']:g} are more than all {total} updates"
         )

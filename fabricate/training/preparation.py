@@ -28,6 +28,7 @@ from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
+from fabricate.optim.pace import notes_of_pace
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
@@ -101,6 +102,7 @@ def _check_validation(run: Run) -> None:
 def _configure_optimizers(run: Run) -> None:
     """Fill `run.optim` with what the module's `configure_optimizers` returns, checked. All ranks."""
     module, engine, optim = run.module, run.engine, run.optim
+    assert run.source is not None
     where = f"{type(module).__name__}.configure_optimizers"
     made = configured_optimizers(where, module)
     optim.optimizers, optim.schedules = read_optimizers(where, made, run.total_steps)
@@ -112,6 +114,7 @@ def _configure_optimizers(run: Run) -> None:
     optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     if not run.settings.fast_dev_run:
         run.notes.extend(notes_of_length(optim.schedules, run.total_steps, run.settings.max_epochs))
+        run.notes.extend(notes_of_pace(optim.schedules, run.total_steps, run.source.updates_per_epoch))
     for schedule in optim.schedules.values():
         if schedule.metric is not None and not run.validates:
             raise ConfigurationError(

@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler
 
 from fabricate import Callback, ConfigurationError, Trainer, TrainModule, hookimpl
 from fabricate.optim.named_schedules import named_schedule, schedule_names
-from fabricate.optim.schedules import own_lengths
+from fabricate.optim.pace import notes_of_pace
+from fabricate.optim.schedules import Schedule, own_lengths
 from fabricate.testing import run_ranks
 
 ROWS = [(torch.full((2,), row / 10), torch.tensor([row / 10])) for row in range(10)]
@@ -233,8 +234,8 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
         ((), "return an optimizer, (optimizer, scheduler), (optimizer, scheduler, 'epoch')"),
         (("cosin",), "is 'cosin'; did you mean 'cosine'?; give constant, linear, cosine, wsd, "),
         (("cosine:warm=3",), "has no option 'warm'; did you mean 'warmup'?"),
-        (("cosine:warmup=1.5",), "warmup=1.5: give a share below 1, or a whole number of updates up to all 15"),
-        (("cosine:warmup=16",), "warmup=16: give a share below 1"),
+        (("cosine:warmup=1.5",), "warmup=1.5: give a share below 1, or a whole number of updates"),
+        (("cosine:warmup=-1",), "warmup=-1: give a share below 1"),
         (("cosine:minimum=2",), "minimum=2: give a share of the learning rate"),
         (("wsd:warmup=10,decay=10",), "warmup=10 and decay=10 are more than all 15 updates"),
         (("cosine", "epoch"), "is 'cosine', which advances per update; leave 'epoch' out"),
@@ -327,6 +328,67 @@ def test_a_schedule_in_epochs_that_advances_per_update_is_told_how_to() -> None:
     module = Module(lambda trainer, optimizer: (optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 3), "epoch"))
     Trainer(max_epochs=3, progress=False, plugins=[Told()]).fit(module, ROWS, batch_size=2)
     assert told == [note]
+
+
+PER_EPOCH: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR advances once per update, and its step_size of 2 is less than the 5 updates of an epoch": (
+        lambda o: lr_scheduler.StepLR(o, 2)
+    ),
+    "MultiStepLR advances once per update, and its last milestone, 4, is less than": (
+        lambda o: lr_scheduler.MultiStepLR(o, [2, 4])
+    ),
+    "ExponentialLR advances once per update, and after 7 updates the rate is 1e-07 of its start": (
+        lambda o: lr_scheduler.ExponentialLR(o, 0.1)
+    ),
+    "LambdaLR advances once per update, and its function takes 'epoch'": (
+        lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.95**epoch)
+    ),
+    "LambdaLR advances once per update, and after 7 updates the rate is 1e-07 of its start": (
+        lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.1**n)
+    ),
+    "StepLR advances once per update, and its step_size of 1 is less than": (
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 1)], [3])
+    ),
+}
+PER_UPDATE: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda o: lr_scheduler.StepLR(o, 5),
+    lambda o: lr_scheduler.MultiStepLR(o, [2, 9]),
+    lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / 15),
+    lambda o: transformers.get_cosine_schedule_with_warmup(o, 2, 15),
+]
+
+
+def _pace(made: Any, advances: str = "step") -> list[str]:
+    return notes_of_pace({"main": Schedule(made, advances, "text")}, total_steps=15, per_epoch=5)
+
+
+def test_a_schedule_that_looks_as_if_it_were_meant_per_epoch_gets_a_note() -> None:
+    for said, made in PER_EPOCH.items():
+        (note,) = _pace(made(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)))
+        assert said.partition(" and ")[2] in note
+        assert note.endswith("; if it is meant per epoch, return (optimizer, scheduler, 'epoch')")
+    for made in (*PER_EPOCH.values(), *PER_UPDATE):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        assert _pace(made(optimizer), "epoch") == []
+    for made in PER_UPDATE:
+        assert _pace(made(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5))) == []
+
+
+def test_the_note_about_the_pace_is_in_the_plan(tmp_path: Path) -> None:
+    fit(lambda trainer, o: (o, lr_scheduler.StepLR(o, 1)), run_dir=tmp_path)
+    (note,) = json.loads((tmp_path / "plan.json").read_text())["notes"]
+    assert note.startswith(
+        "StepLR advances once per update, and its step_size of 1 is less than the 5 updates of an epoch"
+    )
+
+
+@pytest.mark.parametrize("text", ["linear:warmup=5", "cosine:warmup=5,minimum=0.1", "wsd:warmup=5,decay=2"])
+def test_a_fit_that_is_cut_short_may_end_within_the_warm_up(text: str) -> None:
+    rates = fit(lambda trainer, optimizer: (optimizer, text), max_steps=2)
+    whole = fit(lambda trainer, optimizer: (optimizer, text), max_steps=15, max_epochs=None)
+    assert rates == whole[:2]
+    fit(lambda trainer, optimizer: (optimizer, text), fast_dev_run=True)
 
 
 def test_a_schedule_that_would_raise_on_the_way_is_refused_before_the_first_step() -> None:

@@ -1,0 +1,62 @@
+"""Whether a schedule that advances once per update looks as if it were meant to advance once per epoch, Lightning's default.
+
+Must not know: which optimizers there are, the loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.optim import lr_scheduler
+
+from fabricate.optim.schedules import Schedule
+
+LEAST = 1e-6
+"""A rate below this share of its start half-way through a fit is not what was meant."""
+
+
+def notes_of_pace(schedules: Mapping[str, Schedule], total_steps: int | None, per_epoch: int | None) -> list[str]:
+    """Notes for the plan. `total_steps`: updates of the fit; `per_epoch`: those of an epoch; None where they are not known."""
+    notes = []
+    for schedule in schedules.values():
+        if schedule.advances == "step":
+            for sign in dict.fromkeys(_signs(schedule.made, total_steps, per_epoch)):
+                notes.append(
+                    f"{type(schedule.made).__name__} advances once per update, and {sign}; if it is meant per epoch, return "
+                    "(optimizer, scheduler, 'epoch')"
+                )
+    return notes
+
+
+def _signs(made: Any, total_steps: int | None, per_epoch: int | None) -> Iterator[str]:
+    """What speaks for a schedule that was written in epochs."""
+    half = total_steps // 2 if total_steps is not None else 0
+    epoch = per_epoch if per_epoch is not None and total_steps is not None and total_steps > per_epoch else 0
+    if isinstance(made, lr_scheduler.StepLR) and made.step_size < epoch:
+        yield f"its step_size of {made.step_size} is less than the {epoch} updates of an epoch"
+    elif isinstance(made, lr_scheduler.MultiStepLR) and made.milestones and max(made.milestones) < epoch:
+        yield f"its last milestone, {max(made.milestones)}, is less than the {epoch} updates of an epoch"
+    elif isinstance(made, lr_scheduler.ExponentialLR) and made.gamma**half < LEAST:
+        yield f"after {half} updates the rate is {made.gamma**half:.0e} of its start"
+    elif isinstance(made, lr_scheduler.LambdaLR):
+        yield from _signs_of_functions(made.lr_lambdas, half)
+    elif isinstance(made, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
+        for part in made._schedulers:
+            yield from _signs(part, total_steps, per_epoch)
+
+
+def _signs_of_functions(functions: Iterable[Any], half: int) -> Iterator[str]:
+    for function in functions:
+        if (name := _first_argument(function)).startswith("epoch"):
+            yield f"its function takes {name!r}"
+        elif half and function(half) < LEAST:
+            yield f"after {half} updates the rate is {function(half):.0e} of its start"
+
+
+def _first_argument(function: Any) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return ""
