@@ -191,6 +191,14 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     }
     options["pin_memory"] = loader.pin_memory or loading.pin_memory
     options["prefetch_factor"] = loader.prefetch_factor
+    if loader.persistent_workers:
+        setup.notes.append(
+            f"{setup.argument}: persistent_workers=True of the DataLoader is not applied: worker processes start anew in each epoch"
+        )
+    if not loader.in_order:
+        setup.notes.append(
+            f"{setup.argument}: in_order=False of the DataLoader is not applied: batches come in their order"
+        )
     if loader.pin_memory_device:  # naming it at all is deprecated in torch
         options["pin_memory_device"] = loader.pin_memory_device
     return Indexed(

@@ -26,13 +26,14 @@ from fabricate.distributed.group import Group, leave_at_exit
 from fabricate.distributed.loss_scaling import Scaled, Unscaled
 from fabricate.distributed.meeting import interface_towards, open_process_group
 from fabricate.distributed.shared_state import SharedState
-from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError, did_you_mean
+from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError
 from fabricate.launch.ranks import Launch
 from fabricate.metrics.torchmetrics_objects import move_torchmetrics
 from fabricate.model.building import blanks, fill, materialise, pretrained_models, set_modes
 from fabricate.model.compiling import Compilation, compiled
 from fabricate.module import TrainModule, step_function
 from fabricate.precisions.base import Precision
+from fabricate.registry.names import parse_name
 from fabricate.registry.validation import ranks_per_row, reasons
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.sharding import is_sharded
@@ -438,17 +439,16 @@ class Engine(Group):
 
     # -- trackers ----------------------------------------------------------------------------------------------------
 
-    def start_trackers(self, config: Mapping[str, Any]) -> None:
-        """Start Accelerate's trackers with the plan as their configuration. All ranks; they act on rank 0."""
-        flat = {
-            n: s["value"] if isinstance(s["value"], int | float | str | bool) else str(s["value"])
-            for n, s in config.items()
-        }
+    def start_trackers(self, config: Mapping[str, Any], trackers: Sequence[Any]) -> None:
+        """Start Accelerate's trackers, `trackers` as the user named them, with `config` as theirs: hyper-parameters by name. All
+        ranks; they act on rank 0."""
+        flat = {n: value if isinstance(value, int | float | str | bool) else str(value) for n, value in config.items()}
+        project, options = tracker_options(trackers)
         if self.rank == 0:  # a tracker may ask Accelerate for its rank while it is made: not before now
             os.makedirs(self._logging_dir or ".", exist_ok=True)
-            self.accelerator.log_with += [_checked_tracker(m("fabricate", self._logging_dir)) for m in self._made_later]
+            self.accelerator.log_with += [_checked_tracker(m(project, self._logging_dir)) for m in self._made_later]
         with self.accelerator.building():
-            self.accelerator.init_trackers("fabricate", config=flat)
+            self.accelerator.init_trackers(project, config=flat, init_kwargs=options)
 
     def end_trackers(self) -> None:
         """Let the trackers finish. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
@@ -471,7 +471,33 @@ def tracker_names() -> list[str]:
     return sorted(str(getattr(n, "value", n)) for n in LOGGER_TYPE_TO_CLASS)
 
 
-def check_trackers(trackers: Sequence[Any], find: Callable[[str], Callable[[str, str], Any]]) -> list[Any]:
+def needs_directory(tracker: Any) -> bool:
+    """Whether a tracker, as `check_trackers` returns it, writes into the run directory."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+    if isinstance(tracker, str):
+        return bool(LOGGER_TYPE_TO_CLASS[tracker].requires_logging_directory)
+    return not isinstance(tracker, GeneralTracker)
+
+
+def tracker_options(trackers: Sequence[Any]) -> tuple[str, dict[str, dict[str, str]]]:
+    """The project ("wandb:project=name", else WANDB_PROJECT, else "fabricate"), and the other options of Accelerate's trackers."""
+    projects, options = [], {}
+    for tracker in trackers:
+        if isinstance(tracker, str) and tracker.partition(":")[0] in tracker_names():
+            name, given = parse_name("trackers", tracker)
+            projects += [given.pop("project")] if "project" in given else []
+            options[name] = given
+    if len(set(projects)) > 1:
+        raise ConfigurationError(
+            f"trackers: the projects {' and '.join(projects)} differ; Accelerate gives all trackers one"
+        )
+    return next(iter(projects), os.environ.get("WANDB_PROJECT") or "fabricate"), {n: o for n, o in options.items() if o}
+
+
+def check_trackers(
+    trackers: Sequence[Any], find: Callable[[str, Sequence[str]], Callable[[str, str], Any]]
+) -> list[Any]:
     """What an `Engine` takes as `log_with`: names of Accelerate's trackers, objects, and functions that make registered
     ones, by `find`. Accelerate drops what is not installed without a word; this refuses."""
     from accelerate.tracking import GeneralTracker, get_available_trackers
@@ -485,15 +511,10 @@ def check_trackers(trackers: Sequence[Any], find: Callable[[str], Callable[[str,
             raise ConfigurationError(
                 f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker"
             )
-        elif tracker not in known:
-            try:
-                found.append(find(tracker))
-            except ConfigurationError as exc:
-                raise ConfigurationError(
-                    f"trackers={tracker!r} is not known{did_you_mean(tracker, known)}; known: {', '.join(known)}; of plugins: {exc}"
-                ) from exc
-        elif tracker not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
-            raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {tracker}")
+        elif (name := tracker.partition(":")[0]) not in known:
+            found.append(find(tracker, known))
+        elif name not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
+            raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {name}")
         else:
-            found.append(tracker)
+            found.append(name)
     return found

@@ -81,6 +81,8 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
         name = signal.Signals(number).name
         requests.ask(signal=name)
         if number == signal.SIGINT:
+            # Not print: a handler may run in the midst of another write.
+            os.write(2, b"Ctrl-C: the fit ends after the update or the evaluation under way; once more to end now\n")
             signal.signal(signal.SIGINT, signal.default_int_handler)
         else:
             _told.append(name)

@@ -26,6 +26,7 @@ from fabricate.distributed.engine import Engine
 from fabricate.errors import ConfigurationError, size_text
 from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
+from fabricate.module import recorded
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.optim.pace import notes_of_pace
@@ -61,7 +62,8 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     if settings.seed is not None or engine.world_size > 1:
         seed_everything(derive_seed(run.source.seed, "rank", engine.data_rank))
     if settings.trackers:
-        engine.start_trackers(plan.to_json()["settings"])
+        settled = {name: value["value"] for name, value in plan.to_json()["settings"].items()}
+        engine.start_trackers({**settled, **recorded(run.module)[0]}, settings.trackers)
     if run.calls.on_fit_start is not None:
         run.calls.on_fit_start(run.trainer, run.module)
     if path is not None:
