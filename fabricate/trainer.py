@@ -68,7 +68,7 @@ class Trainer:
     save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
     validate_first: evaluate once before the first step. sanity_batches: otherwise try validation on so many batches of each set before
     the first step, so that a mistake in it shows at once; nothing of it counts, and plugins get no event of it.
-    progress: a progress bar (or plain lines) on rank 0.
+    progress: a progress bar (or plain lines) on rank 0; a list of metrics (["loss", "accuracy"]) chooses what it shows.
     plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
     or offered by an installed plugin.
     limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: micro-batches per rank (int) or a share of
@@ -106,7 +106,7 @@ class Trainer:
         validate_first: bool = False,
         sanity_batches: int = 2,
         log_every: str | float | Every = "10 steps",
-        progress: bool = True,
+        progress: bool | Sequence[str] = True,
         plugins: Sequence[object] = (),
         trackers: Sequence[Any] = (),
         limit_train_batches: int | float | None = None,

@@ -6,7 +6,9 @@ The bar reads the trainer's counters from its own refresh thread: nothing happen
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from fabricate.hooks import Callback
@@ -24,11 +26,24 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class ProgressBar(Callback):
-    """Step, loss, steps and samples per second, share of time spent waiting for data, time left; validation results as lines."""
+def debugging() -> bool:
+    """Whether the main thread is in a debugger: pdb, or one that is built on it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in ("bdb", "pdb"):
+            return True
+        frame = frame.f_back
+    return False
 
-    def __init__(self) -> None:
+
+class ProgressBar(Callback):
+    """Step, loss, time left, steps per second, share of time spent waiting for data and other metrics, as far as there is room;
+    validation results as lines. `shown`: the metrics to show, instead of the loss and what fits."""
+
+    def __init__(self, shown: Collection[str] = ()) -> None:
+        self._chosen = tuple(shown)
         self._live: Any = None
+        self._done = threading.Event()
         self._shown, self._last = 0.0, -1
         self._metrics: dict[str, float] = {}
         self._main = False
@@ -43,41 +58,69 @@ class ProgressBar(Callback):
         except Exception:
             self._total = None
         if self._main and sys.stdout.isatty():
+            from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(get_renderable=self._text, refresh_per_second=4, transient=False)
+            self._console = Console()
+            self._live = Live(console=self._console, get_renderable=self._text, auto_refresh=False, transient=False)
             self._live.start()
+            self._done.clear()
+            threading.Thread(target=self._refresh, name="fabricate progress bar", daemon=True).start()
+
+    def _refresh(self) -> None:
+        """Redraw a few times per second, except while a debugger waits for input, which would be drawn over."""
+        live = self._live
+        while not self._done.wait(0.25):
+            if not debugging():
+                live.refresh()
 
     def _text(self) -> Any:
         from rich.progress_bar import ProgressBar as Bar
         from rich.table import Table
 
+        width = self._console.width
+        epoch, bar = f"epoch {self._trainer.epoch}", 30 if width > 100 else 10
         row = Table.grid(padding=(0, 1))
-        row.add_row(
-            f"epoch {self._trainer.epoch}", Bar(total=self._total, completed=self._trainer.step, width=30), self._line()
-        )
+        for _ in range(3):
+            row.add_column(no_wrap=True)
+        line = self.line(room=width - len(epoch) - bar - 3)
+        row.add_row(epoch, Bar(total=self._total, completed=self._trainer.step, width=bar), line)
         return row
 
-    def _line(self, at: int | None = None) -> str:
-        """`at`: the update that the metrics are from, if that is not the last one."""
+    def line(self, *, at: int | None = None, room: int | None = None) -> str:
+        """What is known now, the most useful first. `at`: the update that the metrics are from, if that is not the last one;
+        `room`: characters, None for a line with the loss or the chosen metrics of any length."""
         progress = self._trainer.progress
-        now = time.monotonic()
+        first = [name for name in self._chosen or ("loss",) if name in self._metrics] or list(self._metrics)[:2]
+        parts = [f"step {progress.step if at is None else at}" + (f"/{self._total}" if self._total else "")]
+        parts += [f"{name} {self._metrics[name]:.4g}" for name in first]
+        parts += self._rates()
+        if room is not None and not self._chosen:
+            parts += [f"{name} {value:.4g}" for name, value in self._metrics.items() if name not in first]
+        text = parts[0]
+        for part in parts[1:]:
+            if room is None or len(text) + 2 + len(part) <= room:
+                text += f"  {part}"
+        return text
+
+    def _rates(self) -> list[str]:
+        progress, now = self._trainer.progress, time.monotonic()
         if self._begin is None:
             self._begin, self._tokens = (now, progress.step, progress.samples), progress.tokens
         began, step, samples = self._begin
-        rate = (progress.step - step) / max(now - began, 1e-9)
-        parts = [f"step {progress.step if at is None else at}" + (f"/{self._total}" if self._total else "")]
-        parts += [f"{name} {value:.4g}" for name, value in self._metrics.items()]
-        if rate:
-            parts += [f"{rate:.3g} steps/s", f"{(progress.samples - samples) / max(now - began, 1e-9):.4g} samples/s"]
-            if progress.tokens and progress.tokens != progress.samples:
-                parts.append(f"{(progress.tokens - self._tokens) / max(now - began, 1e-9):.4g} tokens/s")
-            waiting = self._trainer.rates.get("data_share")
-            if waiting is not None:
-                parts.append(f"{waiting:.0%} waiting for data")
-            if self._total:
-                parts.append(f"{_duration((self._total - progress.step) / rate)} left")
-        return "  ".join(parts)
+        seconds = max(now - began, 1e-9)
+        rate = (progress.step - step) / seconds
+        if not rate:
+            return []
+        parts = [f"{_duration((self._total - progress.step) / rate)} left"] if self._total else []
+        parts.append(f"{rate:.3g} steps/s")
+        waiting = self._trainer.rates.get("data_share")
+        if waiting is not None:
+            parts.append(f"{waiting:.0%} waiting for data")
+        parts.append(f"{(progress.samples - samples) / seconds:.4g} samples/s")
+        if progress.tokens and progress.tokens != progress.samples:
+            parts.append(f"{(progress.tokens - self._tokens) / seconds:.4g} tokens/s")
+        return parts
 
     def _print(self, text: str) -> None:
         if self._live is not None:
@@ -86,11 +129,11 @@ class ProgressBar(Callback):
             print(text, flush=True)
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
-        self._metrics = {n: v for n, v in metrics.items() if n == "loss"} or dict(list(metrics.items())[:2])
+        self._metrics = metrics
         now = time.monotonic()
         if self._live is None and (not self._shown or now - self._shown >= LINE_SECONDS):
             self._shown, self._last = now, step
-            self._print(self._line(step))
+            self._print(self.line(at=step))
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
         if stage == "validate" and metrics:
@@ -98,9 +141,10 @@ class ProgressBar(Callback):
 
     def on_fit_end(self) -> None:
         if self._live is None and self._last != self._trainer.step:
-            self._print(self._line())
+            self._print(self.line())
 
     def on_teardown(self) -> None:
+        self._done.set()
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -136,6 +136,20 @@ def _plugins(name: str, value: Any) -> tuple[object, ...]:
     return tuple(value)
 
 
+def _progress(name: str, value: Any) -> bool | tuple[str, ...]:
+    if isinstance(value, bool):
+        return value
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Iterable)
+        or not all(isinstance(metric, str) for metric in value)
+    ):
+        raise ConfigurationError(
+            f"{name}={value!r}: give True, False, or the metrics to show, {name}=['loss', 'accuracy']"
+        )
+    return tuple(value)
+
+
 def _trackers(name: str, value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -174,7 +188,7 @@ class Settings:
     validate_first: bool
     sanity_batches: Annotated[int, _whole(0)]
     log_every: Annotated[Every, Every.parse]
-    progress: bool
+    progress: Annotated[bool | tuple[str, ...], _progress]
     plugins: Annotated[tuple[object, ...], _plugins]
     trackers: Annotated[tuple[Any, ...], _trackers]
     limit_train_batches: int | float | None

@@ -418,9 +418,9 @@ def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
             yield f"{what}: {type(exc).__name__}: {exc}"
 
 
-def progress_bar() -> Any:
-    """The built-in progress display."""
-    return importlib.import_module("fabricate.callbacks.progress_bar").ProgressBar()
+def progress_bar(shown: Collection[str] = ()) -> Any:
+    """The built-in progress display; see `ProgressBar`."""
+    return importlib.import_module("fabricate.callbacks.progress_bar").ProgressBar(shown)
 
 
 def distribution_of(plugin: object) -> Origin:

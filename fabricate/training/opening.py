@@ -23,7 +23,7 @@ from fabricate.configuration.opened_data import Data, settle
 from fabricate.configuration.resolve import Resolved
 from fabricate.data.batches import describe
 from fabricate.distributed.consistency import check_alike
-from fabricate.distributed.engine import Engine, check_trackers
+from fabricate.distributed.engine import Engine, check_trackers, needs_directory
 from fabricate.errors import ConfigurationError, FabricateError, RankError
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.metrics.counters import Progress
@@ -79,11 +79,11 @@ class Defaults:
             run.now.evaluated.join()
 
 
-def register(found: Resolved, module: TrainModule, *, bar: bool) -> Manager:
+def register(found: Resolved, module: TrainModule, *, bar: bool | Sequence[str]) -> Manager:
     """The plugins of this run, in the order in which they are heard."""
     manager = found.registry.manager
-    if bar:  # on every rank, so that all hear the same hooks; it shows on rank 0
-        manager.add(progress_bar(), "progress_bar")
+    if bar is not False:  # on every rank, so that all hear the same hooks; it shows on rank 0
+        manager.add(progress_bar(() if bar is True else bar), "progress_bar")
     parts = [(f"{kind}/{choice.chosen.name}", choice.chosen, choice.origin) for kind, choice in found.choices.items()]
     return found.registry.activate([*parts, ("module", module, Origin()), (PROJECT, Defaults(), Origin())])
 
@@ -129,7 +129,7 @@ def _open_engine(
     if settings.fast_dev_run and training:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
     trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
-    if trackers and run_dir is None:
+    if run_dir is None and any(map(needs_directory, trackers)):
         raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
     if settings.seed is not None:
         seed_everything(settings.seed)
@@ -171,7 +171,8 @@ def _assemble(
     began: float,
 ) -> Run:
     settings, training = trainer.settings, data.train is not None
-    calls = Calls(register(found, module, bar=settings.progress and training), found.strategy.during_hook)
+    bar = settings.progress if training else False
+    calls = Calls(register(found, module, bar=bar), found.strategy.during_hook)
     if not found.strategy.exposes_gradients and calls.on_before_step is not None:
         listeners = ", ".join(calls.manager.order("on_before_step"))
         raise ConfigurationError(

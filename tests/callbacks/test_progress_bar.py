@@ -1,0 +1,102 @@
+"""The progress bar: what fits into its line, and what it leaves alone."""
+
+from __future__ import annotations
+
+import bdb
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabricate import Callback, ConfigurationError, Trainer
+from fabricate.callbacks.progress_bar import ProgressBar, debugging
+from tests.support.regression import ROWS, Regression
+
+
+class Accuracy(Regression):
+    def training_step(self, batch: Any) -> Any:
+        self.log("accuracy", 0.25)
+        self.log("perplexity", 12.5)
+        return super().training_step(batch)
+
+
+class Looks(Callback):
+    """The line of the bar at the end of the fit, for several widths; the oldest log line has gone by then."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+        self.lines: dict[int | None, str] = {}
+
+    def on_fit_end(self) -> None:
+        self.lines = {room: self.bar.line(room=room) for room in (None, 60, 200)}
+
+
+def lines(*shown: str) -> dict[int | None, str]:
+    bar = ProgressBar(shown)
+    looks = Looks(bar)
+    trainer = Trainer(max_steps=4, progress=False, log_every=1, plugins=[bar, looks])
+    trainer.fit(Accuracy(), ROWS, batch_size=2)
+    return looks.lines
+
+
+def test_a_line_has_what_fits_and_begins_with_what_matters() -> None:
+    found = lines()
+    assert all(line.startswith("step 4/4  loss 0.") for line in found.values())
+    assert len(found[60]) <= 60
+    assert "left" in found[60]
+    assert "accuracy 0.25  perplexity 12.5" in found[200]
+    assert "accuracy" not in found[None]
+
+
+def test_the_metrics_to_show_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    found = lines("perplexity", "accuracy")
+    assert all(line.startswith("step 4/4  perplexity 12.5  accuracy 0.25  ") for line in found.values())
+    assert "loss" not in "".join(found.values())
+    capsys.readouterr()
+    Trainer(max_steps=1, log_every=1, progress=["accuracy"]).fit(Accuracy(), ROWS, batch_size=2)
+    assert "step 1/1  accuracy 0.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["loss", 3, [1]])
+def test_a_choice_that_is_not_a_list_of_names_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="give True, False, or the metrics to show"):
+        Trainer(progress=given)
+
+
+def test_the_bar_rests_while_a_debugger_waits() -> None:
+    seen: list[bool] = []
+
+    class Debugger(bdb.Bdb):
+        def user_line(self, frame: Any) -> None:
+            seen.append(debugging())
+            self.set_continue()
+
+    Debugger().runcall(lambda: None)
+    assert seen == [True]
+    assert not debugging()
+
+
+def test_a_live_bar_is_no_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    widths: list[int] = []
+
+    class Measures(Callback):
+        def on_log(self, trainer: Trainer) -> None:
+            for _, plugin in trainer._live().calls.manager.list_name_plugin():
+                if isinstance(plugin, ProgressBar):
+                    console = plugin._console
+                    widths.extend(len(line) for line in console.render_lines(plugin._text(), pad=False))
+                    widths.append(console.measure(plugin._text()).maximum)
+
+    Trainer(max_steps=2, log_every=1, plugins=[Measures()]).fit(Accuracy(), ROWS, batch_size=2)
+    assert widths
+    assert max(widths) <= 80
+
+
+def test_validation_results_are_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Trainer(max_steps=1, validate_every=1).fit(Regression(), ROWS, ROWS, batch_size=2)
+    assert "val_loss" in capsys.readouterr().out
