@@ -65,6 +65,8 @@ class Trainer:
     save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens", or 0.25
     for a quarter of an epoch).
     keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}.
+    load_best: True: a fit that is complete ends with the weights of its best checkpoint, in the module and in model/; `keep` says
+    by which metric and needs "best".
     save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
     validate_first: evaluate once before the first step. sanity_batches: otherwise try validation on so many batches of each set before
     the first step, so that a mistake in it shows at once; nothing of it counts, and plugins get no event of it.
@@ -101,6 +103,7 @@ class Trainer:
         save: str = "sync",
         save_every: str | float | Every | None = "1 epoch",
         keep: int | str | Mapping[str, Any] = 3,
+        load_best: bool = False,
         save_frozen: bool = True,
         validate_every: str | float | Every | None = "1 epoch",
         validate_first: bool = False,
@@ -344,7 +347,8 @@ class Trainer:
             progress, latest = run.progress, dict(run.journal.latest)
             if settings.fast_dev_run:  # nothing is kept
                 return FitResult(progress.step, progress.epoch, latest, reason)
-            return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest)
+            best = resuming.best(run) or (None, None)
+            return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest, *best)
 
     def _check_fit(self, module: TrainModule, train: object) -> None:
         """Refuse what `fit` could not train."""
@@ -353,6 +357,11 @@ class Trainer:
         if settings.max_steps is None and settings.max_epochs is None:
             raise ConfigurationError(
                 "neither max_steps nor max_epochs is set; say how long to train, for instance Trainer(max_epochs=3)"
+            )
+        if settings.load_best and ("best" not in settings.keep or settings.run_dir is None):
+            raise ConfigurationError(
+                "load_best=True needs a run_dir and keep={'last': 1, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}, which says "
+                "what the best checkpoint is"
             )
         if train is None:
             raise ConfigurationError("train=None: give a DataLoader, a dataset or an iterable of batches")

@@ -107,7 +107,8 @@ class FitResult:
 
     steps: applied updates since the run began; epochs: completed passes; metrics: the last known value of every metric as
     floats; stop_reason: why the fit ended ("max_steps", "max_epochs", "interrupted" by Ctrl-C, "preempted" by a signal, the
-    time budget or the stop file, or a reason a hook gave); checkpoint: the newest committed checkpoint, or None without a `run_dir`.
+    time budget or the stop file, or a reason a hook gave); checkpoint: the newest committed checkpoint, or None without a `run_dir`;
+    best_checkpoint and best_score: with `keep={"best": ...}`, the best one by the metric that `keep` names, and its value.
     """
 
     steps: int
@@ -115,6 +116,8 @@ class FitResult:
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: str = ""
     checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
+    best_score: float | None = None
 
     @property
     def exit_code(self) -> int:

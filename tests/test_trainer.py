@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, FabricateError, Trainer, TrainModule
 from tests.support.regression import ROWS, Hears, Regression, Scripted, equal, files, fit, weights
 
 # -------------------------------------------------------------------------------------------------------------- how long, how much
@@ -276,6 +276,48 @@ def test_the_best_checkpoint_is_kept_and_found(tmp_path: Path) -> None:
     )
 
 
+def test_a_fit_may_end_with_its_best_weights(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    common: dict[str, Any] = {"run_dir": tmp_path, "keep": {"last": 1, "best": 1}, "validate_every": 1, "save_every": 1}
+    for name, load_best in (("last", False), ("best", True)):
+        module = Scripted([3.0, 1.0, 2.0, 4.0])
+        run_dir = tmp_path / name
+        result = fit(
+            module, val=ROWS[:2], max_steps=4, seed=1, **(common | {"run_dir": run_dir, "load_best": load_best})
+        )
+        assert (result.best_checkpoint, result.best_score) == (run_dir / "checkpoints" / "step-00000002", 1.0)
+        assert result.checkpoint == run_dir / "checkpoints" / "step-00000004"
+        wanted = result.best_checkpoint if load_best else result.checkpoint
+        assert equal(weights(module), weights(Scripted.load_from_checkpoint(wanted, values=[])))
+        exported = safetensors.torch.load_file(run_dir / "model" / "model.safetensors")
+        assert all(torch.equal(exported[key], value) for key, value in module.state_dict().items())
+    assert fit().best_checkpoint is None
+
+
+def test_the_best_weights_need_to_be_known(tmp_path: Path) -> None:
+    for arguments in ({"run_dir": tmp_path}, {"keep": {"best": 1}}):
+        with pytest.raises(ConfigurationError, match=r"load_best=True needs a run_dir and keep="):
+            fit(load_best=True, **arguments)
+    keep = {"best": 1, "metric": "accuracy"}
+    with pytest.raises(ConfigurationError, match=r"no checkpoint of this run recorded 'accuracy'; recorded are .*loss"):
+        fit(load_best=True, run_dir=tmp_path, keep=keep)
+
+
+def test_counters_and_metrics_are_readable_after_a_fit() -> None:
+    trainer = Trainer(max_epochs=2, progress=False, log_every=1)
+    with pytest.raises(FabricateError, match="is running, and after a fit"):
+        _ = trainer.step
+    result = trainer.fit(Regression(), ROWS, ROWS, batch_size=2)
+    for _ in range(2):
+        assert (trainer.step, trainer.epoch, trainer.metrics) == (8, 2, result.metrics)
+        assert trainer.progress.samples == 16
+        assert trainer.rates["steps_per_second"] > 0
+        trainer.validate(Regression(), ROWS, batch_size=2)
+    with pytest.raises(FabricateError, match=r"predict is running$"):
+        _ = trainer.optimizers
+
+
 def test_the_final_weights_are_exported(tmp_path: Path) -> None:
     import safetensors.torch
 
@@ -294,6 +336,44 @@ def test_a_hook_may_save_at_a_place_of_its_own(tmp_path: Path) -> None:
     module = Regression()
     assert fit(module, Saves()).checkpoint is None
     assert equal(weights(module), weights(Regression.load_from_checkpoint(tmp_path / "mine" / "at-2")))
+
+
+def test_trackers_get_the_hyper_parameters_and_the_users_project(tmp_path: Path) -> None:
+    fit(Regression(rate=0.125), run_dir=tmp_path, trackers=["tensorboard:project=mine"], seed=3)
+    [file] = tmp_path.rglob("hparams.yml")
+    assert file.is_relative_to(tmp_path / "trackers" / "mine")
+    settings = file.read_text()
+    assert "rate: 0.125" in settings
+    assert "seed: 3" in settings
+    with pytest.raises(ConfigurationError, match="trackers: the projects a and b differ"):
+        fit(run_dir=tmp_path / "other", trackers=["tensorboard:project=a", "tensorboard:project=b"])
+
+
+def test_a_tracker_that_writes_elsewhere_needs_no_run_dir() -> None:
+    from accelerate.tracking import GeneralTracker
+
+    class Keeps(GeneralTracker):
+        name = "keeps"
+        requires_logging_directory = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[dict[str, Any]] = []
+
+        @property
+        def tracker(self) -> Any:
+            return self.logged
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.logged.append(values)
+
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            self.logged.append(values)
+
+    tracker = Keeps()
+    fit(Regression(rate=0.5), trackers=[tracker], log_every=1)
+    assert tracker.logged[0]["rate"] == 0.5
+    assert "loss" in tracker.logged[1]
 
 
 def test_trackers_are_told(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ class Settings:
     save: Annotated[str, _one_of("sync", "async")]
     save_every: Annotated[Every | None, _or_none(Every.parse)]
     keep: Annotated[dict[str, Any], parse_keep]
+    load_best: Annotated[bool, _boolean]
     save_frozen: Annotated[bool, _boolean]
     validate_every: Annotated[Every | None, _or_none(Every.parse)]
     validate_first: bool

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 
+from fabricate.errors import ConfigurationError
 from fabricate.launch.commands import tell_preempted
 from fabricate.model.export import export_model
 from fabricate.module import overrides, refusing_logs
-from fabricate.training import saving
+from fabricate.training import resuming, saving
 from fabricate.training.log_lines import log_rest
 from fabricate.training.optimizer_modes import eval_mode
 from fabricate.training.run_state import Run
@@ -38,9 +39,25 @@ def _finish(run: Run, reason: str) -> None:
         )
     else:
         log_rest(run)
+        if run.settings.load_best:
+            _load_best(run)
         _export(run)
     if run.calls.on_fit_end is not None:
         run.calls.on_fit_end(run.trainer, run.module)
+
+
+def _load_best(run: Run) -> None:
+    """Put the weights of the best checkpoint into the module: the caller and RUN_DIR/model/ get them. All ranks."""
+    best = resuming.best(run)
+    if best is None:
+        metric = run.settings.keep["metric"]
+        raise ConfigurationError(
+            f"load_best=True: no checkpoint of this run recorded {metric!r}; recorded are {', '.join(run.journal.latest) or 'none'}: "
+            "name one in keep={'best': 1, 'metric': ...}"
+        )
+    path, score = best
+    resuming.load_weights_only(run, path)
+    run.module.print(f"the weights are those of {path} ({run.settings.keep['metric']} {score:g})")
 
 
 def _export(run: Run) -> None:

@@ -262,6 +262,24 @@ def load_weights_only(run: Run, path: Path) -> None:
         load_model(reader, run.module, run.engine.strategy)
 
 
+def best(run: Run) -> tuple[Path, float] | None:
+    """The best checkpoint of the run directory by the metric of `keep`, and its value; None unless `keep` names how many of the
+    best are kept, or none recorded the metric. All ranks."""
+    keep = run.settings.keep
+    if run.run_dir is None or "best" not in keep:
+        return None
+
+    def look() -> list[Any] | None:
+        ranked = best_checkpoints(format.committed(checkpoints(run)), keep["metric"], keep["mode"], unreadable=[])
+        if not ranked:
+            return None
+        with Reader(ranked[0]) as reader:
+            return [str(ranked[0]), float(reader.manifest.metrics[keep["metric"]])]
+
+    chosen = by_main(run, look)
+    return None if chosen is None else (Path(chosen[0]), chosen[1])
+
+
 def find(run_dir: Path, which: str, keep: dict[str, Any]) -> Path:
     """The "last" or the "best" checkpoint of a run directory; best by `keep`'s metric."""
     found = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
