@@ -55,10 +55,11 @@ def _before_updates(run: Run) -> None:
         if limit := finished(run):
             run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
     elif run.progress.step == 0 and not finished(run):
-        if run.settings.validate_first and run.validation:
-            validate(run, run.progress.epoch)
-        else:
-            check_validation(run)
+        with run.journal.stopwatch.apart():
+            if run.settings.validate_first and run.validation:
+                validate(run, run.progress.epoch)
+            else:
+                check_validation(run)
 
 
 def windows(run: Run) -> Iterator[Window]:
