@@ -123,7 +123,7 @@ def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[st
 
         def listener(self: object) -> None: ...
 
-        return type("StandIn", (kind,), {hook: listener if kind is Callback else hookimpl(trylast=True)(listener)})()
+        return type("StandIn", (kind,), {hook: hookimpl(trylast=kind is object)(listener)})()
 
     listeners = []
     for kind, text in parts.items():

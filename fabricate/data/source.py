@@ -166,7 +166,7 @@ class Source(ABC):
         return self._setup.error(
             f"has {what} on rank {rank} than on rank 0{shown}. Every rank has to pass the same, whole data, which fabricate divides: data "
             "that is divided already (split_dataset_by_node, shard(), a file for each rank) would be divided again, and rows would be left "
-            "out. Where rows are drawn at random, draw from torch's, numpy's or Python's generators, which are the same on every rank"
+            "out. Where the script draws rows at random, let it call fabricate.seed_everything(0) first, so that every rank draws the same ones"
         )
 
     def probe(self) -> str:

@@ -221,7 +221,7 @@ def test_ranks_that_the_nodes_cannot_share_are_an_error(script: str, tmp_path: P
         (("absent.py",), "SCRIPT 'absent.py' is not a file"),
         (("--lr", "SCRIPT"), "SCRIPT '--lr' is not a file"),
         (("SCRIPT", "--nproc", "0"), "--nproc 0"),
-        (("SCRIPT", "--nproc", "two"), "'two' is not a valid integer"),
+        (("SCRIPT", "--nproc", "two"), "'two' is not a number of processes"),
         (("--nproc", "2", "SCRIPT", "--nproc", "3"), "--nproc is given as 2 and 3"),
         (("SCRIPT", "--nnodes", "2"), "without --master-addr"),
         (("SCRIPT", "--config", "absent.yaml"), "'absent.yaml' cannot be read"),

@@ -217,7 +217,7 @@ class Module(TrainModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 trainer = Trainer(trackers=["new-tracker"], run_dir=sys.argv[1], max_steps=2, log_every=1, progress=False)
-trainer.fit(Module(), torch.randn(16, 4), batch_size=4)
+trainer.fit(Module(), torch.linspace(-1, 1, 64).reshape(16, 4), batch_size=4)
 """
 
 

@@ -37,7 +37,15 @@ def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
             raise AssertionError("Invalid device id")  # as torch
         return SimpleNamespace(name="NVIDIA H100", total_memory=GIGABYTES, uuid=f"{kind}-{device.index}")
 
+    def memory(device: torch.device) -> tuple[int, int]:
+        total: int = properties(device).total_memory
+        return total, total
+
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: GIGABYTES)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 0)
     if kind == "cuda":
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: properties(device).name)
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
@@ -121,7 +129,7 @@ def test_a_launcher_that_shows_some_devices_gets_a_plan_on_one_of_them(
     assert found["strategy"] == ("single" if world_size == 1 else "ddp")
     assert found["distributed_type"] == ("NO" if world_size == 1 else "MULTI_GPU")
     assert found["precision"] == "bf16"
-    assert "74.5 GiB (NVIDIA H100)" in found.source("memory_per_rank")
+    assert "74.5 GiB (free on NVIDIA H100)" in found.source("memory_per_rank")
 
 
 @pytest.mark.parametrize(
@@ -140,14 +148,23 @@ def test_a_copy_per_node_knows_the_ranks_of_a_node_from_every_launcher(
     assert plan(monkeypatch, environ, "fsdp:shard=node")["shards"].endswith(shards)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2:offload_optimizer=cpu", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("ddp", "MULTI_GPU"),
+        ("fsdp", "FSDP"),
+        ("zero1", "DEEPSPEED"),
+        ("zero2:offload_optimizer=cpu", "DEEPSPEED"),
+        ("zero3", "DEEPSPEED"),
+    ],
+)
 def test_a_strategy_for_ranks_on_one_process_says_that_nothing_is_divided(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see(monkeypatch, "cuda", 1)
     found = plan(monkeypatch, torchrun(0, 1, 1), strategy)
     name = strategy.partition(":")[0]
-    assert found["distributed_type"] == "MULTI_GPU"
+    assert found["distributed_type"] == kind
     assert f"strategy={name!r} on one process: nothing is divided between ranks" in found.notes
 
 

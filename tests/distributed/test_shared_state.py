@@ -120,6 +120,7 @@ def test_an_accelerator_that_asks_for_the_same_is_adopted() -> None:
 def test_a_device_that_is_not_that_of_the_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
     PartialState()
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
     with pytest.raises(ConfigurationError, match="is on meta and the fit runs on cpu: set ACCELERATE_USE_CPU=true"):
         fit()
 
