@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -30,7 +30,6 @@ from fabricate.registry import foreign_names
 from fabricate.registry.hook_calls import Calls
 from fabricate.training import evaluation, loop, resuming, saving
 from fabricate.training.finish import finish_fit
-from fabricate.training.journal import Journal
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
 from fabricate.training.preemption import told_to_end
 from fabricate.training.preparation import prepare_fit
@@ -42,6 +41,14 @@ if TYPE_CHECKING:
 
     from fabricate.precisions.base import Precision
     from fabricate.strategies.base import Strategy
+
+
+class _Counted(NamedTuple):
+    """The counters and last values of the run under way, or of the fit that ran last."""
+
+    progress: Progress
+    metrics: dict[str, float]
+    rates: dict[str, float]
 
 
 class Trainer:
@@ -121,8 +128,7 @@ class Trainer:
     ) -> None:
         self.settings = Settings.checked(locals())
         self._run: Run | None = None
-        self._ended: tuple[Progress, Journal] | None = None
-        """The counters and the last values of the fit that ran last."""
+        self._ended: _Counted | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Only for names that do not exist: those of other frameworks are an error that says what to use."""
@@ -142,10 +148,10 @@ class Trainer:
             raise FabricateError("this exists only while fit, validate, test or predict is running")
         return self._run
 
-    def _counted(self) -> tuple[Progress, Journal]:
+    def _counted(self) -> _Counted:
         """The counters and values of the run under way, else of the last fit."""
         if self._run is not None:
-            return self._run.progress, self._run.journal
+            return _Counted(self._run.progress, self._run.journal.latest, self._run.journal.rates)
         if self._ended is None:
             raise FabricateError("this exists only while fit, validate, test or predict is running, and after a fit")
         return self._ended
@@ -182,7 +188,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Updates applied so far; after a fit, at its end."""
-        return self._counted()[0].step
+        return self._counted().progress.step
 
     @property
     def epoch(self) -> int:
@@ -190,17 +196,17 @@ class Trainer:
         ones."""
         if self._run is not None and self._run.now.epoch is not None:
             return self._run.now.epoch
-        return self._counted()[0].epoch
+        return self._counted().progress.epoch
 
     @property
     def progress(self) -> Progress:
         """All counters of the run; after a fit, at its end."""
-        return self._counted()[0]
+        return self._counted().progress
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last known value of every metric, the same on every rank; after a fit, at its end."""
-        return dict(self._counted()[1].latest)
+        return dict(self._counted().metrics)
 
     @property
     def rates(self) -> dict[str, float]:
@@ -208,7 +214,7 @@ class Trainer:
         steps_per_second, samples_per_second, data_share (of the time, spent waiting for data) and, where the strategy
         knows it, communication_share. On a device also peak_memory_bytes and planned_memory_bytes (see docs/performance.md). Empty
         before the first boundary."""
-        return dict(self._counted()[1].rates)
+        return dict(self._counted().rates)
 
     @property
     def total_steps(self) -> int:
@@ -339,11 +345,13 @@ class Trainer:
             self._end_after_plan(found, module, data)
         stages = ["train", *(["validate"] if data.validation else [])]
         with opened(self, found, module, stages, data, began) as run:
-            self._ended = run.progress, run.journal
             prepare_fit(run, found, data, resume)
-            with noting_failures(run):
-                reason = loop.fit(run)
-            finish_fit(run, reason)
+            try:
+                with noting_failures(run):
+                    reason = loop.fit(run)
+                finish_fit(run, reason)
+            finally:  # values only: the module and the device's memory are the caller's to release
+                self._ended = _Counted(run.progress, run.journal.latest, run.journal.rates)
             progress, latest = run.progress, dict(run.journal.latest)
             if settings.fast_dev_run:  # nothing is kept
                 return FitResult(progress.step, progress.epoch, latest, reason)

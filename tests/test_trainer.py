@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +316,11 @@ def test_counters_and_metrics_are_readable_after_a_fit() -> None:
         assert trainer.progress.samples == 16
         assert trainer.rates["steps_per_second"] > 0
         trainer.validate(Regression(), ROWS, batch_size=2)
+    module = weakref.ref(fitted := Regression())
+    trainer.fit(fitted, ROWS, ROWS, batch_size=2)
+    del fitted
+    gc.collect()
+    assert module() is None, "what is kept of a fit does not keep the module"
     with pytest.raises(FabricateError, match=r"predict is running$"):
         _ = trainer.optimizers
 
