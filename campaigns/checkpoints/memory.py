@@ -91,7 +91,8 @@ def measured(strategy: str, save: str, run_dir: str) -> tuple[int, int]:
             strategy=strategy, max_steps=steps, run_dir=run_dir, save=save, save_every=2, seed=1, progress=False,
             log_every=100, plugins=[measure],
         )  # fmt: skip
-        trainer.fit(Big(), TensorDataset(torch.randn(8, WIDTH)), batch_size=1)
+        rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(steps))
+        trainer.fit(Big(), TensorDataset(rows), batch_size=1)
         found.append(measure)
     return found[0].saving, found[1].loading
 

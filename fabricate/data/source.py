@@ -166,7 +166,7 @@ class Source(ABC):
         return self._setup.error(
             f"has {what} on rank {rank} than on rank 0{shown}. Every rank has to pass the same, whole data, which fabricate divides: data "
             "that is divided already (split_dataset_by_node, shard(), a file for each rank) would be divided again, and rows would be left "
-            "out. Where the script draws rows at random, let it call fabricate.seed_everything(0) first, so that every rank draws the same ones"
+            "out. Where the script draws rows at random, let it call fabricate.seed_everything(0) first: every rank then draws the same"
         )
 
     def probe(self) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import GROUPS, Strategy
@@ -57,6 +57,20 @@ class DDP(Strategy):
                 "strategy='powersgd' of the package fabricate-powersgd"
             )
 
+    def accelerator_arguments(self) -> dict[str, Any]:
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        return {"kwargs_handlers": [DistributedDataParallelKwargs(**self._options())]}
+
+    def _options(self) -> dict[str, Any]:
+        """The arguments of `DistributedDataParallel`, as torch and Accelerate call them."""
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+        }
+
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         gradients = whole.get("gradients", 0)
         more = {} if self.gradient_as_bucket_view or not gradients else {"gradient buckets": gradients}
@@ -72,14 +86,7 @@ class DDP(Strategy):
         if not self._trained:
             return placed  # DDP refuses a module of which nothing is trained
         # Not Accelerate's wrapper: that leaves one process as it is, and takes the local rank for the index of the device.
-        model = DistributedDataParallel(
-            placed,
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-        )
-        self._model = model
+        model = self._model = DistributedDataParallel(placed, **self._options())
         if not self.find_unused_parameters and not self.static_graph:
             _arrange_buckets(model, self._trained.values())
         if self.communication_hook is not None:

@@ -35,7 +35,7 @@ def compare(run: Run) -> None:
     if run.engine.world_size == 1:
         return
     weights = {} if run.engine.strategy.replicas_drift else _sums(run)
-    places = _digest([place for place, _ in weights])
+    places = _digest(list(weights))
     options = _options(run)
     mine = [places, _digest(list(weights.values())), _digest(options)]
     everyone = run.engine.gather_json(mine)

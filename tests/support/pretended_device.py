@@ -295,11 +295,11 @@ def trained_on_the_device(world_size: int) -> Iterator[Rules]:
     from fabricate.distributed.group import Group
 
     def resolved(*args: Any, **kwargs: Any) -> Any:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # no device is looked for: it is given here
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # no device is looked for: it is given here
         try:
             return dataclasses.replace(resolve(*args, **kwargs), device=DEVICE)
         finally:
-            del os.environ["ACCELERATE_USE_CPU"]
+            os.environ["ACCELERATE_TORCH_DEVICE"] = str(DEVICE)
 
     properties = torch.cuda.get_device_properties
     prepare_backend = PartialState._prepare_backend
