@@ -3,6 +3,7 @@ strategy's checkpoints; and what is refused, before the first step."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -45,11 +46,12 @@ class Rows(Dataset[Any]):
 
 
 class Torn(IterableDataset[Any]):
-    """Rows that every rank draws for itself."""
+    """Rows that are the same on every rank in the first update, and then others."""
 
     def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-        while True:
+        for row in itertools.count():
+            own = torch.distributed.get_rank() * (row >= GLOBAL_BATCH)
+            generator = torch.Generator().manual_seed(1000 * own + row)
             yield {"input_ids": (tokens := torch.randint(0, 54, (9,), generator=generator)), "labels": tokens}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -105,11 +106,19 @@ class During:
 
 
 def _called_by_us() -> bool:
-    """Whether the function that the mode has intercepted was called by code of DeepSpeed or fabricate, which know what is empty."""
+    """Whether the function that the mode has intercepted was called by code of DeepSpeed or fabricate, which know what is empty: by
+    itself, or through a library, as when a save in a hook asks a transformers model for its dtype."""
     frame = inspect.currentframe()
     for _ in range(3):  # this function, `_note`, `__torch_function__`
         frame = frame and frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith(("deepspeed", "fabricate"))
+    while frame is not None and _module(frame).startswith(("torch.", "transformers.")):
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(("deepspeed", "fabricate"))
+
+
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
