@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fabricate import Precision, Strategy, hooks
+from fabricate.strategies.base import GROUPS
 
 DOCS = Path(__file__).parent
 _INTRODUCTION = """\
@@ -90,7 +91,7 @@ def _members(tree: ast.ClassDef, level: str) -> list[str]:
         if isinstance(node, ast.AnnAssign):
             told = after.value if isinstance(after, ast.Expr) else None
             text = f": {inspect.cleandoc(told.value)}" if isinstance(told, ast.Constant) else ""
-            default = f" = {ast.unparse(node.value)}" if node.value else ""
+            default = f" = {ast.unparse(node.value)}".replace("*GROUPS", repr(GROUPS)[1:-1]) if node.value else ""
             kind = (
                 ast.unparse(node.annotation)
                 .removeprefix("ClassVar[")
