@@ -79,7 +79,7 @@ def check_strategy(
         ]
         for fit, trace in zip(alone, report.run(alone, 1, timeout)[0], strict=True):
             judge_loaded(report, fit.label, trace, Path(fit.resume))
-    fit = Fit("a failing rank", Case(4 * sizes[0]), report.subject, plugins=beside)
+    fit = Fit("a failing rank", _resumable(sizes[0]), report.subject, plugins=beside)
     judge_failing_rank(report, fit, sizes[0], timeout)
     report.stop_if_failed()
 
@@ -174,7 +174,7 @@ def check_plugin(
         report.stop_if_failed()
     several = next((s for s in strategies if _world_size(s) > 1), strategies[0])
     size = _world_size(several)
-    fit = Fit("a failing rank", Case(4 * size), Subject(several), plugins=(*beside, report.subject))
+    fit = Fit("a failing rank", _resumable(size), Subject(several), plugins=(*beside, report.subject))
     judge_failing_rank(report, fit, size, timeout)
     report.stop_if_failed()
 
