@@ -37,7 +37,6 @@ class DiLoCo(Strategy):
     min_world_size: ClassVar[int] = 2
     exposes_gradients: ClassVar[bool] = False  # those of a rank are its own
     replicas_drift: ClassVar[bool] = True
-    distributed_types: ClassVar[tuple[str, ...]] = ("MULTI_CPU", "MULTI_GPU")
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1:
