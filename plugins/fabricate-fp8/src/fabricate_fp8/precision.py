@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from fabricate import ConfigurationError, Precision, Strategy
+from fabricate_fp8.layers import choose, put_back
 
 if TYPE_CHECKING:
     from fabricate import Trainer, TrainModule
@@ -64,12 +64,7 @@ class FP8(Precision):
         self._slow = self.backend == "torchao" and not (self.emulate or settled.compiles)
 
     def convert(self, module: torch.nn.Module) -> None:
-        every = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
-        # A subclass may compute something else, or nothing: attention reads the weight of its output layer without calling it.
-        linear = {name: layer for name, layer in every.items() if type(layer) is torch.nn.Linear}
-        self._subclasses = len(every) - len(linear)
-        fitting = [name for name, layer in linear.items() if not (layer.in_features % 16 or layer.out_features % 16)]
-        self._layers = {name: linear[name] for name in fitting if not (self.skip and re.search(self.skip, name))}
+        self._layers, self._subclasses = choose(module, self.skip)
         if not self._layers:
             raise ConfigurationError(
                 f"precision='fp8': {type(module).__name__} has no linear layer with both sizes in multiples of 16 and a name "
@@ -91,10 +86,7 @@ class FP8(Precision):
         """Put the plain layers back, with what was trained; a sharded module stays prepared, for the next fit."""
         if trainer.strategy.shards_parameters:
             return
-        for name, plain in self._layers.items():
-            trained = module.get_submodule(name)
-            plain.weight, plain.bias = trained.weight, trained.bias
-            module.set_submodule(name, plain)
+        put_back(module, self._layers)
         self._layers = {}
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
