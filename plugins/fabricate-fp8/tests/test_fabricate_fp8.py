@@ -71,6 +71,7 @@ def test_the_plan_says_that_float8_is_slow_uncompiled(compiles: bool, emulate: b
     precision.settle(
         Strategy.Settled(
             world_size=1,
+            local_world_size=1,
             device=torch.device("cuda", 0),
             precision=precision,
             micro_batch_size=4,
