@@ -5,7 +5,8 @@ Its tensors are torch's fake ones, on a device of our own (`DEVICE`); those of t
 - an operation on tensors of two devices is an error, also a `_foreach` operation whose factor lies elsewhere, which torch's fake tensors
   let through and a GPU's kernel refuses; a host tensor without dimensions counts as a number, as it does for a GPU;
 - a collective of a host tensor is an error where the group has no backend for the host, as under NCCL alone;
-- what is read from the device is ones, and each read is written down in `waits`: the host would wait there.
+- what is read from the device is ones, and each read is written down in `waits`: the host would wait there. So is each wait for an
+  event, a stream or the device itself.
 
 The other ranks of the group do what this one does, so every value that ranks exchange is this rank's own.
 
@@ -15,12 +16,11 @@ The name cannot be taken back, so a process that calls `open_device` serves for 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import traceback
-import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,14 @@ _kept: list[Any] = []
 """What torch forgets when nothing refers to it."""
 
 
+_entered: list[Rules] = []
+
+
+def _host_waits(name: str) -> None:
+    for rules in _entered:
+        rules.waited(name)
+
+
 class _Stream:
     """A queue of work; there is only one, and it is always empty."""
 
@@ -84,11 +92,11 @@ class _Stream:
         return event or _Event()
 
     def synchronize(self) -> None:
-        pass
+        _host_waits("synchronize of a stream")
 
 
 class _Event:
-    def __init__(self, **options: object) -> None:
+    def __init__(self, device: object = None, **options: object) -> None:
         pass
 
     def record(self, stream: object = None) -> None:
@@ -101,7 +109,10 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        pass
+        _host_waits("synchronize of an event")
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
 
 
 class _Module(_DummyBackendModule):
@@ -123,13 +134,19 @@ class _Module(_DummyBackendModule):
         pass
 
     def synchronize(self, device: object = None) -> None:
-        pass
+        _host_waits("synchronize of the device")
 
     def empty_cache(self) -> None:
         pass
 
-    def get_device_properties(self, device: object = None) -> Any:
-        return types.SimpleNamespace(name=NAME, total_memory=80 * 10**9)
+
+_MEMORY = {
+    "get_memory_info": lambda device=None: (80 * 10**9, 80 * 10**9),
+    "memory_reserved": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    "reset_peak_memory_stats": lambda device=None: None,
+}
+"""What `torch.accelerator` says of the device's memory: 80 GB, all of it free."""
 
 
 class _Mode(FakeTensorMode):
@@ -198,6 +215,14 @@ class Rules(TorchDispatchMode):
         self._fake = _Mode(allow_non_fake_inputs=True)
         self.waits: list[str] = []
 
+    def __enter__(self) -> Any:
+        _entered.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        _entered.remove(self)
+        super().__exit__(*exc)
+
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         flat = tree_flatten((args, kwargs))[0]
@@ -206,16 +231,17 @@ class Rules(TorchDispatchMode):
         on_device = [t for t in tensors if isinstance(t, FakeTensor)]
         if name in ("aten._pin_memory.default", "aten.pin_memory.default"):
             return args[0]
+        kwargs.pop("pin_memory", None)  # torch would ask the device's allocator for such memory
         if not on_device and not any(isinstance(leaf, torch.device) and leaf.type == NAME for leaf in flat):
             return func(*args, **kwargs)
         if name.startswith("aten._foreach_"):
             self._check_foreach(name, args, kwargs)
         if name in ("aten._local_scalar_dense.default", "aten.is_nonzero.default"):
-            self._waited(name)
+            self.waited(name)
             return _value(on_device[0]).item()
         if name == "aten.copy_.default" and not isinstance(args[0], FakeTensor):
             if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
-                self._waited(name)
+                self.waited(name)
             return args[0].copy_(_value(args[1]))
         if name == "c10d.allreduce_.default":
             return args[0], _finished(args[0])
@@ -229,7 +255,7 @@ class Rules(TorchDispatchMode):
         if tensor.device.type == NAME:
             return tensor
         if not kwargs.get("non_blocking", False):
-            self._waited(name)
+            self.waited(name)
         return _value(args[0] if name == "aten._to_copy.default" else tensor).to(tensor.dtype)
 
     def _remember(self, func: Any, name: str, args: Any, tensors: list[torch.Tensor], made: Any) -> None:
@@ -250,7 +276,8 @@ class Rules(TorchDispatchMode):
             for tensor in args[0]:
                 _keep(tensor, _values[tensor][1] if tensor in _values else None)
 
-    def _waited(self, name: str) -> None:
+    def waited(self, name: str) -> None:
+        """The host waits for the device, in the operation `name`."""
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and __file__ != f.filename]
         self.waits.append(f"{name} in {frames[-1].name}: {frames[-1].line}" if frames else f"{name} in torch")
 
@@ -291,32 +318,26 @@ def trained_on_the_device(world_size: int) -> Iterator[Rules]:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    import fabricate.trainer as trainer
+    from fabricate.distributed.devices import KINDS
     from fabricate.distributed.group import Group
 
-    def resolved(*args: Any, **kwargs: Any) -> Any:
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # no device is looked for: it is given here
-        try:
-            return dataclasses.replace(resolve(*args, **kwargs), device=DEVICE)
-        finally:
-            os.environ["ACCELERATE_TORCH_DEVICE"] = str(DEVICE)
+    tensor = torch.tensor
 
-    properties = torch.cuda.get_device_properties
-    prepare_backend = PartialState._prepare_backend
-    resolve, connect, exchange = trainer.resolve, Group._connect, Group._exchange_hosts
-    os.environ["ACCELERATE_TORCH_DEVICE"] = str(DEVICE)
-    trainer.resolve = resolved
-    torch.cuda.get_device_properties = _Module().get_device_properties
-    if world_size > 1:  # Accelerate does not look whether a group is there
-        PartialState._prepare_backend = lambda *args: ("alike", DistributedType.MULTI_GPU)
-    Group._connect = lambda self, *args: _Alike(world_size)  # type: ignore[assignment,method-assign,return-value]
-    Group._exchange_hosts = lambda self, *args: None  # type: ignore[assignment,method-assign,return-value]
-    try:
-        with Rules() as rules:
-            yield rules
-    finally:
-        del os.environ["ACCELERATE_TORCH_DEVICE"]
-        trainer.resolve = resolve
-        torch.cuda.get_device_properties = properties
-        PartialState._prepare_backend = prepare_backend
-        Group._connect, Group._exchange_hosts = connect, exchange  # type: ignore[method-assign]
+    def pageable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return tensor(*args, **kwargs)  # pinned memory comes from the device's allocator, past `Rules`
+
+    with contextlib.ExitStack() as pretended:
+        patch = lambda *of: pretended.enter_context(mock.patch.object(*of))  # noqa: E731
+        pretended.enter_context(mock.patch.dict(os.environ, ACCELERATE_TORCH_DEVICE=str(DEVICE)))
+        pretended.enter_context(mock.patch.dict(KINDS, {NAME: "MULTI_GPU"}))
+        patch(torch, "tensor", pageable)
+        patch(torch, "Stream", _Stream)  # torch's own ask the device's guard, which has no events
+        patch(torch, "Event", _Event)
+        patch(torch.accelerator, "current_stream", _Stream)
+        for name, answer in _MEMORY.items():  # torch asks the device's allocator, which is written in C++
+            patch(torch.accelerator, name, answer)
+        if world_size > 1:  # Accelerate does not look whether a group is there
+            patch(PartialState, "_prepare_backend", lambda *args: ("alike", DistributedType.MULTI_GPU))
+        patch(Group, "_connect", lambda self, *args: _Alike(world_size))
+        patch(Group, "_exchange_hosts", lambda self, *args: None)
+        yield pretended.enter_context(Rules())
