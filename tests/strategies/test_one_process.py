@@ -163,7 +163,7 @@ def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(answers: dict[str,
 def test_fits_of_one_process_have_the_strategy_that_each_names(answers: dict[str, Any]) -> None:
     """A process group that an earlier fit opened does not make a group of `single` or `auto`."""
     found = answers["one after another"]
-    assert found == [("fsdp", "MULTI_CPU"), ("single", "NO"), ("ddp", "MULTI_CPU"), ("single", "NO")], found
+    assert found == [("fsdp", "FSDP"), ("single", "NO"), ("ddp", "MULTI_CPU"), ("single", "NO")], found
 
 
 @pytest.mark.parametrize("strategy", RESUMED)

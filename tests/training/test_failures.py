@@ -105,7 +105,11 @@ def test_an_exception_in_a_hook_names_plugin_hook_and_step(hook: str, tmp_path: 
         if trainer.step >= 2 or hook in ("on_fit_start", "on_epoch_start"):
             raise KeyError("gone")
 
-    falls = type("Falls", (Callback,), {hook: fall})()
+    acts = hook in (
+        "train_step",
+        "optimizer_step",
+    )  # whose listeners may take the place of the work itself, and say that they do
+    falls = type("Falls", (Callback,), {hook: hookimpl(fall) if acts else fall})()
     with pytest.raises(KeyError, match="gone") as caught:
         fit(None, falls, run_dir=tmp_path, log_every=1)
     (note,) = [note for note in caught.value.__notes__ if note.startswith("raised in hook")]
@@ -249,7 +253,7 @@ def test_an_interrupt_saves_the_state_and_the_same_command_goes_on(tmp_path: Pat
         process.kill()
         process.wait()
     assert process.returncode == 0, errors
-    assert errors == ""
+    assert errors == "Ctrl-C: the fit ends after the update or the evaluation under way; once more to end now\n"
     assert "interrupted by SIGINT at step " in output
     assert "the same call goes on from there" in output
     stopped_at = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))

@@ -40,7 +40,7 @@ def test_a_weight_of_the_device_stays_there(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_predictions_of_a_batch_leave_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     with device(monkeypatch) as there:
-        rows = _rows({"a": put([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}, 3)
+        rows = _rows({"a": put([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}, 3, "predict_step returned")
         assert there.waits == ["to the host"]
     assert [row["a"].tolist() for row in rows] == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
 
