@@ -17,7 +17,7 @@ from fabricate.training.run_state import Run
 
 _ELSEWHERE = (
     *("strategy", "precision", "seed", "global_batch_size", "gradient_accumulation_steps", "accept_changes", "run_dir"),
-    *("plugins", "trackers", "progress", "fast_dev_run", "max_grad_norm", "max_time", "timeout"),
+    *("plugins", "trackers", "progress", "fast_dev_run", "max_grad_norm", "max_time", "timeout", "save"),
 )
 """Arguments of the Trainer that are compared by what came of them, or change nothing of how training goes on."""
 _DECIDE = ("max_grad_norm", "max_grad_value")

@@ -74,12 +74,14 @@ class Stops(Callback):
 
 
 class Breaks(Callback):
-    """A weight of rank 0 stops being a number right before a save."""
+    """A weight stops being a number right before a save: on every rank that has it whole, in shards on rank 0 alone."""
 
     def on_step(self, module: Net, step: int) -> None:
-        if step == 4 and os.environ.get("RANK") == "0":
-            weight: Any = module.blocks[0].weight.detach()
-            (weight.to_local() if hasattr(weight, "to_local") else weight)[0, 0] = math.nan
+        weight: Any = module.blocks[0].weight.detach()
+        if step == 4 and not hasattr(weight, "to_local"):
+            weight[0, 0] = math.nan
+        elif step == 4 and os.environ["RANK"] == "0":
+            weight.to_local()[0, 0] = math.nan
 
 
 def fit(run_dir: Path, *plugins: object, steps: int = STEPS, **options: Any) -> FitResult:
