@@ -42,7 +42,8 @@ class FSDP(Strategy):
     each of them has left of a layer lies in shards over the others (1: layers are not divided).
     param_dtype: the dtype in which parameters are gathered; shards stay as they are. Unset: "bf16" or "fp16" where `precision`
     computes in it, which halves the traffic and leaves autocast no weights to copy; layers that need float32 parameters keep them.
-    "fp32": gathered as they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32.
+    "fp32": gathered as they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32, or
+    bfloat16 where all parameters are in it ("bf16-true").
     activation_checkpointing: keep each unit's input only and compute the unit again in backward.
     accumulate: "shards" averages the gradients of every micro-batch over the ranks, so that shards are all that is kept;
     "whole" does so once per update, with a whole gradient on every rank meanwhile.
@@ -87,6 +88,8 @@ class FSDP(Strategy):
             )
         self._gathered = self.param_dtype
         """In which dtype parameters are gathered; None: as they are."""
+        self._summed = self.reduce_dtype
+        """In which dtype gradients are summed over the ranks; None: in their own."""
         self._units: list[str] | None = None
         self._ran: list[int] = []
         self._watched: list[torch.nn.Parameter] = []
@@ -209,7 +212,7 @@ class FSDP(Strategy):
         from fabricate.strategies.fsdp_units import kept_in_float32, select
 
         self._device, self._division = accelerator.device, self._divide(module)
-        options = self._options(accelerator.num_processes)
+        options = self._options(module, accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
         self._broadcast_values(module)
         if self._division is not None:
@@ -255,10 +258,14 @@ class FSDP(Strategy):
                 torch.distributed.broadcast(values, src=0)
                 tensor.detach().copy_(values)
 
-    def _options(self, world_size: int) -> dict[str, Any]:
+    def _options(self, module: torch.nn.Module, world_size: int) -> dict[str, Any]:
         """The arguments of `fully_shard`."""
+        import torch
         from torch.distributed.fsdp import CPUOffloadPolicy
 
+        # Parameters that are in half precision themselves have gradients in it, which are summed as they are.
+        rounded = self._gathered and any(p.dtype == torch.float32 for p in module.parameters())
+        self._summed = self.reduce_dtype or ("fp32" if rounded else None)
         shards = self._shards(world_size)
         copies = world_size // shards // self.tp
         sizes, names = (copies, shards), ("copies", "shards")
@@ -282,8 +289,9 @@ class FSDP(Strategy):
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        reduced = self.reduce_dtype or ("fp32" if self._gathered else None)
-        param_dtype, reduce_dtype = (getattr(torch, _DTYPES[name]) if name else None for name in (gathered, reduced))
+        param_dtype, reduce_dtype = (
+            getattr(torch, _DTYPES[name]) if name else None for name in (gathered, self._summed)
+        )
         # Inputs stay as they are: autocast casts what has to be, and a target or a time step must not be rounded.
         return MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
 
@@ -338,7 +346,7 @@ class FSDP(Strategy):
                 "or build a new module"
             )
         self._device = accelerator.device
-        options = self._options(accelerator.num_processes)
+        options = self._options(module, accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
         self._attach(root, module, [(name, module.get_submodule(name)) for name in names])
         return model
@@ -393,8 +401,7 @@ class FSDP(Strategy):
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
         import torch
 
-        default = "fp32" if self._gathered else None
-        return getattr(torch, _DTYPES[chosen]) if (chosen := self.reduce_dtype or default) else gradient
+        return getattr(torch, _DTYPES[self._summed]) if self._summed else gradient
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         import torch
