@@ -75,7 +75,7 @@ def main() -> None:
     """Run those that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("campaigns", nargs="*", metavar="campaign", help=f"{', '.join(CAMPAIGNS)}; default: all")
-    parser.add_argument("--long", action="store_true", help="the full number; hours, not minutes")
+    parser.add_argument("--long", action="store_true", help="the full number: an hour on two cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="put what was found there, beside what other campaigns have found")
     parser.add_argument("--out", type=Path, help="write the page of what was found, and of what --json holds")
