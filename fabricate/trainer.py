@@ -78,6 +78,7 @@ class Trainer:
     validate_first: evaluate once before the first step. sanity_batches: otherwise try validation on so many batches of each set before
     the first step, so that a mistake in it shows at once; nothing of it counts, and plugins get no event of it.
     progress: a progress bar (or plain lines) on rank 0; a list of metrics (["loss", "accuracy"]) chooses what it shows.
+    print_plan: what rank 0 prints of the plan before the first step: its "summary" in at most eight lines, "full" or "none".
     plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
     or offered by an installed plugin.
     limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: micro-batches per rank (int) or a share of
@@ -117,6 +118,7 @@ class Trainer:
         sanity_batches: int = 2,
         log_every: str | float | Every = "10 steps",
         progress: bool | Sequence[str] = True,
+        print_plan: str = "summary",
         plugins: Sequence[object] = (),
         trackers: Sequence[Any] = (),
         limit_train_batches: int | float | None = None,

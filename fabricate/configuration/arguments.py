@@ -67,11 +67,13 @@ def _updates(name: str, value: Any) -> int:
     return int(value)
 
 
-def _one_of(one: str, other: str) -> Callable[[str, Any], str]:
+def _one_of(*choices: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
-        if value not in (one, other):
-            hint = did_you_mean(str(value), (one, other))
-            raise ConfigurationError(f"{name}={value!r}{hint}; give {one!r} or {other!r}")
+        if value not in choices:
+            hint = did_you_mean(str(value), choices)
+            raise ConfigurationError(
+                f"{name}={value!r}: give {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}{hint}"
+            )
         return str(value)
 
     return check
@@ -190,6 +192,7 @@ class Settings:
     sanity_batches: Annotated[int, _whole(0)]
     log_every: Annotated[Every, Every.parse]
     progress: Annotated[bool | tuple[str, ...], _progress]
+    print_plan: Annotated[str, _one_of("summary", "full", "none")]
     plugins: Annotated[tuple[object, ...], _plugins]
     trackers: Annotated[tuple[Any, ...], _trackers]
     limit_train_batches: int | float | None

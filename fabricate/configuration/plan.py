@@ -1,14 +1,18 @@
-"""The plan: what will run, every value with where it came from. Printed before the first step and stored as plan.json.
+"""The plan: what will run, every value with where it came from. Its summary is printed before the first step; plan.json has all of it.
 
 Pure data and its text; must not decide anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fabricate.errors import size_text
+
+SUMMARY_LINES = 8
+"""The most that `Plan.summary` has."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved plan of a fit: `plan["strategy"]` is a value, `str(plan)` the text, `plan.to_json()` what plan.json holds."""
+    """The resolved plan of a fit: `plan["strategy"]` is a value, `str(plan)` the text, `plan.summary()` its gist in at most eight lines,
+    `plan.to_json()` what plan.json holds."""
 
     settings: tuple[Setting, ...]
     plugins: tuple[dict[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    adopted: tuple[str, ...] = ()
+    """Settings that a launcher or a file of the strategy made, with their source."""
 
     def __getitem__(self, name: str) -> Any:
         for setting in self.settings:
@@ -64,3 +71,50 @@ class Plan:
             lines.append(f"  {'plugin':<{width}}  {plugin['name']}  [{plugin['origin']}]")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """What runs on what, the global batch and how it comes about, the length, what is written, and what is unusual: at most
+        `SUMMARY_LINES` lines. The last one says where the rest is."""
+        values = {setting.name: setting.value for setting in self.settings}
+        lines = [f"fabricate: {values['module']}, {_model(values)}", f"  runs on  {_place(values)}"]
+        if "total_steps" in values:
+            lines.append(f"  updates  {_updates(values, self.source('global_batch_size'))}")
+        lines.append(f"  writes   {_written(values)}")
+        unusual = [f"  adopted  {', '.join(self.adopted)}"] if self.adopted else []
+        unusual += [f"  note: {note}" for note in self.notes]
+        room = SUMMARY_LINES - len(lines) - 1
+        hidden = len(unusual) - room
+        more = f"{hidden} more note{'s' if hidden > 1 else ''} and " if hidden > 0 else ""
+        file = f"{values['run_dir']}/plan.json or " if values["run_dir"] else ""
+        return "\n".join([*lines, *unusual[:room], f"  plan     {more}all settings: {file}Trainer(print_plan='full')"])
+
+
+def _model(values: Mapping[str, Any]) -> str:
+    frozen = values["parameters_frozen"]
+    parameters = f"{values['parameters_trainable'] + frozen:,} parameters{f' ({frozen:,} frozen)' if frozen else ''}"
+    if "memory_per_rank" not in values:
+        return parameters
+    return f"{parameters}; about {size_text(values['memory_per_rank']['total'])} per rank, without activations"
+
+
+def _place(values: Mapping[str, Any]) -> str:
+    ranks, compiled = values["world_size"], ", compiled" if values["compile"] else ""
+    return f"{ranks} rank{'s' if ranks > 1 else ''} ({values['device']}), {values['strategy']}, {values['precision']}{compiled}"
+
+
+def _updates(values: Mapping[str, Any], how: str) -> str:
+    number, rows, in_epoch = values["total_steps"], values["global_batch_size"], values["updates_per_epoch"]
+    batch = f" of {rows:,} rows ({how})" if rows is not None else ", batches as they come"
+    epoch = f"; {in_epoch:,} per epoch" if in_epoch is not None else ""
+    return f"{'until it is stopped' if number is None else format(number, ',')}{batch}{epoch}"
+
+
+def _written(values: Mapping[str, Any]) -> str:
+    moments = (("validates", "validate_every"), ("saves", "save_every"), ("logs", "log_every"))
+    often = ", ".join(f"{verb} every {_singular(values[name])}" for verb, name in moments if values[name] is not None)
+    return f"{values['run_dir'] or 'nothing, as no run_dir is set'}; {often}"
+
+
+def _singular(every: str) -> str:
+    """ "epoch" for "1 epoch", "50 steps" as it is."""
+    return every.removeprefix("1 ")

@@ -40,6 +40,7 @@ def make_plan(
     """The plan as data. `optimizers` are known once the module is built; without them the learning rates are left out.
     `needed`: what `module` takes, where that is known."""
     lines = (
+        Setting("module", type(module).__name__, "argument"),
         *_ranks(resolved),
         *_strategy_and_precision(resolved),
         *(_batches(settings, resolved, data, data.train) if data.train is not None else ()),
@@ -53,7 +54,7 @@ def make_plan(
     )
     sources = [source for source in (data.train, *data.validation.values()) if source is not None]
     all_notes = [*notes, *_notes_on_ranks(resolved), *(note for source in sources for note in source.notes)]
-    return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)))
+    return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)), tuple(_adopted(resolved)))
 
 
 def _ranks(resolved: Resolved) -> Iterator[Setting]:
@@ -199,6 +200,20 @@ def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:
     origins = resolved.registry.manager.origins
     for name, _ in resolved.registry.active:
         yield {"name": name, "origin": str(origins.get(name, Origin()))}
+
+
+def _adopted(resolved: Resolved) -> Iterator[str]:
+    """What neither the script nor an automatic choice set, but a launcher's variable or the strategy's file."""
+    values: dict[str, tuple[Any, str] | None] = {
+        **{kind: (choice.chosen.name, choice.source) for kind, choice in resolved.choices.items()},
+        "gradient_accumulation_steps": resolved.accumulation,
+        "batch_size": resolved.batch_size,
+        "global_batch_size": resolved.global_batch_size,
+        "max_grad_norm": resolved.max_grad_norm,
+    }
+    for name, setting in values.items():
+        if setting is not None and setting[1] != "argument" and not setting[1].startswith("auto: "):
+            yield f"{name}={setting[0]} ({setting[1]})"
 
 
 def _memory(resolved: Resolved, needed: Need, settled: Strategy.Settled) -> Iterator[Setting]:

@@ -49,8 +49,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     _configure_optimizers(run)
     plan = _plan(run, found, data)
     run.journal.planned_bytes = plan["memory_per_rank"]["total"]
-    if engine.rank == 0:
-        print(plan, flush=True)
+    _print(plan, run)
     resuming.occupy(run, _warn)
     path = resuming.choose(run, os.fspath(resume), _warn)
     if run.run_dir is not None and settings.save == "async":
@@ -74,6 +73,13 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, engine.strategy)
     remember(run)
     run.journal.start()
+
+
+def _print(plan: Plan, run: Run) -> None:
+    """What `print_plan` says, on rank 0."""
+    wanted = run.settings.print_plan
+    if run.engine.rank == 0 and wanted != "none":
+        print(plan if wanted == "full" else plan.summary(), flush=True)
 
 
 def _check_validation(run: Run) -> None:

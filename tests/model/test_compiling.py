@@ -173,7 +173,7 @@ def test_a_copy_of_a_compiled_module_runs_its_own_parameters() -> None:
 
 
 def test_the_plan_says_what_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
-    fit(Language(), tokens(4), compile={**EAGER, "fullgraph": True})
+    fit(Language(), tokens(4), compile={**EAGER, "fullgraph": True}, print_plan="full")
     out = capsys.readouterr().out
     assert "backend=aot_eager, fullgraph=True  [argument]" in out
     assert "compiled by unit: 3 (GPT2Block), aot_eager" in out
