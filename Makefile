@@ -30,7 +30,7 @@ lint: env
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# What needs packages that neither fabricate nor its plugins need: other frameworks.
+# What needs packages that neither fabricate nor its plugins need (other frameworks), and the long ones: language models, benchmarks.
 test-extras: bench-peers
 	$(PEER_VENV)/bin/python -m pytest tests/extras
 

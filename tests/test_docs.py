@@ -14,6 +14,7 @@ import pytest
 
 from fabricate import ConfigurationError, Trainer
 from fabricate.registry import foreign_names
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,10 +56,7 @@ def messages() -> Iterator[str]:
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text(script_of(page), encoding="utf-8")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{page.name}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    run_script(script, directory=tmp_path)
 
 
 def test_the_script_in_the_readme_is_short_and_learns_the_line(tmp_path: Path) -> None:

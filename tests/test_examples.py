@@ -1,25 +1,19 @@
-"""The examples, run as a user runs them: each in processes of its own, with fewer steps, judged by what they achieved."""
+"""The examples, each in a process of its own with fewer steps, judged by what they achieved. `tests/extras` has the language models."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(*command: str, directory: Path) -> str:
-    """What `python COMMAND` printed; without the network, on the CPU, one thread per process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+def run(example: str, *arguments: str, directory: Path) -> str:
+    """What `python examples/EXAMPLE ARGUMENTS` printed in `directory`."""
+    return run_script(EXAMPLES / example, *arguments, directory=directory)
 
 
 def metrics(run_dir: Path, stage: str, name: str) -> dict[int, float]:
@@ -36,7 +30,7 @@ def test_every_example_is_short_and_run_here() -> None:
 
 
 def test_regression_learns_the_function_and_reports_it(tmp_path: Path) -> None:
-    printed = run(str(EXAMPLES / "regression.py"), "--run-dir", "here", directory=tmp_path)
+    printed = run("regression.py", "--run-dir", "here", directory=tmp_path)
     losses = metrics(tmp_path / "here", "validate", "val_loss")
     assert list(losses) == [0, 130, 260, 390]  # 13 updates an epoch: the batch of 4 at its end is one too
     assert losses[0] > 2
@@ -45,8 +39,8 @@ def test_regression_learns_the_function_and_reports_it(tmp_path: Path) -> None:
 
 
 def test_digits_are_recognised_and_training_is_shown_in_tensorboard(tmp_path: Path) -> None:
-    command = (str(EXAMPLES / "digits.py"), "--max-epochs", "4", "--run-dir", "here", "--tensorboard")
-    printed = run(*command, directory=tmp_path)
+    arguments = ("--max-epochs", "4", "--run-dir", "here", "--tensorboard")
+    printed = run("digits.py", *arguments, directory=tmp_path)
     accuracy = metrics(tmp_path / "here", "validate", "val_accuracy")
     assert accuracy[180] > 0.9
     found = re.search(r"accuracy (\S+), (\d+) of 360 digits right", printed)
@@ -56,58 +50,9 @@ def test_digits_are_recognised_and_training_is_shown_in_tensorboard(tmp_path: Pa
 
 
 def test_the_gan_comes_near_to_the_distribution(tmp_path: Path) -> None:
-    printed = run(str(EXAMPLES / "gan.py"), "--max-steps", "2000", directory=tmp_path)
+    printed = run("gan.py", "--max-steps", "2000", directory=tmp_path)
     for name, allowed in (("mean", 0.25), ("std", 0.35)):
         found = re.search(rf"{name}: generated (\S+) (\S+), wanted (\S+) (\S+)", printed)
         assert found is not None
         made, wanted = [float(found[1]), float(found[2])], [float(found[3]), float(found[4])]
         assert max(abs(a - b) for a, b in zip(made, wanted, strict=True)) < allowed, printed
-
-
-def test_the_demo_stops_resumes_and_is_read_without_fabricate(tmp_path: Path) -> None:
-    demo = str(EXAMPLES / "demo.py")
-    options = ("--run-dir", "here", "--max-steps", "16", "--every", "8 steps", "--stop-at", "8")
-    launch = ("-m", "fabricate", "run", demo, "--nproc", "2", "--", *options)
-    here = tmp_path / "here"
-
-    first = run(*launch, directory=tmp_path)
-    assert "ended at step 8 (--stop-at 8)" in first
-    assert list(metrics(here, "validate", "val_loss")) == [0, 8]
-
-    second = run(*launch, directory=tmp_path)
-    assert "resumed from here/checkpoints/step-00000008" in second
-    assert "ended at step 16 (max_steps)" in second
-    losses = metrics(here, "validate", "val_loss")
-    assert list(losses) == [0, 8, 16]
-    assert losses[0] > 6.8 > losses[8] > losses[16]  # log(1024) is 6.9: nothing learnt
-    assert (here / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-    # generate.py imports transformers only and fails if fabricate came along.
-    written = run(str(EXAMPLES / "generate.py"), "here/model", directory=tmp_path)
-    assert "here/model read by transformers alone:\ndef __init__(self" in written
-    sample = written.partition("def __init__(self")[2]
-    assert len(sample) > 40
-    assert sample.strip() in second  # the same weights and tokenizer as the run's own sample
-
-    # Fine-tuning from that folder, on a text file, in one process.
-    (tmp_path / "rhyme.txt").write_text("".join(f"{n} green bottles, hanging on the wall\n" for n in range(400)))
-    options = ("--model", "here/model", "--dataset", "rhyme.txt", "--run-dir", "tuned", "--max-steps", "10")
-    run(demo, *options, "--every", "10 steps", directory=tmp_path)
-    losses = metrics(tmp_path / "tuned", "validate", "val_loss")
-    assert losses[10] < losses[0] - 1
-
-
-def test_a_llama_in_shards_learns_the_same_under_zero3_and_fsdp(tmp_path: Path) -> None:
-    """The whole model is initialised from seed and names, whatever cuts it."""
-    (tmp_path / "rhyme.txt").write_text("".join(f"{n} green bottles, hanging on the wall\n" for n in range(400)))
-    losses = []
-    for strategy in ("zero3", "fsdp"):
-        options = ("--dataset", "rhyme.txt", "--run-dir", strategy, "--max-steps", "6", "--global-batch-size", "16")
-        launch = ("-m", "fabricate", "run", str(EXAMPLES / "llama.py"), "--nproc", "2", "--strategy", strategy)
-        printed = run(*launch, "--", *options, "--batch-size", "4", directory=tmp_path)
-        found = re.search(r"step 6: validation loss (\d+\.\d+)", printed)
-        assert found is not None
-        assert printed.count("validation loss") == 1, "rank 0 alone prints"
-        losses.append(float(found[1]))
-        assert (tmp_path / strategy / "model" / "config.json").exists()
-    assert abs(losses[0] - losses[1]) < 1e-4 * losses[0]

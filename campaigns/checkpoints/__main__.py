@@ -43,12 +43,12 @@ def kill(long: bool, seed: int) -> dict[str, Any]:
     from campaigns.checkpoints.kills import Kind, run
 
     modes = ("sync", "async")
-    single = {Kind("single", 1, mode): 240 if long else 20 for mode in modes}
-    several = {Kind(name, 2, mode): 30 if long else 3 for name in ("ddp", "fsdp") for mode in modes}
+    single = {Kind("single", 1, mode): 240 if long else 10 for mode in modes}
+    several = {Kind(name, 2, mode): 30 if long else 2 for name in ("ddp", "fsdp") for mode in modes}
     if long:
         several |= {Kind("single", 1, "async", workers=2): 150}
         several |= {Kind(f"zero{stage}", 2, mode): 4 for stage in (1, 2, 3) for mode in modes}
-    counts = run(single, seed, every=2 if long else 8) | run(several, seed)
+    counts = run(single, seed, every=2 if long else 16) | run(several, seed)
     return {"kills": counts, "in all": sum(counts.values())}
 
 

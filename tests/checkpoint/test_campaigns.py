@@ -52,8 +52,8 @@ def test_runs_that_are_killed_end_as_if_undisturbed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-8000:]
     kills: dict[str, Any] = json.loads(file.read_text())["kill"]
-    assert kills["in all"] >= 100
-    assert all(number >= 3 for number in kills["kills"].values())
+    assert kills["in all"] >= 40
+    assert all(number >= 2 for number in kills["kills"].values())
 
 
 LAST = """

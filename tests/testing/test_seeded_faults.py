@@ -272,7 +272,7 @@ def test_a_strategy_that_does_not_do_what_it_says_is_found(strategy: type[Strate
 
 
 def test_a_strategy_whose_forward_needs_all_ranks_and_says_it_does_not_is_found() -> None:
-    message = failure(check_strategy, SaysForwardsAreLocal, world_sizes=[2])
+    message = failure(check_strategy, SaysForwardsAreLocal, world_sizes=[2], timeout=30)
     assert "ranks out of step: saving, 2 ranks" in message
 
 
