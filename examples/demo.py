@@ -13,7 +13,7 @@ import datasets
 import torch
 import transformers
 from demo_text import BLOCK, draw_losses, load_tokenizer, read_texts, to_blocks
-from generate import sample
+from generate import hush_libraries, sample
 
 from fabricate import Callback, Trainer, TrainModule
 
@@ -68,8 +68,8 @@ def main() -> None:
     parser.add_argument("--stop-at", type=int, help="stop after this step; the same command then goes on from there")
     options = parser.parse_args()
 
+    hush_libraries()
     datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
     texts = read_texts(options.dataset)
     tokenizer = load_tokenizer(options.model, texts["train"])
     train, val = (to_blocks(texts[split], tokenizer) for split in ("train", "validation"))

@@ -6,6 +6,7 @@ python examples/generate.py runs/demo/model --prompt "import "
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 PROMPT = "def __init__(self"
+
+
+def hush_libraries() -> None:
+    """No progress bars, and no warnings of optional libraries that transformers looks for and this example does not use."""
+    disable_progress_bar()
+    for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def sample(folder: Path, prompt: str = PROMPT, tokens: int = 80) -> str:
@@ -38,7 +46,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompt", default=PROMPT)
     options = parser.parse_args()
-    disable_progress_bar()
+    hush_libraries()
     text = sample(options.folder, options.prompt)
     if "fabricate" in sys.modules:
         raise SystemExit("fabricate was imported")

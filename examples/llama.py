@@ -13,6 +13,7 @@ import datasets
 import torch
 import transformers
 from demo_text import BLOCK, load_tokenizer, read_texts, to_blocks
+from generate import hush_libraries
 
 from fabricate import Trainer, TrainModule
 
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     options = parser.parse_args()
 
+    hush_libraries()
     datasets.disable_progress_bars()
     texts = read_texts(options.dataset)
     tokenizer = load_tokenizer("tiny", texts["train"])

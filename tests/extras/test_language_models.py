@@ -13,12 +13,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(*command: str, directory: Path) -> str:
-    """What `python COMMAND` printed; without the network, on the CPU, one thread per process."""
+    """What `python COMMAND` printed; without the network, on the CPU, one thread per process. Libraries print no warning."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert re.findall(r".*(?:warning|failed to load).*", done.stderr, re.IGNORECASE) == []
     return done.stdout
 
 
