@@ -51,11 +51,35 @@ def set_modes(module: torch.nn.Module) -> list[str]:
             notes.append(
                 f"{text} was in eval mode and trains in train mode; to leave parts of it in eval mode, set that in on_fit_start"
             )
+    _call_own_train(module)
     kept: list[str] = []
     for name, child in module.named_modules():
         if not child.training and not any(name.startswith(f"{outer}.") for outer in kept):
             kept.append(name)
-    return [*notes, *([f"in eval mode, as set: {few(kept)}"] if kept else [])]
+    notes.extend([f"in eval mode, as set: {few(kept)}"] if kept else [])
+    if changing := [name for name, child in module.named_modules() if child.training and _frozen_statistics(child)]:
+        notes.append(
+            f"frozen, but in train mode, so that their running statistics change with every batch: {few(changing)}; to keep the "
+            "statistics, put that part into eval mode in __init__: self.PART.eval()"
+        )
+    return notes
+
+
+def _call_own_train(module: torch.nn.Module) -> None:
+    """Call the `train` of submodules whose class overrides it, as a loop by hand would: it may keep parts in eval mode."""
+    for child in module.modules():
+        if child.training and type(child).train is not torch.nn.Module.train:
+            in_eval_mode = [part for part in child.modules() if not part.training]
+            child.train()
+            for part in in_eval_mode:
+                part.training = False
+
+
+def _frozen_statistics(layer: torch.nn.Module) -> bool:
+    """Whether `layer` is a normalisation with running statistics whose parameters are all frozen."""
+    parameters = list(layer.parameters(recurse=False))
+    keeps = isinstance(getattr(layer, "running_mean", None), torch.Tensor)
+    return keeps and bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def _train(module: torch.nn.Module, *, whole: bool) -> None:

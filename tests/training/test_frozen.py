@@ -361,3 +361,35 @@ def test_a_module_that_was_evaluated_by_hand_trains_in_train_mode_except_what_is
     (modes,) = module.modes
     assert {name.partition(".")[0] for name, training in modes.items() if not training} == {"backbone", "teacher"}
     assert not module.training
+
+
+class KeptInEvalMode(TrainModule):
+    """The usual way to keep a frozen backbone in eval mode: an overridden `train`. One part is in train mode all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
+        self.moving = torch.nn.BatchNorm1d(4).requires_grad_(False)
+        self.head = torch.nn.Linear(4, 1)
+
+    def train(self, mode: bool = True) -> KeptInEvalMode:
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.moving(self.backbone(batch))).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def test_an_overridden_train_decides_what_stays_in_eval_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    module = KeptInEvalMode()
+    before = [part[-1].running_mean.clone() for part in (module.backbone, [module.moving])]  # type: ignore[union-attr, index]
+    Trainer(max_steps=2, progress=False).fit(module, torch.randn(8, 3), batch_size=4)
+    assert torch.equal(module.backbone[1].running_mean, before[0])  # type: ignore[arg-type]
+    assert not torch.equal(module.moving.running_mean, before[1])  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    assert "note: in eval mode, as set: backbone" in printed
+    assert "note: frozen, but in train mode, so that their running statistics change with every batch: moving;" in printed
