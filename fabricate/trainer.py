@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from fabricate.configuration.arguments import Settings
+from fabricate.configuration.launched import with_launched
 from fabricate.configuration.opened_data import Data, open_data, settle
 from fabricate.configuration.plan import Plan
 from fabricate.configuration.plan_sections import make_plan
@@ -78,7 +79,8 @@ class Trainer:
     validate_first: evaluate once before the first step. sanity_batches: otherwise try validation on so many batches of each set before
     the first step, so that a mistake in it shows at once; nothing of it counts, and plugins get no event of it.
     progress: a progress bar (or plain lines) on rank 0; a list of metrics (["loss", "accuracy"]) chooses what it shows.
-    print_plan: what rank 0 prints of the plan before the first step: its "summary" in at most eight lines, "full" or "none".
+    print_plan: what rank 0 prints of the plan before the first step: its "summary" in at most eight lines, "full" or "none"; "none" is
+    also without the line that says what was observed in the first update.
     plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
     or offered by an installed plugin.
     limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: micro-batches per rank (int) or a share of
@@ -90,6 +92,7 @@ class Trainer:
     """
 
     @foreign_names.translated(foreign_names.ARGUMENTS)
+    @with_launched
     def __init__(
         self,
         *,

@@ -24,7 +24,16 @@ def metrics(run_dir: Path, stage: str, name: str) -> dict[int, float]:
 
 def test_every_example_is_short_and_run_here() -> None:
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert scripts == ["demo.py", "demo_text.py", "digits.py", "gan.py", "generate.py", "llama.py", "regression.py"]
+    assert scripts == [
+        "demo.py",
+        "demo_text.py",
+        "digits.py",
+        "gan.py",
+        "generate.py",
+        "llama.py",
+        "regression.py",
+        "sweep.py",
+    ]
     for name in scripts:
         assert len((EXAMPLES / name).read_text().splitlines()) < 100, name
 

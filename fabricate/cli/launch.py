@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from fabricate.configuration.launched import Launched, check_launched, merged, read_setting, variables
 from fabricate.errors import ConfigurationError
 from fabricate.launch import commands
 from fabricate.launch.config_files import ConfigFile, read_config
@@ -98,7 +99,18 @@ _OPTIONS = (
     click.option(
         "--plugin", "plugins", multiple=True, metavar="NAME", help="Activate an installed plugin; repeatable."
     ),
-    _single("--config", metavar="FILE", help="An Accelerate YAML or a DeepSpeed JSON, told apart by content."),
+    _single(
+        "--config",
+        metavar="FILE",
+        help="An Accelerate YAML, a DeepSpeed JSON, or a YAML of Trainer arguments, told apart by content.",
+    ),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="An argument of the Trainer that SCRIPT leaves out; repeatable: --set max_steps=100 --set 'save_every=1 epoch'.",
+    ),
     click.argument("script"),
     click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
 )
@@ -126,6 +138,7 @@ def prepared(
     numa_binding: str | None,
     strategy: str | None,
     precision: str | None,
+    settings: Sequence[str] = (),
     plan_only: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment that the options above ask for."""
@@ -150,6 +163,9 @@ def prepared(
         master_port=_agreed("--master-port", master_port, file.path, "main_process_port", file.master_port),
         numa_binding=numa_binding,
     )
+    given = _arguments(file, settings)
+    strategy = _same("strategy", strategy, given)
+    precision = _same("precision", precision, given)
     environment = commands.environment(
         os.environ,
         nproc=nproc,
@@ -158,12 +174,29 @@ def prepared(
         plugins=plugins,
         shutdown_timeout=shutdown_timeout,
         plan_only=plan_only,
-        variables=file.variables,
+        variables=file.variables | variables(given),
     )
     requests(environment)  # contradictions are reported here, once, not by every rank
     if file.unused:
         click.echo(f"note: {file.path}: not used by fabricate: {', '.join(file.unused)}", err=True)
     return command, environment
+
+
+def _arguments(file: ConfigFile, settings: Sequence[str]) -> dict[str, Launched]:
+    """The arguments of the Trainer in a configuration file and in --set."""
+    from_file = {name: check_launched(name, value, file.path) for name, value in file.arguments.items()}
+    set_here = [{name: check_launched(name, value, "--set")} for name, value in map(read_setting, settings)]
+    return merged(from_file, *set_here)
+
+
+def _same(name: str, option: str | None, given: dict[str, Launched]) -> str | None:
+    """Take the strategy or the precision out of `given`: it is an option too. Raises ConfigurationError where both are set and differ."""
+    if name not in given:
+        return option
+    value, source = given.pop(name)
+    if option is not None and option != value:
+        raise ConfigurationError(f"--{name} {option} and {source} {name}={value} differ; set one of them")
+    return str(value)
 
 
 def _agreed(option: str, given: Any, path: str, key: str, configured: Any) -> Any:

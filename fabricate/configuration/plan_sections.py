@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def make_plan(
     )
     sources = [source for source in (data.train, *data.validation.values()) if source is not None]
     all_notes = [*notes, *_notes_on_ranks(resolved), *(note for source in sources for note in source.notes)]
+    lines = tuple(replace(line, source=_source(resolved, line)) for line in lines)
     return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)), tuple(_adopted(resolved)))
 
 
@@ -202,6 +204,12 @@ def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:
         yield {"name": name, "origin": str(origins.get(name, Origin()))}
 
 
+def _source(resolved: Resolved, line: Setting) -> str:
+    """Where a value came from: of an argument that `fabricate run` gave, not the script."""
+    given = resolved.launched.get(line.name)
+    return given.source if given is not None else line.source
+
+
 def _adopted(resolved: Resolved) -> Iterator[str]:
     """What neither the script nor an automatic choice set, but a launcher's variable or the strategy's file."""
     values: dict[str, tuple[Any, str] | None] = {
@@ -211,7 +219,11 @@ def _adopted(resolved: Resolved) -> Iterator[str]:
         "global_batch_size": resolved.global_batch_size,
         "max_grad_norm": resolved.max_grad_norm,
     }
+    for name, given in resolved.launched.items():
+        yield f"{name}={given.value} ({given.source})"
     for name, setting in values.items():
+        if name in resolved.launched:
+            continue
         if setting is not None and setting[1] != "argument" and not setting[1].startswith("auto: "):
             yield f"{name}={setting[0]} ({setting[1]})"
 

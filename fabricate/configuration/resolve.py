@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fabricate.configuration.arguments import Settings
+from fabricate.configuration.launched import Launched, launched
 from fabricate.distributed.devices import choose_device
 from fabricate.errors import ConfigurationError, first_line, size_text
 from fabricate.launch.ranks import Launch, detect
@@ -52,6 +53,8 @@ class Resolved:
     global_batch_size: tuple[int, str] | None
     seed: tuple[int, str]
     plan_only: bool
+    launched: dict[str, Launched] = field(default_factory=dict)
+    """Arguments of the Trainer that `fabricate run` gave."""
 
     @property
     def strategy(self) -> Strategy:
@@ -102,6 +105,7 @@ def resolve(settings: Settings, module: TrainModule, training: bool = True) -> R
         global_batch_size=_agreed("global_batch_size", settings.global_batch_size, requested, int),
         seed=seed,
         plan_only="plan_only" in requested,
+        launched=launched(os.environ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Configuration files: Accelerate's YAML and DeepSpeed's JSON, told apart by what is in them.
+"""Configuration files: Accelerate's YAML, DeepSpeed's JSON and a YAML of a Trainer's arguments, told apart by what is in them.
 
 Owns which of their keys fabricate honours, which have no meaning here and which it refuses. Must not know ranks.
 """
@@ -50,7 +50,7 @@ _TYPES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What an Accelerate YAML or a DeepSpeed JSON requests; None is unset.
+    """What an Accelerate YAML, a DeepSpeed JSON or a YAML of a Trainer's arguments requests; None is unset.
 
     `num_processes` counts the ranks of all nodes. `variables` are for the script's environment. `unused` names settings
     that shape how Accelerate's own wrappers work and mean nothing here.
@@ -66,10 +66,12 @@ class ConfigFile:
     master_port: int | None = None
     variables: dict[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the Trainer, not checked."""
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read an Accelerate YAML or a DeepSpeed JSON, told apart by what is in it.
+    """Read an Accelerate YAML, a DeepSpeed JSON or another YAML, which holds arguments of a Trainer; told apart by what is in it.
 
     Raises ConfigurationError for a file that is neither, and for a setting in it that fabricate cannot honour.
 
@@ -78,6 +80,8 @@ def read_config(path: str) -> ConfigFile:
     content = read_file(path)
     if "distributed_type" in content or "compute_environment" in content:
         return _accelerate_file(path, content)
+    if path.endswith((".yaml", ".yml")):
+        return ConfigFile(path, arguments=content)
     return ConfigFile(path, strategy=deepspeed_strategy(path, content))
 
 

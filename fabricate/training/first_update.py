@@ -90,7 +90,7 @@ class FirstUpdate:
         run.journal.event("observed", **observed)
         if run.settings.fast_dev_run and (text := compare_halves(run)):
             run.journal.note(text)
-        if run.engine.rank == 0:
+        if run.engine.rank == 0 and run.settings.print_plan != "none":
             print(f"observed in the first update: {_told(observed)}", flush=True)
         precision = run.engine.precision
         if layers and precision.compute_dtype not in (*layers, "float32"):

@@ -392,4 +392,6 @@ def test_an_overridden_train_decides_what_stays_in_eval_mode(capsys: pytest.Capt
     assert not torch.equal(module.moving.running_mean, before[1])  # type: ignore[arg-type]
     printed = capsys.readouterr().out
     assert "note: in eval mode, as set: backbone" in printed
-    assert "note: frozen, but in train mode, so that their running statistics change with every batch: moving;" in printed
+    assert (
+        "note: frozen, but in train mode, so that their running statistics change with every batch: moving;" in printed
+    )

@@ -1,0 +1,118 @@
+"""Arguments of a Trainer that its launcher gives: `fabricate run --set NAME=VALUE`, and a YAML file of them.
+
+Owns how they are written, how they travel to the ranks (one variable), and that a script which gives another value is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from fabricate.configuration.arguments import CHECKS
+from fabricate.errors import ConfigurationError
+from fabricate.registry import foreign_names
+
+P = ParamSpec("P")
+S = TypeVar("S")
+
+VARIABLE = "FABRICATE_SETTINGS"
+"""A JSON object: the name of an argument, and a list of its value and its source."""
+
+
+class Launched(NamedTuple):
+    """An argument that a launcher gives."""
+
+    value: Any
+    source: str
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value written as in YAML: a number, true, null, {last: 2, best: 1}, or text as it is.
+
+    read_setting("save_every=1 epoch") == ("save_every", "1 epoch")"""
+    import yaml  # type: ignore[import-untyped]
+
+    name, equals, written = text.partition("=")
+    if not equals:
+        raise ConfigurationError(f"--set {text!r}: give NAME=VALUE, for instance --set max_steps=100")
+    try:
+        value = yaml.safe_load(written)
+    except yaml.YAMLError as exc:
+        raise ConfigurationError(f"--set {text!r}: the value cannot be read as YAML: {exc}") from None
+    return name.strip().replace("-", "_"), _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML takes 1e-3 for text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    return value
+
+
+def check_launched(name: str, value: Any, source: str) -> Launched:
+    """The argument `name` of a Trainer as a launcher gives it. Raises ConfigurationError, before a rank is started."""
+    if name not in CHECKS:
+        hint = foreign_names.hint(name, foreign_names.ARGUMENTS, list(CHECKS))
+        raise ConfigurationError(f"{source}: Trainer has no argument {name!r}{hint}")
+    if name == "plugins":
+        raise ConfigurationError(f"{source}: plugins are activated with --plugin NAME, which may be repeated")
+    try:
+        CHECKS[name](name, value)
+    except ConfigurationError as exc:
+        raise ConfigurationError(f"{source}: {exc}") from None
+    return Launched(value, source)
+
+
+def merged(*groups: Mapping[str, Launched]) -> dict[str, Launched]:
+    """The arguments of all `groups`. Raises ConfigurationError where two set another value."""
+    result: dict[str, Launched] = {}
+    for group in groups:
+        for name, given in group.items():
+            other = result.setdefault(name, given)
+            if other.value != given.value:
+                raise ConfigurationError(
+                    f"{name}: {other.source} says {other.value!r} and {given.source} says {given.value!r}; set one of them"
+                )
+    return result
+
+
+def variables(arguments: Mapping[str, Launched]) -> dict[str, str]:
+    """What carries `arguments` to the ranks."""
+    return {VARIABLE: json.dumps(arguments)} if arguments else {}
+
+
+def launched(environ: Mapping[str, str]) -> dict[str, Launched]:
+    """The arguments that the launcher of this process gives."""
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return {}
+    try:
+        arguments = json.loads(text)
+        return {name: check_launched(name, value, source) for name, (value, source) in arguments.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigurationError(
+            f"{VARIABLE}={text!r} cannot be read: `fabricate run --set NAME=VALUE` writes it; unset it"
+        ) from None
+
+
+def with_launched(function: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Makes a constructor take the arguments of the launcher, as if the script had given them. One that it gives as well is an error
+    unless the two are equal."""
+
+    @functools.wraps(function)
+    def constructor(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        for name, given in launched(os.environ).items():
+            if name in kwargs and CHECKS[name](name, kwargs[name]) != CHECKS[name](name, given.value):
+                raise ConfigurationError(
+                    f"{name}={kwargs[name]!r} is set in the Trainer and {given.value!r} by {given.source}; remove one, or make them equal"
+                )
+            kwargs[name] = given.value
+        function(self, *args, **kwargs)
+
+    return constructor

@@ -1,0 +1,110 @@
+"""Arguments of the Trainer from `fabricate run --set NAME=VALUE` and from a YAML file of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from fabricate import ConfigurationError, Every, Trainer
+from fabricate.cli.main import main
+from fabricate.configuration.launched import VARIABLE, Launched, read_setting, variables
+from tests.support.regression import ROWS, Regression
+
+SCRIPT = """
+import json, sys
+from fabricate import Trainer
+settings = Trainer(max_epochs=2).settings
+print(json.dumps([settings.max_steps, settings.max_epochs, str(settings.save_every), settings.strategy, settings.keep["best"]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("max_steps=100", 100),
+        ("save_every=1 epoch", "1 epoch"),
+        ("max_grad_norm=1e-3", 1e-3),
+        ("deterministic=true", True),
+        ("validate_every=null", None),
+        ("keep={last: 2, best: 1}", {"last": 2, "best": 1}),
+        ("progress=[loss, accuracy]", ["loss", "accuracy"]),
+    ],
+)
+def test_values_are_written_as_in_yaml(text: str, value: Any) -> None:
+    name, found = read_setting(text)
+    assert (name, found, type(found)) == (text.partition("=")[0], value, type(value))
+    Trainer(**{name: found})
+
+
+def launched(**arguments: Any) -> str:
+    """The value of the variable that carries `arguments`, given with --set."""
+    return variables({name: Launched(value, "--set") for name, value in arguments.items()})[VARIABLE]
+
+
+def test_a_trainer_takes_what_its_script_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, launched(max_steps=3, log_every=5))
+    settings = Trainer(max_epochs=1, log_every="5 steps").settings  # the same, written in another way
+    assert (settings.max_steps, settings.max_epochs, settings.log_every) == (3, 1, Every(steps=5))
+
+
+def test_an_argument_that_script_and_launcher_set_differently_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, launched(max_steps=3))
+    with pytest.raises(ConfigurationError, match="max_steps=7 is set in the Trainer and 3 by --set; remove one"):
+        Trainer(max_steps=7)
+
+
+def test_the_plan_names_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, launched(max_steps=3, gradient_accumulation_steps=2))
+    plan = Trainer().plan(Regression(), ROWS, batch_size=2)
+    assert (plan["max_steps"], plan.source("max_steps")) == (3, "--set")
+    assert (plan["gradient_accumulation_steps"], plan.source("gradient_accumulation_steps")) == (2, "--set")
+    assert "  adopted  max_steps=3 (--set), gradient_accumulation_steps=2 (--set)\n" in plan.summary()
+
+
+def test_a_variable_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("max_steps=3", "[1]", '{"max_steps": 3}'):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(ConfigurationError, match=f"{VARIABLE}=.* cannot be read"):
+            Trainer()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--set", "max_step=3"], "--set: Trainer has no argument 'max_step'; did you mean 'max_steps'?"),
+        (["--set", "accumulate_grad_batches=3"], "use gradient_accumulation_steps="),
+        (["--set", "max_steps=few"], "--set: max_steps='few': give a whole number"),
+        (["--set", "max_steps"], "give NAME=VALUE, for instance --set max_steps=100"),
+        (["--set", "keep={last: 2"], "cannot be read as YAML"),
+        (["--set", "max_steps=3", "--set", "max_steps=4"], "max_steps: --set says 3 and --set says 4"),
+        (["--set", "plugins=[ema]"], "plugins are activated with --plugin NAME"),
+        (["--set", "strategy=ddp", "--strategy", "fsdp"], "--strategy fsdp and --set strategy=ddp differ"),
+        (["--config", "run.yaml", "--set", "max_steps=4"], "run.yaml says 3 and --set says 4"),
+        (["--config", "wrong.yaml"], "wrong.yaml: Trainer has no argument 'max_stepps'; did you mean 'max_steps'?"),
+    ],
+)
+def test_mistakes_are_errors_before_a_rank_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
+) -> None:
+    (tmp_path / "run.yaml").write_text("max_steps: 3\n")
+    (tmp_path / "wrong.yaml").write_text("max_stepps: 3\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = CliRunner().invoke(main, ["run", "train.py", *options])  # in this process: nothing is started
+    assert ended.exit_code != 0
+    assert words in ended.output
+
+
+def test_a_file_and_set_together_reach_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "run.yaml").write_text("strategy: ddp\nsave_every: 1 epoch\nkeep: {last: 2, best: 1}\n")
+    command = [sys.executable, "-m", "fabricate", "run", "train.py", "--config", "run.yaml", "--set", "max-steps=9"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    # The strategy travels as the option --strategy does.
+    assert json.loads(done.stdout) == [9, 2, "1 epoch", "auto", 1]
