@@ -140,6 +140,8 @@ class FSDP(Strategy):
                 f"{settled.precision.compute_dtype}: use precision={self.param_dtype!r}, or leave param_dtype out"
             )
         self._gathered = self.param_dtype or (computes if computes != "fp32" else None)
+        widened = self._gathered and settled.precision.name != "bf16-true"  # until `prepare` sees the parameters
+        self._summed = self.reduce_dtype or ("fp32" if widened else None)
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         """The first rank's shards, which are the largest, and what is gathered at once: the largest unit and the rest of the
@@ -480,7 +482,7 @@ class FSDP(Strategy):
             **({"layers": layers} if self.tp > 1 else {}),
             "shards": f"{units} and the rest of the module, {over}" + (f", in {copies} copies" if copies > 1 else ""),
             "gathered as": _DTYPES[self._gathered] if self._gathered else "they are",
-            "gradients": f"averaged in {_DTYPES[self.reduce_dtype or 'fp32']}, "
+            "gradients": f"averaged {f'in {_DTYPES[self._summed]}' if self._summed else 'as they are'}, "
             + ("once per update" if self.accumulate == "whole" else "per micro-batch"),
             "after forward": "units are freed" if self.reshard_after_forward else "units stay gathered",
             "activations": "recomputed in backward, unit by unit"

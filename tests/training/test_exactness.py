@@ -281,7 +281,9 @@ def precision_by_fabricate(
     data = torch.utils.data.TensorDataset(STEEP_X, STEEP_Y)
     trainer.fit(Built(), data, batch_size=8 // world_size, shuffle=False)
     lines = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    return heard.losses, next(line for line in lines if line["event"] == "observed")
+    observed = next(line for line in lines if line["event"] == "observed")
+    settings = json.loads((directory / "plan.json").read_text())["settings"]
+    return heard.losses, observed | {"planned": settings.get("gradients", {}).get("value")}
 
 
 PRECISION_CASES = [
@@ -411,3 +413,6 @@ def test_a_precision_is_in_effect_under_every_strategy(answers: dict[int, list[d
     assert list(observed["activations"]) == ["float32" if precision == "fp32" else "bfloat16"]
     assert [observed[topic] for topic in ("parameters", "gradients", "optimizer_state")] == [held] * 3
     assert observed.get("averaged_over_ranks_in") == (held if world_size > 1 else None)
+    if case[1] == "fsdp":
+        planned = "in float32" if precision == "bf16" else "as they are"
+        assert observed["planned"] == f"averaged {planned}, per micro-batch"
