@@ -22,6 +22,8 @@ class Activations:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._found: dict[str, set[str]] = {}
+        self.whole = not any(_is_compiled(layer) for layer in module.modules())
+        """Whether every layer was watched."""
         self._hooks = [layer.register_forward_hook(self._heard) for layer in _layers(module)]
 
     def _heard(self, layer: torch.nn.Module, inputs: object, output: Any) -> None:
@@ -40,15 +42,22 @@ class Activations:
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The innermost submodules."""
-    if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+    """The innermost submodules, and those compiled units that can be watched from outside."""
+    if _is_compiled(module):  # hooks inside would be traced, and the unit compiled again without them
+        if "forward" in vars(module):
+            yield module
         return
-    # A forward of its own is a compiled unit's: hooks inside would be traced, and the unit compiled again without them.
-    children = [] if "forward" in vars(module) else list(module.children())
+    children = list(module.children())
     for child in children:
         yield from _layers(child)
     if not children:
         yield module
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """By `Trainer(compile=)`, which gives it a forward of its own, or by the user."""
+    by_torch = getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    return by_torch or "forward" in vars(module)
 
 
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
@@ -67,9 +76,9 @@ class FirstUpdate:
     def look(self, losses: WindowLosses, applied: bool) -> None:
         """Look at an update, before its gradients are cleared. No wait for the device."""
         if self._activations is not None and applied:
-            layers = self._activations.close()
+            layers, whole = self._activations.close(), self._activations.whole
             self._activations = None
-            self._observe(layers, losses)
+            self._observe(layers, whole, losses)
         elif self._without_gradient:
             self._without_gradient = {n: p for n, p in self._without_gradient.items() if p.grad is None}
 
@@ -83,7 +92,7 @@ class FirstUpdate:
             )
             self._without_gradient = {}
 
-    def _observe(self, layers: dict[str, list[str]], losses: WindowLosses) -> None:
+    def _observe(self, layers: dict[str, list[str]], whole: bool, losses: WindowLosses) -> None:
         run = self._run
         trainable = {n: p for n, p in run.module.named_parameters() if p.requires_grad}
         observed = _observed(run, layers, losses, list(trainable.values()))
@@ -93,7 +102,8 @@ class FirstUpdate:
         if run.engine.rank == 0 and run.settings.print_plan != "none":
             print(f"observed in the first update: {_told(observed)}", flush=True)
         precision = run.engine.precision
-        if layers and precision.compute_dtype not in (*layers, "float32"):
+        # Inside a compiled unit nothing is seen, and what it answers may be float32 again: a residual sum, say.
+        if layers and whole and precision.compute_dtype not in (*layers, "float32"):
             run.journal.note(
                 f"precision={precision.name!r} computes in {precision.compute_dtype}, and no layer answered in it: is autocast off in the "
                 "module, or does it convert to another dtype?"

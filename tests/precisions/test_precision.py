@@ -233,3 +233,30 @@ def test_compiled_layers_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
     module.layers = torch.compile(module.layers, backend="eager")  # type: ignore[assignment]
     fit(module, "fp32", max_steps=1)
     assert module.seen == [0]
+def test_what_compiled_blocks_compute_in_is_not_guessed_from_what_they_answer(tmp_path: Path) -> None:
+    class Residual(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x)
+
+    class Blocks(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.layers = torch.nn.ModuleList([Residual(8, 8)]), torch.nn.Sequential(torch.nn.LayerNorm(8))
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.layers(self.blocks[0](batch[0])).sum(1).square().mean()
+
+    fit(Blocks(), "bf16", run_dir=tmp_path, compile={"backend": "eager"}, max_steps=1)
+    (observed,) = events(tmp_path, "observed")
+    assert observed["activations"] == {"float32": ["LayerNorm", "Residual"]}
+    assert not events(tmp_path, "note")
+
+
+@pytest.mark.parametrize(
+    ("precision", "averaged"), [("fp32", "as they are"), ("bf16", "in float32"), ("bf16-true", "as they are")]
+)
+def test_the_plan_says_in_which_dtype_shards_sum_gradients(precision: str, averaged: str) -> None:
+    plan = Trainer(strategy="fsdp", precision=precision, max_steps=1, progress=False).plan(Net(), DATA, batch_size=8)
+    assert plan["gradients"] == f"averaged {averaged}, per micro-batch"
+
+
