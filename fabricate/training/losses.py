@@ -6,8 +6,10 @@ A loss is a mean over its weight: over the rows of its batch, over the labels th
     mean = sum(loss * weight) / sum(weight)
 
 Backward adds gradients up over micro-batches and averages them over the readers, the ranks that read rows of their own. So each loss
-is multiplied beforehand by its share, `weight * readers / rows of the window`. For rows that is all. The sum of other weights is
-known after the last micro-batch only; then gradients are multiplied once by `rows / sum(weight)`. docs/numerics.md has the derivation.
+is multiplied beforehand by its share, `weight * readers / expected`, where `expected` is the weight that the window is taken to have: its
+rows, times the power of two that is near the weight of one row. For rows that is all. The sum of other weights is known after the last
+micro-batch only; then gradients are multiplied once by `expected / sum(weight)`. They are of the size of the mean's from the beginning,
+for the sake of dtypes that end at 65504. docs/numerics.md has the derivation.
 
 A *rule* says what weighs the losses of an optimizer: `RowWeights` (or `CountedRows`, where a collate_fn of the user's may leave rows out),
 `GivenWeights` or `LabelWeights`. Its first window settles it.
@@ -17,6 +19,7 @@ Must not know: in which order things happen (`fabricate.training.loop`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +39,9 @@ from fabricate.training.step_output import (
     choose,
     unpack,
 )
+
+_NO_WEIGHT = -1000
+"""Below every exponent that a weight per row has: the rank's first micro-batch weighs nothing."""
 
 
 class RowWeights:
@@ -61,11 +67,11 @@ class RowWeights:
         weight = rows_of(batch) if rows is None else rows
         return weight, weight
 
-    def share(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
-        """`loss` times its share of a window of `rows`."""
-        if type(weight) is int and weight * self.readers == rows:
+    def share(self, loss: torch.Tensor, weight: Any, expected: float) -> torch.Tensor:
+        """`loss` times its share of a window of the weight `expected`."""
+        if type(weight) is int and weight * self.readers == expected:
             return loss  # times one, which the product below may miss by a rounding: 49 * (1 / 49) is not 1
-        share: torch.Tensor = loss * (weight * (self.readers / rows))
+        share: torch.Tensor = loss * (weight * (self.readers / expected))
         return share
 
     def total(self, rows: int, weights: list[Any]) -> Any:
@@ -90,7 +96,7 @@ class OnlyCountedRows(CountedRows):
 
     summed = False
 
-    def share(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
+    def share(self, loss: torch.Tensor, weight: Any, expected: float) -> torch.Tensor:
         return loss
 
     def total(self, rows: int, weights: list[Any]) -> Any:
@@ -130,7 +136,7 @@ class OnlyLabelWeights(LabelWeights):
 
     summed = False
 
-    def share(self, loss: torch.Tensor, weight: Any, rows: int) -> torch.Tensor:
+    def share(self, loss: torch.Tensor, weight: Any, expected: float) -> torch.Tensor:
         return loss
 
     def total(self, rows: int, weights: list[Any]) -> Any:
@@ -187,6 +193,8 @@ class WindowLosses:
     def __init__(self, losses: Losses, window: Window, averaged: bool) -> None:
         self._losses = losses
         self._rows = window.rows
+        self._expected = 0.0
+        """The weight that the window is taken to have; known from the first loss on."""
         self._one_micro_batch = window.num_micro_steps == 1 and losses.readers == 1
         self._averaged = averaged and not self._one_micro_batch
         self._weights: list[Any] = []
@@ -210,7 +218,9 @@ class WindowLosses:
         if self.rule is None:
             self._choose_rule(loss, given)
         weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
-        for_backward = self.rule.share(loss, weight, self._rows)
+        if not self._expected:
+            self._expected = self._rows * self._weight_per_row(weight, 1 if rows is None else rows)
+        for_backward = self.rule.share(loss, weight, self._expected)
         loss = loss.detach()
         self.values.append(loss)
         self._weights.append(weight)
@@ -219,6 +229,10 @@ class WindowLosses:
     def _choose_rule(self, loss: torch.Tensor, given: Any) -> None:
         self._optimizers_rule = self._losses.rules.get(self.optimizer) or self._losses.new_rule(loss, given)
         self.rule = self._optimizers_rule.for_one_micro_batch() if self._one_micro_batch else self._optimizers_rule
+
+    def _weight_per_row(self, weight: Any, rows: int) -> float:
+        """What the optimizer's losses weigh per row of a window, a power of two. `weight` is that of the first micro-batch, of `rows`."""
+        return self._losses.run.optim.weight_per_row[self.optimizer]
 
     def begin_sums(self) -> None:
         """Start the sums over ranks that `normalise` needs, once the last loss is added: they travel beside its backward. All
@@ -244,7 +258,7 @@ class WindowLosses:
         of_weights, of_losses = self._sums()
         if self.rule.summed:
             self.total = of_weights
-            factor = torch.where(of_weights > 0, self._rows / of_weights, 0.0)  # nothing counted: no gradient
+            factor = torch.where(of_weights > 0, self._expected / of_weights, 0.0)  # nothing counted: no gradient
             self._losses.run.engine.strategy.scale_gradients(parameters, factor)
         if self._averaged:
             self.mean = of_losses / self.total
@@ -260,6 +274,16 @@ class FirstWindowLosses(WindowLosses):
         check_logged(self._losses.run, loss)
         self._first = Made.by(loss)
         return super().add(output, batch, rows)
+
+    def _weight_per_row(self, weight: Any, rows: int) -> float:
+        """Agreed by all ranks, once per optimizer: the largest of theirs. Waits for the device."""
+        known = self._losses.run.optim.weight_per_row
+        if self.optimizer not in known:
+            each = float(weight) / rows if rows else 0.0
+            exponent = round(math.log2(each)) if 0 < each < math.inf else _NO_WEIGHT
+            (largest,) = self._losses.run.engine.agree([exponent])
+            known[self.optimizer] = 1.0 if largest == _NO_WEIGHT else 2.0**largest
+        return known[self.optimizer]
 
     def begin_sums(self) -> None:
         """Not yet: ranks that weigh by different things would meet in different collectives."""

@@ -44,6 +44,8 @@ class Optimization:
     schedules: dict[str, Schedule] = field(default_factory=dict)
     parameters: dict[str, list[torch.nn.Parameter]] = field(default_factory=dict)
     """The trainable parameters of each optimizer, listed once: nothing walks the module per step."""
+    weight_per_row: dict[str, float] = field(default_factory=dict)
+    """By optimizer, the power of two near what its losses weigh per row, from its first window on; see `fabricate.training.losses`."""
     configured: list[Configured] = field(default_factory=list)
     """What `configure_optimizers` set, option by option."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)

@@ -104,6 +104,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         },
         "configuration": configuration(run),
         "scaler": run.engine.scaler_state(),
+        "weight_per_row": run.optim.weight_per_row,
         "seed": run.source.seed,
         "data": data_identity(run) | {"state": saver.encode(run.source.state, "data", saver.whole)},
         "progress": run.progress.state(),
@@ -150,6 +151,7 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
         schedule.load_state_dict(decode_mapping(reader, tree["schedulers"][label]["state"], f"scheduler {label!r}"))
     if tree["scaler"]:
         engine.load_scaler_state(tree["scaler"])
+    optim.weight_per_row.update(tree.get("weight_per_row", {}))
     run.progress.load(tree["progress"])
     _restore_data(run, reader, tree)
     run.journal.latest = decode_mapping(reader, tree["latest"], "latest")

@@ -174,6 +174,80 @@ def test_no_precision_learns_much_worse_than_float32() -> None:
     assert len({line.loss for line in lines}) == 5
 
 
+# --------------------------------------------------------------------------------------------------------- loss scale
+
+LABELS = 512
+
+
+class Words(TrainModule):
+    """Predicts `LABELS` words per row, of which the rows of a window's second half have an eighth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.words, self.head = torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16)
+        self.skipped: list[int] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.words(batch[0]))).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def on_step_skipped(self, step: int) -> None:
+        self.skipped.append(step)
+
+
+def texts() -> TensorDataset:
+    words = torch.randint(16, (32, LABELS), generator=torch.Generator().manual_seed(5))
+    following = (3 * words + 1) % 16
+    following[torch.arange(32) % 8 >= 4, LABELS // 8 :] = -100
+    return TensorDataset(words, following)
+
+
+def by_hand(steps: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The mean over the labels of two micro-batches, with torch's scaler; the weights, and how many updates were skipped."""
+    module, scaler, skipped = Words(), torch.amp.GradScaler("cpu"), 0
+    optimizer = module.configure_optimizers()
+    x, y = texts().tensors
+    for step in range(steps):
+        pieces = [(x[at : at + 4], y[at : at + 4]) for at in (8 * step % 32, (8 * step + 4) % 32)]
+        labels = sum(int((piece[1] >= 0).sum()) for piece in pieces)
+        for piece in pieces:
+            with torch.autocast("cpu", torch.float16):
+                loss = module.training_step(piece) * (int((piece[1] >= 0).sum()) / labels)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += scaler.get_scale() < before
+        optimizer.zero_grad()
+    return {n: p.detach() for n, p in module.named_parameters()}, skipped
+
+
+def test_the_loss_scale_is_that_of_a_loop_by_hand_however_many_labels_a_row_has() -> None:
+    wanted, skipped = by_hand(4)
+    assert skipped == 0
+    module = Words()
+    options: dict[str, Any] = {"precision": "fp16", "gradient_accumulation_steps": 2, "seed": 3, "progress": False}
+    Trainer(max_steps=4, **options).fit(module, texts(), batch_size=4, shuffle=False)
+    assert module.skipped == []
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.detach(), wanted[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_resumed_run_keeps_the_size_of_its_gradients(tmp_path: Path) -> None:
+    """Its first window has rows of fewer labels than the one that decided it."""
+    options: dict[str, Any] = {"precision": "fp16", "seed": 3, "progress": False, "run_dir": tmp_path}
+    for steps in (1, 2):
+        result = Trainer(max_steps=steps, gradient_accumulation_steps=2, **options).fit(
+            Words(), texts(), batch_size=2, shuffle=False
+        )
+        state = json.loads((Path(str(result.checkpoint)) / "state.json").read_bytes())
+        assert state["weight_per_row"] == {"main": LABELS}
+
+
 # ------------------------------------------------------------------------------------------------------------ observed
 
 
@@ -198,6 +272,33 @@ def test_a_precision_that_no_layer_runs_in_is_pointed_out(tmp_path: Path) -> Non
     fit(Net(autocast=False), "bf16", run_dir=tmp_path)
     (note,) = events(tmp_path, "note")
     assert note["text"].startswith("precision='bf16' computes in bfloat16, and no layer answered in it")
+
+
+def test_what_compiled_blocks_compute_in_is_not_guessed_from_what_they_answer(tmp_path: Path) -> None:
+    class Residual(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x)
+
+    class Blocks(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.layers = torch.nn.ModuleList([Residual(8, 8)]), torch.nn.Sequential(torch.nn.LayerNorm(8))
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.layers(self.blocks[0](batch[0])).sum(1).square().mean()
+
+    fit(Blocks(), "bf16", run_dir=tmp_path, compile={"backend": "eager"}, max_steps=1)
+    (observed,) = events(tmp_path, "observed")
+    assert observed["activations"] == {"float32": ["LayerNorm", "Residual"]}
+    assert not events(tmp_path, "note")
+
+
+@pytest.mark.parametrize(
+    ("precision", "averaged"), [("fp32", "as they are"), ("bf16", "in float32"), ("bf16-true", "as they are")]
+)
+def test_the_plan_says_in_which_dtype_shards_sum_gradients(precision: str, averaged: str) -> None:
+    plan = Trainer(strategy="fsdp", precision=precision, max_steps=1, progress=False).plan(Net(), DATA, batch_size=8)
+    assert plan["gradients"] == f"averaged {averaged}, per micro-batch"
 
 
 def test_layers_are_watched_in_the_first_update_only() -> None:
@@ -233,30 +334,3 @@ def test_compiled_layers_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
     module.layers = torch.compile(module.layers, backend="eager")  # type: ignore[assignment]
     fit(module, "fp32", max_steps=1)
     assert module.seen == [0]
-def test_what_compiled_blocks_compute_in_is_not_guessed_from_what_they_answer(tmp_path: Path) -> None:
-    class Residual(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + super().forward(x)
-
-    class Blocks(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.layers = torch.nn.ModuleList([Residual(8, 8)]), torch.nn.Sequential(torch.nn.LayerNorm(8))
-
-        def training_step(self, batch: Any) -> torch.Tensor:
-            return self.layers(self.blocks[0](batch[0])).sum(1).square().mean()
-
-    fit(Blocks(), "bf16", run_dir=tmp_path, compile={"backend": "eager"}, max_steps=1)
-    (observed,) = events(tmp_path, "observed")
-    assert observed["activations"] == {"float32": ["LayerNorm", "Residual"]}
-    assert not events(tmp_path, "note")
-
-
-@pytest.mark.parametrize(
-    ("precision", "averaged"), [("fp32", "as they are"), ("bf16", "in float32"), ("bf16-true", "as they are")]
-)
-def test_the_plan_says_in_which_dtype_shards_sum_gradients(precision: str, averaged: str) -> None:
-    plan = Trainer(strategy="fsdp", precision=precision, max_steps=1, progress=False).plan(Net(), DATA, batch_size=8)
-    assert plan["gradients"] == f"averaged {averaged}, per micro-batch"
-
-

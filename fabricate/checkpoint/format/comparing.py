@@ -34,6 +34,7 @@ COMPONENTS: Final = (
 _CLOCKS: Final = ("progress.seconds", "metrics_bytes")  # what no run can repeat; the log counts the clock's digits
 _STATE: Final = {
     "scaler": "scaler",
+    "weight_per_row": "scaler",
     "data": "data position",
     "progress": "data position",
     "seed": "rng",

@@ -44,6 +44,8 @@ _SHARED: Final = {
     "plugins": _Each(dict),
     "metrics_bytes": int,
 }
+_LATER: Final = {"weight_per_row": _Each(float)}
+"""What checkpoints of earlier versions lack."""
 _OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
 
 
@@ -51,7 +53,8 @@ def shared_state(reader: Reader) -> Any:
     """The content of state.json; of an imported checkpoint it has `module` only. CheckpointError for any other shape."""
     tree: Any = reader.json("state.json")
     imported = isinstance(tree, dict) and "imported" in tree
-    _check(tree, {"module": _MODULE} if imported else _SHARED, f"checkpoint {reader.path}: state.json")
+    later = {key: shape for key, shape in _LATER.items() if isinstance(tree, dict) and key in tree}
+    _check(tree, {"module": _MODULE} if imported else {**_SHARED, **later}, f"checkpoint {reader.path}: state.json")
     return tree
 
 
