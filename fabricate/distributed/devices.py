@@ -18,6 +18,7 @@ from fabricate.launch.variables import Request
 
 KINDS = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "xpu": "MULTI_XPU", "npu": "MULTI_NPU", "mps": ""}
 """The kinds of device that are chosen, and what Accelerate calls several ranks on them; empty: torch has no process group there."""
+_NAMES = "give cpu, cuda, cuda:1, xpu, npu or mps, or unset it"
 _ON_CPU = "to compute on the CPU instead, set ACCELERATE_TORCH_DEVICE=cpu"
 
 
@@ -50,9 +51,11 @@ def _requested(requested: Mapping[str, Request], found: torch.device | None, loc
     try:
         device = torch.device(requested["device"].value)
     except RuntimeError as exc:
+        raise ConfigurationError(f"{named} is not a device; {_NAMES}") from exc
+    if device.type not in KINDS:
         raise ConfigurationError(
-            f"{named} is not a device; give cpu, cuda, cuda:1, xpu, npu or mps, or unset it"
-        ) from exc
+            f"{named} is of the kind {device.type!r}, on which fabricate does not compute; {_NAMES}"
+        )
     if device.type == "cpu":
         return torch.device("cpu")
     if "cpu" in requested:

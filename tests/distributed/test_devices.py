@@ -224,7 +224,10 @@ def test_a_kind_that_fabricate_does_not_compute_on_is_refused_by_name(
     with pytest.raises(ConfigurationError, match=f"a device of the kind '{kind}'.*ACCELERATE_TORCH_DEVICE=cpu"):
         chosen({})
     assert chosen({"ACCELERATE_TORCH_DEVICE": "cpu"}) == ("cpu", "ACCELERATE_TORCH_DEVICE")
-    assert chosen({"ACCELERATE_TORCH_DEVICE": kind})[0] == f"{kind}:0", "who names it may try"
+    with pytest.raises(
+        ConfigurationError, match=f"ACCELERATE_TORCH_DEVICE='{kind}' is of the kind '{kind}'.*give cpu, cuda"
+    ):
+        chosen({"ACCELERATE_TORCH_DEVICE": kind})
 
 
 def test_the_variable_of_accelerate_that_names_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
