@@ -178,7 +178,6 @@ def test_replicas_refuse_a_loss_scale_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"strategy": "diloco"}, "strategy='diloco' needs 2 or more processes"),
         ({"strategy": "diloco:every=0"}, "every is at least 1"),
         ({"plugins": ("ema:decay=1.5",)}, "decay is at least 0 and below 1"),
         ({"precision": "fp8"}, "cpu does not compute in float8"),

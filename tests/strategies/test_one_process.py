@@ -28,6 +28,7 @@ STRATEGIES = (
     "fsdp:accumulate=whole",
     "fsdp:wrap=Linear,activation_checkpointing=true",
     "powersgd",
+    "diloco:every=2,outer_lr=1,outer_momentum=0",  # one replica, whose mean it is
     "zero1",
     "zero2",
     "zero3",

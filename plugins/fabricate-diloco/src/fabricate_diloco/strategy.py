@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricate import ConfigurationError, Strategy, hookimpl
+from fabricate import DDP, ConfigurationError, Strategy, hookimpl
 from fabricate_diloco.outer import Outer
 from fabricate_diloco.replicas import Replicas, mean, memory
 
@@ -34,9 +34,9 @@ class DiLoCo(Strategy):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     name: ClassVar[str] = "diloco"
-    min_world_size: ClassVar[int] = 2
     exposes_gradients: ClassVar[bool] = False  # those of a rank are its own
     replicas_drift: ClassVar[bool] = True
+    distributed_types: ClassVar[tuple[str, ...]] = DDP.distributed_types  # a process group for a single replica too
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1:
