@@ -39,11 +39,18 @@ def _export_tensors(module: torch.nn.Module, strategy: Strategy, path: Path | No
     """Write model.safetensors; `path` on the rank that writes."""
     tensors = export_tensors(module, strategy)
     if path is None:
-        for _, tensor in tensors:
-            strategy.gather(tensor)  # in the order in which the other rank writes: one whole tensor exists at a time
+        for _, tensor in tensors:  # in the order in which the other rank writes: one whole tensor exists at a time
+            _wait(strategy.gather(tensor))
         return
     chunks = [whole_chunk(name, tensor, strategy) for name, tensor in tensors]
     format.write_plain_safetensors(path / "model.safetensors", chunks, metadata={"format": "pt"})
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    """Wait until the device has `tensor`. Without it a rank would queue every gather at once, and the last one's time-out would run
+    while the other rank writes all the tensors before it."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.current_stream(tensor.device).synchronize()
 
 
 def _save_configuration(model: Any, path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from fabricate import Callback, Trainer, TrainModule, hookimpl
 from fabricate.checkpoint.state.staging import DeviceStaging
+from fabricate.model.export import export_model
 from fabricate.testing.ranks import run_alone
 from fabricate.training import saving
 from tests.support import pretended_device
@@ -122,11 +123,18 @@ class Watch(Callback):
 class Copies(Callback):
     """Copies what a checkpoint would hold instead of writing it: each of the alike ranks would write the same file."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
         self.chunks = 0
+        self.exported = (0, 0)
+        """Tensors of an export on a rank that does not write it, and the waits for the device meanwhile."""
 
     @hookimpl
     def write_checkpoint(self, trainer: Trainer, path: Path) -> bool:
+        module = trainer._live().module
+        before = len(self.rules.waits)
+        export_model(module, trainer.strategy, path, main=False)
+        self.exported = (len(module.state_dict()), len(self.rules.waits) - before)
         staging = DeviceStaging(pretended_device.DEVICE)
         chunks, ready = staging.copy(saving._assemble(trainer._live(), path).chunks)
         ready()
@@ -146,7 +154,7 @@ def fit(strategy: str, precision: str, world_size: int, run_dir: Path) -> dict[s
     with trained_on_the_device(world_size) as rules, pytest.MonkeyPatch.context() as patch:
         if world_size > 1:  # `Copies` leaves no file that a save could look at
             patch.setattr(saving, "_check_written", lambda run, path: None)
-        watch, copies = Watch(rules), Copies()
+        watch, copies = Watch(rules), Copies(rules)
         trainer = Trainer(
             strategy=strategy,
             precision=precision,
@@ -164,7 +172,8 @@ def fit(strategy: str, precision: str, world_size: int, run_dir: Path) -> dict[s
         )
         trainer.fit(Net(), rows(ROWS), rows(2 * world_size), batch_size=2)
     begin, end = watch.counts[:2]
-    return {"steps": watch.steps, "waits": rules.waits[begin:end], "chunks": copies.chunks}
+    waits = rules.waits[begin:end]
+    return {"steps": watch.steps, "waits": waits, "chunks": copies.chunks, "exported": copies.exported}
 
 
 def fits(root: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -246,6 +255,12 @@ def test_a_fit_keeps_to_the_rules_of_a_device(found: Any, strategy: str, precisi
     answer = trained(found, strategy, precision)
     assert answer["steps"] == 2
     assert answer["chunks"] > 0 or strategy == "single"
+
+
+@pytest.mark.parametrize("strategy", [s for s in FITS if s.startswith("fsdp") and "tp" not in s])
+def test_a_rank_that_gathers_for_an_export_is_one_tensor_ahead_at_most(found: Any, strategy: str) -> None:
+    tensors, waits = trained(found, strategy, "bf16")["exported"]
+    assert waits == tensors > 0
 
 
 def test_replicas_need_no_backend_for_tensors_of_the_host(found: Any) -> None:
