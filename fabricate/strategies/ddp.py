@@ -31,7 +31,8 @@ class DDP(Strategy):
     find_unused_parameters: look after each forward for parameters that receive no gradient, so that a module which does not
     use all of them trains; costs a walk over the autograd graph per update. Without it such a parameter is an error.
     static_graph: the same parameters are used in every micro-batch, in the same order; DDP learns it once.
-    bucket_cap_mb: size of a gradient bucket in MiB. gradient_as_bucket_view: gradients live in the buckets (less memory).
+    bucket_cap_mb: size of a gradient bucket in MiB. gradient_as_bucket_view: gradients live in the buckets, which takes less memory
+    without accumulation; a gradient that a hook keeps then changes with the next backward.
     communication_hook: what is sent instead of float32 gradients: "bf16" or "fp16".
     """
 
@@ -57,6 +58,11 @@ class DDP(Strategy):
                 "strategy='powersgd' of the package fabricate-powersgd"
             )
 
+        self._accumulates = False
+
+    def settle(self, settled: Strategy.Settled) -> None:
+        self._accumulates = settled.gradient_accumulation_steps > 1
+
     def accelerator_arguments(self) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -73,7 +79,9 @@ class DDP(Strategy):
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         gradients = whole.get("gradients", 0)
-        more = {} if self.gradient_as_bucket_view or not gradients else {"gradient buckets": gradients}
+        # Until the last micro-batch of a window gradients lie beside the buckets in any case.
+        within = self.gradient_as_bucket_view and not self._accumulates
+        more = {} if within or not gradients else {"gradient buckets": gradients}
         return {**whole, **more}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:

@@ -85,6 +85,13 @@ class Normalised(Tower):
         return super().training_step((self.centre(self.scale(batch[0])), batch[1]))
 
 
+class Turns(Tower):
+    """The blocks take turns: one runs in the first micro-batch of a window only, the other in the second one only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        return mse_loss(self.last(self.blocks[batch_idx % 2](self.first(batch[0]))), batch[1])
+
+
 class Watch(Callback):
     """Losses, and what lies in the gradients and optimizer state before an update."""
 
@@ -94,6 +101,10 @@ class Watch(Callback):
         self.bytes: dict[str, int] = {}
         self.logging: dict[str, Any] = {}
         self.shared_storage = False
+        self.shared_after: list[bool] = []
+        """After each micro-batch, whether gradients share their memory."""
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """A gradient that a hook keeps, and its values then."""
         self.reached: list[bool] = []
 
     def on_fit_start(self, module: TrainModule) -> None:
@@ -101,12 +112,15 @@ class Watch(Callback):
 
     def on_accumulate(self, module: TrainModule) -> None:
         self.reached.append(module.first.weight.grad is not None)
+        self.shared_after.append(_share([p.grad for p in module.parameters() if p.grad is not None]))
 
     def on_before_step(self, trainer: Trainer, module: TrainModule) -> None:
         grads = {name: p.grad for name, p in module.named_parameters()}
         local = {name: getattr(g, "_local_tensor", g) for name, g in grads.items()}
         self.bytes["gradients"] = sum(g.numel() * g.element_size() for g in local.values())
-        self.shared_storage = len({g.untyped_storage().data_ptr() for g in local.values()}) < len(local)
+        self.shared_storage = _share(list(local.values()))
+        kept = local["first.weight"]
+        self.kept.append((kept, kept.clone()))
         self.gradients.append(
             {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()}
         )
@@ -121,6 +135,11 @@ class Watch(Callback):
         model: Any = trainer._live().engine.model
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             self.logging = dict(model._get_ddp_logging_data())
+
+
+def _share(gradients: list[torch.Tensor]) -> bool:
+    local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+    return len({gradient.untyped_storage().data_ptr() for gradient in local}) < len(local)
 
 
 def rows() -> TensorDataset:
@@ -149,6 +168,8 @@ def train(strategy: Any, world_size: int, *, module: Tower | None = None, **argu
         "bytes": watch.bytes,
         "logging": watch.logging,
         "shared storage": watch.shared_storage,
+        "shared after": watch.shared_after,
+        "kept": all(torch.equal(gradient, values) for gradient, values in watch.kept),
         "reached": watch.reached,
         "sizes": {n: p.numel() for n, p in parts.items()},
         "placements": {n: str(getattr(p, "placements", "")) for n, p in module.named_parameters()},
@@ -303,7 +324,13 @@ class Count(Callback):
 
 
 def on_four_ranks(root: Path) -> dict[str, Any]:
-    return answers_of({"hybrid": lambda: train("fsdp:shard=2", 4, run_dir=root / "hybrid")})
+    return answers_of(
+        {
+            "hybrid": lambda: train("fsdp:shard=2", 4, run_dir=root / "hybrid"),
+            "turns": lambda: train("fsdp:shard=2", 4, module=Turns()),
+            "turns, whole": lambda: train("fsdp:shard=2,accumulate=whole", 4, module=Turns()),
+        }
+    )
 
 
 def answers_of(jobs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -492,6 +519,15 @@ def test_shards_in_groups_are_averaged_over_the_copies(four: Answers) -> None:
         assert found["plan"]["shards"]["value"].endswith("over 2 ranks, in 2 copies"), rank
 
 
+@pytest.mark.parametrize("name", ["turns", "turns, whole"])
+def test_a_unit_that_the_last_micro_batch_leaves_out_is_averaged_over_the_copies(four: Answers, name: str) -> None:
+    """FSDP can put off what copies exchange to the last micro-batch (`set_requires_all_reduce`). It then forgets a unit that does not
+    run in that one, so `accumulate="shards"` lets the copies exchange in each of them."""
+    wanted = train("single", 1, module=Turns())
+    for found in four[name]:
+        assert_near(found, wanted, TOLERANCE)
+
+
 def test_a_checkpoint_of_shards_in_copies_holds_each_element_once(four: Answers) -> None:
     found = four["hybrid"][0]
     module = Tower.load_from_checkpoint(found["checkpoint"])
@@ -524,6 +560,21 @@ def test_the_options_of_ddp_reach_it(two: Answers) -> None:
     assert [name for name, each in seen.items() if each.get("static_graph")] == ["static graph"]
     assert not two["ddp"][0]["shared storage"]
     assert two["bucket view"][0]["shared storage"], "gradients lie in their bucket"
+    assert two["bucket view"][0]["shared after"] == [False, True] * STEPS, "once the window's last backward has run"
+
+
+def test_a_gradient_that_a_hook_keeps_stays_unless_gradients_live_in_buckets(two: Answers) -> None:
+    """As in one process, which is why `gradient_as_bucket_view` is not the default."""
+    assert two.alone["kept"]
+    assert [two[name][0]["kept"] for name in ("ddp", "bucket view")] == [True, False]
+
+
+def test_gradients_in_buckets_take_no_more_memory_where_nothing_accumulates() -> None:
+    for accumulation, kinds in ((1, set()), (2, {"gradient buckets"})):
+        strategy = DDP(gradient_as_bucket_view=True)
+        arguments: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_steps": 1, "progress": False}
+        plan = Trainer(strategy=strategy, **arguments).plan(Tower(), rows(), batch_size=1)
+        assert {kind for kind in plan["memory_per_rank"] if "bucket" in kind} == kinds
 
 
 def test_a_run_on_three_ranks_resumes_exactly(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class PowerSGD(DDP):
             )
 
     def settle(self, settled: Strategy.Settled) -> None:
+        super().settle(settled)
         if settled.precision.mixed_precision == "fp16" or settled.nonfinite == "skip":
             raise ConfigurationError(
                 "powersgd: with precision='fp16' or nonfinite='skip' a gradient that is not finite would stay in the error that is "
