@@ -21,7 +21,9 @@ def tried_state(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tens
     """By parameter, the state that a first step leaves, with tensors on the meta device. `parameters`: for each parameter of the
     optimizer one of the same kind on the meta device. Neither the optimizer nor its hooks notice. Raises whatever its step raises."""
     tried = copy.copy(optimizer)
-    tried.__dict__ = {**optimizer.__dict__, **tried.__dict__}  # attributes of its own, which a copy leaves out
+    # Attributes of its own, which a copy leaves out. Containers are copied: a step may put tensors of the meta device into them.
+    own = {n: copy.copy(v) if isinstance(v, dict | list | set) else v for n, v in optimizer.__dict__.items()}
+    tried.__dict__ = {**own, **tried.__dict__}
     tried.state = defaultdict(dict)
     tried.param_groups = []
     empty = {}

@@ -330,9 +330,11 @@ class FSDP(Strategy):
         import torch
 
         for name, optimizer in optimizers.items():
-            if isinstance(optimizer, torch.optim.Adafactor):
+            libraries = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+            if isinstance(optimizer, torch.optim.Adafactor) or "bitsandbytes" in libraries:
+                kind = f"{type(optimizer).__module__.rpartition('.')[0]}.{type(optimizer).__name__}".lstrip(".")
                 raise ConfigurationError(
-                    f"strategy='fsdp' with torch.optim.Adafactor (optimizer {name!r}): its update takes no parameters in shards; choose "
+                    f"strategy='fsdp' with {kind} (optimizer {name!r}): its update takes no parameters in shards; choose "
                     "an optimizer that treats every element by itself, AdamW for instance, or strategy='ddp'"
                 )
         return model
