@@ -350,7 +350,7 @@ class Trainer:
             self._end_after_plan(found, module, data)
         stages = ["train", *(["validate"] if data.validation else [])]
         with opened(self, found, module, stages, data, began) as run:
-            prepare_fit(run, found, data, resume)
+            prepare_fit(run, found, data, resume, began)
             try:
                 with noting_failures(run):
                     reason = loop.fit(run)

@@ -20,7 +20,7 @@ from fabricate.cli.tables import print_table
 from fabricate.errors import CheckpointError, FabricateError, size_text
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
-_ORDINARY = ("saved", "loss_weight", "observed")  # what every run records; the rest is worth a line
+_ORDINARY = ("saved", "loss_weight", "observed", "started", "ended")  # what every run records; the rest is worth a line
 
 
 @click.command()

@@ -87,6 +87,8 @@ Draw = Callable[[int, int], RowOrder | BatchOrder]  # an epoch's order, from (se
 class Indexed(Source):
     """Random access: an epoch is this rank's index lists from the position on, read one after the other."""
 
+    drawn_by = "sampler"
+
     def __init__(
         self,
         setup: Setup,

@@ -109,6 +109,8 @@ class Source(ABC):
     first: str = ""
     in_workers: bool = False
     """Whether worker processes read the data."""
+    drawn_by: str = ""
+    """See `order`; of data whose `shuffle` is None."""
     exact_rows: bool = True
     """Whether batches have the rows that were planned for them; a collate_fn of the user's may leave some out."""
 
@@ -147,6 +149,20 @@ class Source(ABC):
     def rows_differ(self) -> bool:
         """Whether the last window of an epoch is known to be shorter than the others."""
         return bool(self.num_samples and self.global_batch and self.num_samples % self.global_batch)
+
+    def order(self) -> dict[str, Any]:
+        """What makes the order of the rows, as JSON values, for `fabricate rows`. "drawn": "permutation" or "sequence" of `units` rows,
+        "sampler" where only the data says, or "" where the order is not a function of seed and position."""
+        return {
+            "kind": self.kind,
+            "drawn": {True: "permutation", False: "sequence", None: self.drawn_by}[self.shuffle],
+            "seed": self.seed,
+            "units": self.num_units,
+            "limit": self._cap,
+            "drop_last": self._setup.drop_last,
+            "batch_size": self.batch_size,
+            "accumulation": self._setup.accumulation,
+        }
 
     @property
     def seed(self) -> int:

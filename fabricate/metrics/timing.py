@@ -47,6 +47,7 @@ class Stopwatch:
     def start(self, step: int, samples: int) -> None:
         """A lap begins, at these counts of updates and samples."""
         self._began, self._step, self._samples = time.perf_counter(), step, samples
+        self._apart_since = self._began
         self.waited = self._apart = 0.0
 
     def timed(self, data: Iterable[T]) -> Iterator[T]:
@@ -60,11 +61,15 @@ class Stopwatch:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """What runs inside (an evaluation, a save) is no time of training."""
-        began = time.perf_counter()
+        began = self._apart_since = time.perf_counter()
         try:
             yield
         finally:
             self._apart += time.perf_counter() - began
+
+    def apart_so_far(self) -> float:
+        """Seconds since what runs apart began."""
+        return time.perf_counter() - self._apart_since
 
     def lap(self, step: int, samples: int, communicated: float | None = None) -> dict[str, float]:
         """Rates and shares of training since the last lap, which ends here; a lap without an update has none.

@@ -119,7 +119,7 @@ class Registry:
         self.active: list[tuple[str, object]] = []
         """Named or passed plugins in the order given; registered by `activate`."""
         for name in BUILTIN:
-            self._collect(importlib.import_module(name), "fabricate", Origin(DISTRIBUTION, _version()), "built-in")
+            self._collect(importlib.import_module(name), "fabricate", Origin(DISTRIBUTION, own_version()), "built-in")
         given = list(plugins) + listed_plugins(os.environ.get("FABRICATE_PLUGINS", ""))
         self._blocked = {p[3:] for p in given if isinstance(p, str) and p.startswith("no:")}
         for plugin in given:
@@ -329,7 +329,7 @@ class Registry:
         active = {name for name, _ in self.active}
         rows = []
         for name in [PROJECT, *sorted({*self._points, *active, *self._blocked, *self._broken} - {PROJECT})]:
-            origin = Origin(DISTRIBUTION, _version()) if name == PROJECT else self.manager.origins.get(name)
+            origin = Origin(DISTRIBUTION, own_version()) if name == PROJECT else self.manager.origins.get(name)
             if origin is None:
                 origin = _origin(self._points[name][0]) if name in self._points else Origin()
             offers = tuple(key for key, found in sorted(self._offers.items()) if any(o.plugin == name for o in found))
@@ -427,16 +427,17 @@ def distribution_of(plugin: object) -> Origin:
     """The installed distribution that a plugin object's class comes from; the script's own classes have none."""
     package = type(plugin).__module__.partition(".")[0]
     if package == "fabricate":
-        return Origin(DISTRIBUTION, _version())
+        return Origin(DISTRIBUTION, own_version())
     for point in importlib.metadata.entry_points(group=PROJECT):
         if point.value.partition(":")[0].partition(".")[0] == package:
             return _origin(point)
     return Origin()
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Of fabricate itself."""
     version: str = importlib.import_module("fabricate").__version__
     return version
 
 
-__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "distribution_of"]
+__all__ = ["REGISTRATIONS", "Checked", "Offer", "PluginInfo", "Registry", "distribution_of", "own_version"]

@@ -44,6 +44,7 @@ def _finish(run: Run, reason: str) -> None:
         _export(run)
     if run.calls.on_fit_end is not None:
         run.calls.on_fit_end(run.trainer, run.module)
+    run.journal.event("ended", reason=reason)
 
 
 def _load_best(run: Run) -> None:

@@ -89,6 +89,8 @@ class Journal:
             rates = self.rates = {**self.stopwatch.lap(step, samples, communicated), **self._memory()}
         if self._run_dir is not None:
             clock = {"time": time.time(), "seconds": self._progress.seconds, **rates}
+            if stage == "validate":
+                clock["evaluation_seconds"] = self.stopwatch.apart_so_far()
             finite = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
             self._append({"step": step, "epoch": epoch, "stage": stage, "metrics": finite, "clock": clock})
         if self._trackers:

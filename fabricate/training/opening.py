@@ -24,7 +24,7 @@ from fabricate.configuration.resolve import Resolved
 from fabricate.data.batches import describe
 from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine, check_trackers, needs_directory
-from fabricate.errors import ConfigurationError, FabricateError, RankError
+from fabricate.errors import ConfigurationError, FabricateError, RankError, first_line
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
@@ -259,6 +259,8 @@ def noting_failures(run: Run) -> Iterator[None]:
         if run.now.batch is not None:
             or_before = ", or one before it" if isinstance(exc, torch.AcceleratorError) else ""
             exc.add_note(f"the batch was {describe(run.now.batch)}{or_before}")
+        with contextlib.suppress(OSError):  # a full disk may be what failed
+            run.journal.event("failed", reason=f"{type(exc).__name__}: {first_line(exc)}")
         raise
 
 

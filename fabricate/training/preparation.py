@@ -9,9 +9,12 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +33,7 @@ from fabricate.module import recorded
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.optim.pace import notes_of_pace
+from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
@@ -37,12 +41,13 @@ from fabricate.training import resuming
 from fabricate.training.optimizer_modes import train_mode
 from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
+from fabricate.training.saved_state import data_identity, versions
 from fabricate.training.unsaved import generator_notes, remember
 from fabricate.values import Every
 
 
-def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str]) -> None:
-    """Everything between an open run and the first step. All ranks."""
+def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str], began: float) -> None:
+    """Everything between an open run and the first step. All ranks. began: the monotonic time at which the user called."""
     assert run.source is not None
     settings, engine = run.settings, run.engine
     _check_validation(run)
@@ -73,6 +78,21 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, engine.strategy)
     remember(run)
     run.journal.start()
+    run.journal.event("started", seconds=round(time.monotonic() - began, 3), **_beginning(run))
+
+
+def _beginning(run: Run) -> dict[str, Any]:
+    """From where the fit goes on, and what makes the order of its data: `fabricate rows` computes from it."""
+    assert run.source is not None
+    progress, engine = run.progress, run.engine
+    ranks = {"ranks": engine.data_world_size, "ranks_per_row": engine.ranks_per_row}
+    return {
+        "epoch": progress.epoch,
+        "position": progress.position,
+        "keep": run.settings.keep,
+        "data": {**run.source.order(), **ranks, "fingerprint": data_identity(run)["fingerprint"]},
+        "versions": {"python": platform.python_version(), "fabricate": own_version(), **versions()},
+    }
 
 
 def _print(plan: Plan, run: Run) -> None:

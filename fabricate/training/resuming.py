@@ -7,12 +7,14 @@ the loop's order; what a save does (fabricate.training.saving); the format's byt
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import Reader
@@ -250,7 +252,22 @@ def _cut_metrics(run: Run, size: int) -> None:
     file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
     if run.engine.rank == 0 and file is not None and file.exists() and file.stat().st_size > size:
         with file.open("r+b") as handle:
+            _note_repeated(run, handle, size)
             handle.truncate(size)
+
+
+def _note_repeated(run: Run, log: BinaryIO, size: int) -> None:
+    """Record how far the run had come, in how many seconds, and when: the lines that say so are about to be cut."""
+    log.seek(size)
+    step, seconds, until = run.progress.step, 0.0, 0.0
+    for text in log.read().split(b"\n")[:-1]:  # what has no end was being written
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            line = json.loads(text)
+            clock, done = line["clock"], line["step"] - step
+            seconds += clock.get("seconds_per_step", 0.0) * done + clock.get("evaluation_seconds", 0.0)
+            step, until = line["step"], clock["time"]
+    if step > run.progress.step:
+        run.journal.event("repeated", through=step, seconds=round(seconds, 3), until=until)
 
 
 def load_weights_only(run: Run, path: Path) -> None:

@@ -54,7 +54,7 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "aliases": aliases,
         "topology": run.engine.topology(),
-        "versions": _versions(),
+        "versions": versions(),
         "progress": run.progress.state(),
         "metrics": {n: v for n, v in run.journal.latest.items() if math.isfinite(v)},
     }
@@ -62,7 +62,8 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that decide what is computed."""
     return {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "numpy")}
 
 

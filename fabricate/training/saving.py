@@ -146,7 +146,7 @@ def finish_background_save(run: Run) -> None:
     failure = background.finish()
     assert background.path is not None
     if failure is None:
-        _saved(run, background.path, background.step, background.seconds)
+        _saved(run, background.path, background.step, background.seconds, background=True)
         return
     run.checkpoints.saved_step = -1
     if not isinstance(failure, StorageError):
@@ -187,12 +187,13 @@ def _logs(run: Run) -> list[Path]:
     return [file] if file is not None and file.exists() else []
 
 
-def _saved(run: Run, path: Path, step: int, seconds: float) -> None:
-    """The checkpoint is durable."""
+def _saved(run: Run, path: Path, step: int, seconds: float, background: bool = False) -> None:
+    """The checkpoint is durable, after so many seconds. background: training went on meanwhile."""
     if run.checkpoints.failed_saves:
         run.journal.event("retried", step=step, path=path.name, failed=run.checkpoints.failed_saves)
     run.checkpoints.newest, run.checkpoints.failed_saves = path, 0
-    run.journal.event("saved", step=step, path=path.name, seconds=round(seconds, 3))
+    meanwhile = {"background": True} if background else {}
+    run.journal.event("saved", step=step, path=path.name, seconds=round(seconds, 3), **meanwhile)
     if run.calls.on_saved is not None:
         run.calls.on_saved(run.trainer, run.module, path, step)
     prune(run)
