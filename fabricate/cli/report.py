@@ -1,7 +1,6 @@
-"""`fabricate report`: what the files of a run directory say about the run, in a page of text or as JSON.
+"""`fabricate report`: what the files of a run directory say about the run, as text, as JSON, or as a page for a browser.
 
-Owns how plan.json, metrics.jsonl, events.jsonl and the checkpoints are read and summed up. What a run did not record is left
-out. Must not know how they are written; imports no torch.
+Owns what is summed up in text. Must not know how the files are read (`recorded.files`) nor the page (`recorded.page`); imports no torch.
 """
 
 from __future__ import annotations
@@ -9,39 +8,65 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from fabricate.cli.recorded.files import RunFiles, read_run
+from fabricate.cli.recorded.goodput import goodput
+from fabricate.cli.recorded.page import duration, page
 from fabricate.cli.tables import print_table
-from fabricate.errors import CheckpointError, FabricateError, size_text
+from fabricate.errors import ConfigurationError, size_text
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
 _ORDINARY = ("saved", "loss_weight", "observed", "started", "ended")  # what every run records; the rest is worth a line
+_TIMES = ("in_fit", "saving", "wall", "training", "evaluating", "starting", "lost", "down", "other")
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument(
+    "run_dirs",
+    metavar="RUN_DIR...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
+@click.option("--html", "file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def report(run_dir: Path, as_json: bool) -> None:
+def report(run_dirs: Sequence[Path], file: Path | None, as_json: bool) -> None:
     """Sum up the run in RUN_DIR: steps, time, rates, where the time went, metrics with their best, checkpoints, incidents.
 
-    Reads plan.json, metrics.jsonl, events.jsonl and the manifests of the checkpoints, also while the run is at work.
+    Reads plan.json, metrics.jsonl, events.jsonl and the manifests of the checkpoints, also while the run is at work. With --html
+    writes one file for a browser that loads nothing: curves, goodput, plan, checkpoints, events; several runs over each other.
 
     \b
     Examples:
       fabricate report runs/first
       fabricate report runs/first --json
+      fabricate report runs/first --html first.html
+      fabricate report runs/first runs/second --html both.html
     """
-    sums = summary(run_dir)
-    if as_json:
-        click.echo(json.dumps(sums, indent=1))
-        return
-    click.echo(str(run_dir))
-    for topic in ("plan", "progress", "time", "rates", "shares", "checkpoints"):
+    if file is not None and as_json:
+        raise ConfigurationError("--html writes a page and --json prints; give one of them")
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page(runs), encoding="utf-8")
+        click.echo(f"wrote {file} ({size_text(file.stat().st_size)})")
+    elif as_json:
+        sums = [summary(run) for run in runs]
+        click.echo(json.dumps(sums[0] if len(sums) == 1 else sums, indent=1))
+    else:
+        for run in runs:
+            _print(summary(run))
+
+
+def _print(sums: Mapping[str, Any]) -> None:
+    click.echo(sums["run_dir"])
+    for topic in ("plan", "progress", "time", "goodput", "rates", "shares", "checkpoints"):
         if sums[topic]:
             parts = [f"{name.replace('_', ' ')} {_text(name, value)}" for name, value in sums[topic].items()]
             click.echo(f"  {topic:<11} {', '.join(parts)}")
@@ -57,25 +82,20 @@ def report(run_dir: Path, as_json: bool) -> None:
         print_table(("metric", "last", "lowest", "highest"), rows)
 
 
-def summary(run_dir: Path) -> dict[str, Any]:
-    """What the files in `run_dir` hold, as JSON values. Raises FabricateError where it is not a run, or a file is damaged."""
-    plan = _plan(run_dir / "plan.json")
-    lines, events = (_lines(run_dir / name) for name in ("metrics.jsonl", "events.jsonl"))
-    checkpoints = _checkpoints(run_dir)
-    if not (plan or lines or events or checkpoints):
-        raise FabricateError(
-            f"{str(run_dir)!r} holds no run: no plan.json, metrics.jsonl, events.jsonl or checkpoints; give a run_dir"
-        )
-    counters = checkpoints.pop("progress", {})
+def summary(run: RunFiles) -> dict[str, Any]:
+    """What the files of a run hold, as JSON values."""
+    counters = run.checkpoints[-1].progress if run.checkpoints else {}
+    plan = {name: setting["value"] for name, setting in run.plan.items()}
     return {
-        "run_dir": str(run_dir),
+        "run_dir": str(run.run_dir),
         "plan": {name: plan[name] for name in _SHOWN_SETTINGS if plan.get(name) is not None},
-        "progress": _progress(lines, counters),
-        "time": _time(lines, events, counters),
-        **_rates([line for line in lines if line["stage"] == "train"]),
-        "checkpoints": checkpoints,
-        "metrics": _metrics(lines),
-        "incidents": _incidents(events),
+        "progress": _progress(run.lines, counters),
+        "time": _time(run.lines, run.events, counters),
+        "goodput": goodput(run),
+        **_rates(run.train()),
+        "checkpoints": _checkpoints(run),
+        "metrics": _metrics(run.lines),
+        "incidents": _incidents(run.events),
     }
 
 
@@ -100,36 +120,6 @@ def _time(lines: list[dict[str, Any]], events: list[dict[str, Any]], counters: M
     if moments:
         time |= {"from": _moment(min(moments)), "to": _moment(max(moments))}
     return time
-
-
-def _plan(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        return {name: setting["value"] for name, setting in json.loads(file.read_text())["settings"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise FabricateError(f"{file} is not a plan that fabricate wrote ({type(exc).__name__}: {exc})") from exc
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a .jsonl; one without an end was being written when the run was killed, or is just now."""
-    if not file.exists():
-        return []
-    lines = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        if line.endswith("\n"):
-            try:
-                value = json.loads(line)
-                if file.name == "metrics.jsonl":
-                    value["step"], value["stage"], value["metrics"], value["clock"]["time"]
-                else:
-                    value["event"], value["time"]
-            except (ValueError, KeyError, TypeError) as exc:
-                raise FabricateError(
-                    f"{file}, line {number} is not what fabricate writes: {line.strip()[:80]!r}"
-                ) from exc
-            lines.append(value)
-    return lines
 
 
 def _moment(time: float) -> str:
@@ -161,31 +151,16 @@ def _rates(trained: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {"rates": rates, "shares": {name: shares[name] / covered[name] for name in covered}}
 
 
-def _checkpoints(run_dir: Path) -> dict[str, Any]:
-    """Their number, sizes and newest; "progress": the counters of the newest good one. Only manifests are read."""
-    from fabricate.checkpoint.format.directory import Reader, committed
-
-    root = run_dir / "checkpoints"
-    steps, size, damaged, progress = [], 0, 0, {}
-    for path in committed(root):
-        try:
-            with Reader(path) as reader:
-                manifest = reader.manifest
-        except CheckpointError:
-            damaged += 1
-            continue
-        steps.append(manifest.step)
-        size += sum(file.size for file in manifest.files)
-        progress = dict(manifest.progress)
-    aside = len(list(root.glob(".bad-*")))
-    if not steps and not damaged and not aside:
+def _checkpoints(run: RunFiles) -> dict[str, Any]:
+    """Their number, sizes and newest."""
+    good = run.checkpoints
+    if not (good or run.damaged or run.set_aside):
         return {}
     return {
-        "count": len(steps),
-        **({"newest": f"step {steps[-1]}", "size": size} if steps else {}),
-        **({"damaged": damaged} if damaged else {}),
-        **({"set_aside": aside} if aside else {}),
-        "progress": progress,
+        "count": len(good),
+        **({"newest": f"step {good[-1].step}", "size": sum(each.size for each in good)} if good else {}),
+        **({"damaged": len(run.damaged)} if run.damaged else {}),
+        **({"set_aside": run.set_aside} if run.set_aside else {}),
     }
 
 
@@ -211,7 +186,7 @@ def _incidents(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if event["event"] in _ORDINARY:
             continue
         reason = str(event.get("reason", event.get("text", "")))
-        which: dict[str, Any] = {name: event[name] for name in ("reason", "text", "path") if name in event}
+        which: dict[str, Any] = {name: event[name] for name in ("reason", "text", "path", "through") if name in event}
         place = (event["event"], reason)
         incident = incidents.setdefault(
             place, {"event": event["event"], "step": event.get("step")} | which | {"count": 0}
@@ -225,8 +200,8 @@ def _incidents(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _text(name: str, value: Any) -> str:
     if name == "size":
         return size_text(value)
-    if name in ("in_fit", "saving"):
-        return f"{value:.1f} s" if value < 60 else f"{value / 60:.1f} min" if value < 3600 else f"{value / 3600:.2f} h"
+    if name in _TIMES:
+        return duration(value)
     if name in ("waiting_for_data", "communication"):
         return f"{100 * value:.1f} %"
     if isinstance(value, Mapping | list):
