@@ -40,13 +40,14 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),env)
 	$(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
 
-# Two ranks stop half way, the same command resumes and finishes, and transformers alone reads the result.
+# Two ranks stop half way, the same command resumes and finishes, transformers alone reads the result, and a page shows the run.
 demo: train := $(BIN)/fabricate run examples/demo.py --nproc 2 -- --run-dir runs/demo --stop-at 300
 demo: env
 	rm -rf runs/demo
 	$(train)
 	$(train)
 	$(BIN)/python examples/generate.py runs/demo/model
+	$(BIN)/fabricate report runs/demo --html runs/demo/report.html
 
 # Every benchmark, or PARTS of them; tables to docs/benchmarks.md. `make bench-peers` once, then PEERS=1 compares with other
 # frameworks too.

@@ -92,6 +92,7 @@ def main() -> None:
         print(f"ended at step {result.steps} ({result.stop_reason}), loss curve: {draw_losses(options.run_dir)}")
         if (options.run_dir / "model").exists():  # a run that was interrupted has not written it yet
             print(f"a sample of {options.run_dir / 'model'}:", sample(options.run_dir / "model"), sep="\n")
+        print(f"for a page about the run: fabricate report {options.run_dir} --html {options.run_dir / 'report.html'}")
 
 
 if __name__ == "__main__":
