@@ -18,6 +18,7 @@ from fabricate.cli.doctor import doctor
 from fabricate.cli.launch import Launching, launching, prepared
 from fabricate.cli.plugins import PluginCommands, plugins
 from fabricate.cli.report import report
+from fabricate.cli.rows import rows
 from fabricate.cli.self_checks import check_invariance, verify_resume
 from fabricate.errors import FabricateError
 
@@ -100,3 +101,4 @@ main.add_command(verify_resume)
 main.add_command(check_invariance)
 main.add_command(doctor)
 main.add_command(report)
+main.add_command(rows)

@@ -162,9 +162,17 @@ class Indexed(Source):
                 indices = order.fetch(place) if place[2] else []
                 yield EvalBatch(batch, len(indices), indices)
 
+    def order_of(self, epoch: int) -> RowOrder | BatchOrder:
+        """The order of a whole epoch, without the limit."""
+        return self._draw(self._setup.seed, epoch)
+
+    def read(self, indices: list[Any]) -> list[Any]:
+        """The rows at some indices, as the data set gives them."""
+        return list(_reader(self.data)(indices))
+
     def _order(self, epoch: int) -> tuple[RowOrder | BatchOrder, int]:
         """The epoch's order and the units of it that the limit leaves."""
-        order = self._draw(self._setup.seed, epoch)
+        order = self.order_of(epoch)
         if not len(order):
             raise self._setup.empty()
         return order, len(order) if self._cap is None else min(self._cap, len(order))

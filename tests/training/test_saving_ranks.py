@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,21 @@ import torch
 from safetensors.torch import load_file
 
 from fabricate import Trainer
+from fabricate.cli.recorded.files import read_run
+from fabricate.cli.recorded.rows import fits, rows_of_step
 from fabricate.testing import run_ranks
-from tests.support.runs import ROWS, SAVED, Average, Net, assert_same_run, content, fit, fit_until_the_crash, step
+from tests.support.runs import (
+    ROWS,
+    SAVED,
+    STEPS,
+    Average,
+    Net,
+    assert_same_run,
+    content,
+    fit,
+    fit_until_the_crash,
+    step,
+)
 from tests.support.stories import Storyteller, stories
 
 
@@ -163,6 +177,31 @@ def test_the_order_of_samples_is_the_same_on_every_number_of_ranks_and_goes_on_a
     assert updates(*pair["single to fsdp"]) == alone[SAVED:]
     begun = fit(pair.root / "fsdp-to-single", resume=step(pair.root / "straight-fsdp", SAVED), plugins=[Average()])
     assert updates(begun.seen) == alone[SAVED:]
+
+
+def rows_by_step(run_dir: Path, steps: range, ranks: int) -> list[list[list[int]]]:
+    """By rank, what `fabricate rows` says that it saw, micro-batch by micro-batch; one without rows is an empty list."""
+    made, parts = fits(read_run(run_dir)), {}
+    for number in steps:
+        for part in rows_of_step(made, number)[1]:
+            parts[part.rank, number, part.micro_step] = part.rows
+    return [[parts.get((rank, number, at), []) for number in steps for at in range(2)] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_rows_of_every_rank_are_computed_from_the_files(pair: Pair, strategy: str) -> None:
+    ranks = pair[strategy]
+    straight, crashed = (pair.root / f"{name}-{strategy}" for name in ("straight", "crashed"))
+    assert rows_by_step(straight, range(1, STEPS + 1), 2) == [rank["straight"] for rank in ranks]
+    assert rows_by_step(crashed, range(SAVED + 1, STEPS + 1), 2) == [rank["resumed"] for rank in ranks]
+
+
+def test_the_rows_are_those_of_the_ranks_that_there_were_at_that_step(pair: Pair, tmp_path: Path) -> None:
+    two = [rank["straight"] for rank in pair["ddp"]]
+    run_dir = shutil.copytree(pair.root / "straight-ddp", tmp_path / "run")
+    alone = fit(run_dir, STEPS + 3, plugins=[Average()], batch_size=4).seen
+    assert rows_by_step(run_dir, range(1, STEPS + 1), 2) == two
+    assert rows_by_step(run_dir, range(STEPS + 1, STEPS + 4), 1) == [alone]
 
 
 @pytest.mark.parametrize("name", ["fsdp-to-ddp", "fsdp-to-single", "single-to-fsdp"])

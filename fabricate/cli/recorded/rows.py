@@ -1,0 +1,205 @@
+"""Which rows made a step, and which steps saw a row: computed from seed and position, because nothing logs it.
+
+Every fit of a run records what makes the order of its data (event "started"). A later fit that went on from before its end takes the
+steps from there on; an update that was skipped took rows and made no step. Must not know how the order is drawn (`data.order`, or the
+script's own sampler), nor what is printed; imports no torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from fabricate.cli.recorded.files import RunFiles
+from fabricate.data.order import epoch_order, num_windows, plan_window
+from fabricate.errors import ConfigurationError, FabricateError, few
+
+__all__ = ["EpochOrder", "Fit", "Orders", "Part", "Use", "fits", "recorded_order", "rows_of_step", "uses_of_row"]
+
+
+class EpochOrder(Protocol):
+    """An epoch's order, in units: rows, or the batches of a batch sampler."""
+
+    def __len__(self) -> int: ...
+    def fetch(self, place: tuple[int, int, int]) -> list[Any]:
+        """The rows of the units ``place[0]:place[1]``."""
+
+    def unit(self, position: int) -> int | None:
+        """The unit that begins after so many rows."""
+
+
+class Orders(Protocol):
+    """The order of an epoch, from the description of a fit's data."""
+
+    def __call__(self, data: Mapping[str, Any], epoch: int) -> EpochOrder: ...
+
+
+class _Rows:
+    """An order that seed and epoch alone decide."""
+
+    def __init__(self, indices: Any) -> None:
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def fetch(self, place: tuple[int, int, int]) -> list[Any]:
+        return self._indices[place[0] : place[1]].tolist()  # type: ignore[no-any-return]
+
+    def unit(self, position: int) -> int | None:
+        return position
+
+
+def recorded_order(data: Mapping[str, Any], epoch: int) -> EpochOrder:
+    """The order of an epoch that needs nothing but what the run recorded."""
+    shuffle = data["drawn"] == "permutation"
+    return _Rows(epoch_order(data["units"], seed=data["seed"], epoch=epoch, shuffle=shuffle))
+
+
+@dataclass
+class Fit:
+    """One fit of a run: the steps after `begin`, up to and with `end`, are its own. `skipped`: the steps after which an update was not
+    applied, once for each."""
+
+    begin: int
+    epoch: int
+    position: int
+    data: dict[str, Any]
+    end: int = 0
+    skipped: list[int] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Units of a whole window."""
+        return int((self.data["batch_size"] or 1) * self.data["ranks"] * self.data["accumulation"])
+
+    def window(self, step: int) -> int:
+        """The number of the window that made a step, among those of this fit."""
+        return step - 1 - self.begin + bisect.bisect_left(self.skipped, step)
+
+    def step(self, window: int) -> tuple[int, bool]:
+        """The inverse: the step that a window made, and True; or the step after which it was skipped, and False."""
+        skips = [step - self.begin + number for number, step in enumerate(self.skipped)]
+        before = bisect.bisect_left(skips, window)
+        if before < len(skips) and skips[before] == window:
+            return self.skipped[before], False
+        return self.begin + window - before + 1, True
+
+
+class Part(NamedTuple):
+    """What one rank took of a step in one micro-step. `rank`: the first of those that read the same rows."""
+
+    rank: int
+    micro_step: int
+    rows: list[Any]
+
+
+class Use(NamedTuple):
+    """Where a row was seen: in the update that made `step`, or, if not `applied`, in one after it that was skipped."""
+
+    step: int
+    applied: bool
+    epoch: int
+    rank: int
+    micro_step: int
+
+
+def fits(run: RunFiles, *, sampler: bool = False) -> list[Fit]:
+    """The fits of a run that made steps, in order. `sampler`: whether orders that only the script's data knows are at hand. Raises
+    FabricateError where the order cannot be computed."""
+    known: list[Fit] = []
+    for event in run.events:
+        if event["event"] == "started" and "data" in event:
+            known.append(Fit(event["step"], event["epoch"], event["position"], event["data"]))
+        elif event["event"] == "skipped" and known:
+            known[-1].skipped.append(event["step"])
+    if not known:
+        raise FabricateError(
+            f"{str(run.run_dir)!r} does not say in what order its data was read: its events.jsonl has no 'started' with 'data', which "
+            "every fit of this version writes"
+        )
+    ends = [*(fit.begin for fit in known[1:]), run.last_step]
+    for number, fit in enumerate(known):
+        fit.end = min(ends[number:])
+    made = [fit for fit in known if fit.end > fit.begin]
+    for fit in made:
+        _check(fit, sampler)
+    return made
+
+
+def _check(fit: Fit, sampler: bool) -> None:
+    kind, drawn = fit.data["kind"], fit.data["drawn"]
+    if not drawn:
+        raise FabricateError(
+            f"steps {fit.begin + 1} to {fit.end} were trained on a {kind}, which gives its rows in an order of its own: not a function of "
+            "seed and position, so which rows made a step is not known. Let the rows carry a number of their own, and log it"
+        )
+    if drawn == "sampler" and not sampler:
+        raise ConfigurationError(
+            f"steps {fit.begin + 1} to {fit.end} took their rows from a sampler of the script's; name the script as well, so that it draws "
+            "them again: fabricate rows RUN_DIR --step N SCRIPT [ARGS]"
+        )
+
+
+def _epochs(fit: Fit, orders: Orders) -> Iterator[tuple[int, int, int, int, EpochOrder]]:
+    """Of every epoch of a fit: its number, the first unit, the end, the number of windows before it in the fit, its order."""
+    epoch, position, before = fit.epoch, fit.position, 0
+    while True:
+        order = orders(fit.data, epoch)
+        first, stop = order.unit(position), min(len(order), fit.data["limit"] or len(order))
+        if first is None or first > stop:
+            raise FabricateError(
+                f"no batch begins after {position} rows of epoch {epoch}: the data is not what the run was trained on"
+            )
+        windows = num_windows(stop - first, fit.size, fit.data["drop_last"])
+        yield epoch, first, min(stop, first + windows * fit.size), before, order
+        epoch, position, before = epoch + 1, 0, before + windows
+
+
+def rows_of_step(made: list[Fit], step: int, orders: Orders = recorded_order) -> tuple[int, list[Part]]:
+    """The epoch of a step, and what every rank took in every micro-step. A rank without rows is left out."""
+    fit = next((fit for fit in made if fit.begin < step <= fit.end), None)
+    if fit is None:
+        there = [f"{fit.begin + 1} to {fit.end}" for fit in made]
+        raise ConfigurationError(f"--step {step}: the run has made the steps {few(there) or 'none'}")
+    window = fit.window(step)
+    for epoch, first, stop, before, order in _epochs(fit, orders):
+        begin = first + (window - before) * fit.size
+        if begin < stop:
+            return epoch, list(_parts(fit, order, begin, min(begin + fit.size, stop)))
+    raise AssertionError("epochs do not end")
+
+
+def _parts(fit: Fit, order: EpochOrder, begin: int, end: int) -> Iterator[Part]:
+    data = fit.data
+    for reader in range(data["ranks"]):
+        shares = plan_window(end - begin, data["batch_size"] or 1, data["ranks"], reader)
+        for micro_step, share in enumerate(shares):
+            if share.rows:
+                rows = order.fetch((begin + share.start, begin + share.stop, share.rows))
+                yield Part(reader * data["ranks_per_row"], micro_step, rows)
+
+
+def uses_of_row(made: list[Fit], row: Any, orders: Orders = recorded_order) -> Iterator[Use]:
+    """Where the run saw a row, by rising step."""
+    for fit in made:
+        windows = fit.window(fit.end) + 1
+        for epoch, first, stop, before, order in _epochs(fit, orders):
+            if before >= windows:
+                break
+            seen = {(unit - first) // fit.size for unit in _units(order, first, stop, row)}
+            for window in sorted(window for window in seen if before + window < windows):
+                begin = first + window * fit.size
+                step, applied = fit.step(before + window)
+                for part in _parts(fit, order, begin, min(begin + fit.size, stop)):
+                    if row in part.rows:
+                        yield Use(step, applied, epoch, part.rank, part.micro_step)
+
+
+def _units(order: EpochOrder, first: int, stop: int, row: Any) -> list[int]:
+    """The units ``first:stop`` of an epoch that hold a row."""
+    if isinstance(order, _Rows):
+        return [first + place for place, each in enumerate(order.fetch((first, stop, stop - first))) if each == row]
+    return [unit for unit in range(first, stop) if row in order.fetch((unit, unit + 1, 1))]

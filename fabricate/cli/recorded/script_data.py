@@ -1,0 +1,90 @@
+"""The training data of a script: it is run up to its first `fit`, which gives its data here instead of training.
+
+Owns the Trainer that the script gets meanwhile. Must not know what the data is opened for.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+import fabricate
+from fabricate import trainer
+from fabricate.data.indexed import Indexed
+from fabricate.data.source import Loading
+from fabricate.data.user_data import open_source
+from fabricate.errors import ConfigurationError
+from fabricate.module import TrainModule
+
+__all__ = ["Trainer", "opened"]
+
+
+class _Reached(BaseException):
+    """The script called fit. Not an Exception: a script may catch those."""
+
+    def __init__(self, train: Any, loading: Loading) -> None:
+        self.train, self.loading = train, loading
+
+
+class Trainer(trainer.Trainer):
+    """A `fabricate.Trainer` that trains nothing."""
+
+    def fit(
+        self,
+        module: TrainModule,
+        train: Any,
+        val: Any = None,
+        *,
+        resume: str | os.PathLike[str] = "auto",
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
+        shuffle: bool | None = None,
+    ) -> Any:
+        raise _Reached(train, Loading(batch_size, 0, collate_fn, shuffle))
+
+
+def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) -> Indexed:
+    """The data that `script` passes to its first fit, read as the fit did whose data is described by `recorded`."""
+    reached = _run(script, arguments)
+    loading = reached.loading
+    if loading.batch_size is None and not isinstance(reached.train, DataLoader):
+        loading = Loading(recorded["batch_size"], 0, loading.collate_fn, loading.shuffle)  # of a strategy's file
+    source = open_source(
+        reached.train, argument="train", loading=loading, training=True, rank=0, world_size=1, seed=recorded["seed"]
+    )
+    now = source.order()
+    if not isinstance(source, Indexed):
+        raise ConfigurationError(f"{script} trains on a {now['kind']}, of which no row can be opened by its number")
+    for name, there in (("rows", "units"), ("order", "drawn")):
+        if now[there] != recorded[there]:
+            raise ConfigurationError(
+                f"{script} passes other data to fit than the run was trained on ({name}: {now[there]}, and {recorded[there]} then); give "
+                "it the same arguments as then"
+            )
+    return source
+
+
+def _run(script: Path, arguments: Sequence[str]) -> _Reached:
+    """Run `script` as `python SCRIPT` would, up to its first fit; afterwards the process is as before."""
+    before = sys.argv, list(sys.path), fabricate.__dict__.pop("Trainer", None)
+    home = fabricate._HOME["Trainer"]
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
+    fabricate._HOME["Trainer"] = "cli.recorded.script_data"  # looked up when the script first uses the name
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except _Reached as reached:
+        return reached
+    finally:
+        fabricate._HOME["Trainer"] = home
+        fabricate.__dict__.pop("Trainer", None)
+        sys.argv, sys.path[:] = before[0], before[1]
+        if before[2] is not None:
+            fabricate.__dict__["Trainer"] = before[2]
+    raise ConfigurationError(f"{script} ended without a call of Trainer.fit, so it shows no data")
