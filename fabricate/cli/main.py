@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from fabricate.cli.checkpoints import ckpt
+from fabricate.cli.diff import diff
 from fabricate.cli.doctor import doctor
 from fabricate.cli.launch import Launching, launching, prepared
 from fabricate.cli.plugins import PluginCommands, plugins
@@ -102,3 +103,4 @@ main.add_command(check_invariance)
 main.add_command(doctor)
 main.add_command(report)
 main.add_command(rows)
+main.add_command(diff)

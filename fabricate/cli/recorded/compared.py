@@ -1,0 +1,129 @@
+"""Two runs against each other: plan, versions, data, configuration, the first metric and the first tensor that differ.
+
+Must not know what is printed; imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fabricate.cli.recorded.files import Checkpoint, RunFiles
+
+__all__ = ["Different", "differences"]
+
+_PLACES = ("run_dir",)
+"""Settings that say where a run is, not what it is."""
+_OF_RANKS = ("ranks", "ranks_per_row", "batch_size", "accumulation")
+"""Of the description of data: how it was divided, which is in the plan."""
+
+
+class Different(NamedTuple):
+    """Something that two runs do not have in common. topic: "plan", "versions", "data", "configuration", "metrics", "checkpoints"."""
+
+    topic: str
+    name: str
+    first: str
+    second: str
+
+
+def differences(first: RunFiles, second: RunFiles) -> list[Different]:
+    """All of it, by topic; of metrics and of the tensors of a checkpoint the first that differs. Reads the checkpoints of one step in
+    full. Raises CheckpointError where one is damaged."""
+    sides = (first, second)
+    return [
+        *_apart("plan", *({n: s["value"] for n, s in run.plan.items() if n not in _PLACES} for run in sides)),
+        *_apart("versions", *map(_versions, sides)),
+        *_apart("data", *map(_data, sides)),
+        *_apart("configuration", *map(_configuration, sides)),
+        *_metrics(first, second),
+        *_checkpoints(first, second),
+    ]
+
+
+def _apart(topic: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Different]:
+    """The values that are not in both, or not the same."""
+    missing = object()
+    for name in dict.fromkeys((*first, *second)):
+        values = first.get(name, missing), second.get(name, missing)
+        if values[0] != values[1]:
+            yield Different(topic, name, *("" if value is missing else _text(value) for value in values))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _last_start(run: RunFiles) -> dict[str, Any]:
+    """What the last fit recorded when it began."""
+    started = run.of_kind("started")
+    return started[-1] if started else {}
+
+
+def _versions(run: RunFiles) -> dict[str, Any]:
+    """Of packages: those of the last fit, else those of the newest checkpoint."""
+    versions: dict[str, Any] = _last_start(run).get("versions", {})
+    return versions or (dict(run.checkpoints[-1].versions) if run.checkpoints else {})
+
+
+def _data(run: RunFiles) -> dict[str, Any]:
+    """What makes the order of the rows, as far as it is not in the plan."""
+    return {name: value for name, value in _last_start(run).get("data", {}).items() if name not in _OF_RANKS}
+
+
+def _configuration(run: RunFiles) -> dict[str, Any]:
+    """What the newest checkpoint holds of the Trainer's arguments, the optimizers' options and the module's arguments."""
+    from fabricate.checkpoint.format.directory import Reader
+
+    if not run.checkpoints:
+        return {}
+    with Reader(run.checkpoints[-1].path) as reader:
+        state: Any = reader.json("state.json")
+    configured = state.get("configuration", {})
+    module = state.get("module", {})
+    values = {f"Trainer({name})": value for name, value in configured.get("trainer", {}).items()}
+    values |= configured.get("optimizers", {})
+    values |= {f"{module.get('class', 'module')}({name})": value for name, value in module.get("arguments", {}).items()}
+    return {"module": module.get("class", ""), **values}
+
+
+def _metrics(first: RunFiles, second: RunFiles) -> Iterator[Different]:
+    """The first metric that differs, in the order in which the first run logged; else where one log ends."""
+    others: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in second.lines:
+        others.setdefault((line["step"], line["stage"]), {}).update(line["metrics"])
+    for line in first.lines:
+        place = line["step"], line["stage"]
+        if place not in others:
+            continue
+        for different in _apart("metrics", line["metrics"], others[place]):
+            yield different._replace(name=f"{different.name} at step {place[0]} ({place[1]})")
+            return
+    common = {(line["step"], line["stage"]) for line in first.lines} & others.keys()
+    if len(common) < max(len(first.lines), len(others)):
+        ends = (
+            f"{run.lines[-1]['step'] if run.lines else 0:,} steps, {len(run.lines):,} lines" for run in (first, second)
+        )
+        yield Different("metrics", "length of the log", *ends)
+
+
+def _checkpoints(first: RunFiles, second: RunFiles) -> Iterator[Different]:
+    """The first tensor, else value, that differs in the first checkpoints of one step that do."""
+    from fabricate.checkpoint.format.comparing import compare
+    from fabricate.checkpoint.format.directory import Reader
+
+    by_step: dict[int, Path] = {each.step: each.path for each in second.checkpoints}
+    shared: list[Checkpoint] = [each for each in first.checkpoints if each.step in by_step]
+    for each in shared:
+        with Reader(each.path) as a, Reader(by_step[each.step]) as b:
+            found = compare(a, b)
+        tensors = [difference for difference in found if difference.elements is not None]
+        for difference in [*tensors, *found][:1]:
+            name = f"{difference.name} at step {each.step} ({difference.component})"
+            yield Different("checkpoints", name, difference.text, f"and {len(found) - 1} more: fabricate ckpt diff")
+            return
+    if not shared and (first.checkpoints or second.checkpoints):
+        steps = (", ".join(str(each.step) for each in run.checkpoints) or "none" for run in (first, second))
+        yield Different("checkpoints", "no step in common", *steps)
