@@ -21,6 +21,7 @@ from fabricate.cli.plugins import PluginCommands, plugins
 from fabricate.cli.report import report
 from fabricate.cli.rows import rows
 from fabricate.cli.self_checks import check_invariance, verify_resume
+from fabricate.cli.watch import watch
 from fabricate.errors import FabricateError
 
 
@@ -104,3 +105,4 @@ main.add_command(doctor)
 main.add_command(report)
 main.add_command(rows)
 main.add_command(diff)
+main.add_command(watch)

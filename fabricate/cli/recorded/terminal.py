@@ -1,0 +1,101 @@
+"""A run as it is shown in a terminal by `fabricate watch`: how far it is, its metrics with their curves, what happened.
+
+Must not know when it is shown; imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fabricate.cli.recorded.files import RunFiles
+from fabricate.cli.recorded.page import duration, moment, state_of
+
+__all__ = ["sparkline", "view"]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 32
+"""Characters of a sparkline."""
+_MOST_EVENTS = 5
+_COLOURS = {"good": "green", "bad": "red", "open": "yellow"}
+
+
+def view(run: RunFiles) -> RenderableType:
+    """A run, as rich shows it."""
+    state, mood = state_of(run)
+    parts: list[RenderableType] = [
+        Text(_plain(str(run.run_dir)), style="bold"),
+        Text(_plain(state), style=_COLOURS[mood]),
+    ]
+    total, step = run.plan.get("total_steps", {}).get("value"), run.last_step
+    if isinstance(total, int) and total > 0:
+        parts.append(ProgressBar(total=total, completed=min(step, total), width=60))
+    parts.append(Text(", ".join(_progress(run, step, total))))
+    metrics = _metrics(run)
+    if metrics.row_count:
+        parts.append(metrics)
+    for event in run.events[-_MOST_EVENTS:]:
+        reason = event.get("reason") or event.get("path") or event.get("text") or ""
+        text = f"{moment(event['time'])}  step {event.get('step', '')}  {event['event']}  {reason}"
+        parts.append(Text(_plain(text), style="dim", no_wrap=True, overflow="ellipsis"))
+    return Group(*parts, Text(""))
+
+
+def _progress(run: RunFiles, step: int, total: Any) -> list[str]:
+    """How far the run is and how fast, in words."""
+    words = [f"step {step:,}" + (f" of {total:,}" if isinstance(total, int) else "")]
+    clock: dict[str, Any] = next(
+        (line["clock"] for line in reversed(run.train()) if "seconds_per_step" in line["clock"]), {}
+    )
+    if clock:
+        words.append(f"{clock['steps_per_second']:.3g} steps/s")
+        words.append(f"{clock['samples_per_second']:.4g} samples/s")
+        words.append(f"{100 * clock['data_share']:.0f} % waiting for data")
+        if isinstance(total, int) and total > step:
+            words.append(f"{duration((total - step) * clock['seconds_per_step'])} to go")
+    if run.lines:
+        words.append(f"logged {duration(max(0.0, time.time() - run.lines[-1]['clock']['time']))} ago")
+    return words
+
+
+def _metrics(run: RunFiles) -> Table:
+    """Every metric: the last value, the lowest, and its curve."""
+    values: dict[str, list[float]] = {}
+    for line in run.lines:
+        for name, value in line["metrics"].items():
+            values.setdefault(name, []).append(float(value))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("metric", "last", "lowest", "highest", ""):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("metric", "") else "right")
+    for name, of in values.items():
+        finite = [value for value in of if math.isfinite(value)] or [math.nan]
+        table.add_row(Text(_plain(name)), f"{of[-1]:.5g}", f"{min(finite):.5g}", f"{max(finite):.5g}", sparkline(of))
+    return table
+
+
+def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
+    """A curve in one line of text: the mean of each of `width` intervals; a blank where none of it is finite."""
+    intervals = min(width, len(values))
+    means = []
+    for number in range(intervals):
+        part = values[number * len(values) // intervals : (number + 1) * len(values) // intervals]
+        finite = [value for value in part if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
+    known = [mean for mean in means if math.isfinite(mean)]
+    if not known:
+        return " " * intervals
+    low, span = min(known), (max(known) - min(known)) or 1.0
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round((mean - low) / span * top)] if math.isfinite(mean) else " " for mean in means)
+
+
+def _plain(text: str) -> str:
+    """Text of a user's without what a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)

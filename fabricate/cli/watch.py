@@ -1,0 +1,58 @@
+"""`fabricate watch`: a run in the terminal while it is at work.
+
+Owns how often it is looked at, and how that ends. Must not know how files are followed (`recorded.following`) nor what is shown
+(`recorded.terminal`); imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument(
+    "run_dirs",
+    metavar="RUN_DIR...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
+@click.option(
+    "--every", type=click.FloatRange(0.1), default=2.0, metavar="SECONDS", help="How often to look; default: 2."
+)
+def watch(run_dirs: Sequence[Path], every: float) -> None:
+    """Show the run in RUN_DIR while it is at work: how far it is, its metrics with their curves, rates, what happened.
+
+    It reads files only, so it may run anywhere that sees them, and begin and end at any time. Ctrl-C ends it. Where the output is
+    not a terminal it prints how things stand, once.
+
+    \b
+    Examples:
+      fabricate watch runs/first
+      fabricate watch runs/first runs/second --every 10
+    """
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from fabricate.cli.recorded.following import Following
+    from fabricate.cli.recorded.terminal import view
+
+    followed, console = [Following(run_dir) for run_dir in run_dirs], Console()
+
+    def now() -> Group:
+        return Group(*(view(each.look()) for each in followed))
+
+    if not console.is_terminal:
+        console.print(now())
+        return
+    try:
+        with Live(now(), console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                time.sleep(every)
+                live.update(now(), refresh=True)
+    except KeyboardInterrupt:
+        console.print(now())
