@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from fabricate import DDP, FSDP, Callback, ConfigurationError, Trainer, TrainModule
-from fabricate.testing import close_pools, run_ranks
+from fabricate.testing import run_ranks
 from tests.support.stories import Storyteller, stories
 
 STEPS, GLOBAL_BATCH, TOLERANCE = 5, 8, 1e-5
@@ -361,7 +361,6 @@ def alone() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    close_pools()  # DeepSpeed, once zero3 was used in a process, leaves a linear function of its own in the place of torch's
     return Answers(alone, run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("two"), timeout=400))
 
 

@@ -72,16 +72,19 @@ def refusals(where: str) -> Iterator[None]:
 class Setup:
     """The process as DeepSpeed wants it, between `start` and `stop`: LOCAL_RANK, from which it makes the name of the device also in
     the course of a forward, is the index of the device, and torch's words about calls that DeepSpeed makes are not repeated. Afterwards
-    the level of DeepSpeed's logger, which a configuration file may set for the whole process, is as before."""
+    the level of DeepSpeed's logger, which a configuration file may set for the whole process, is as before, and so is torch's linear
+    function, which ZeRO-3 replaces by one of its own."""
 
     def __init__(self) -> None:
         self._levels: dict[logging.Logger | logging.Handler, int] = {}
         self._filter: Any = None
         self._local_rank: str | None = None
+        self._linear = torch.nn.functional.linear
 
     def start(self, device: torch.device) -> None:
         """Begin, unless it was begun."""
         if self._filter is None:
+            self._linear = torch.nn.functional.linear
             self._local_rank = os.environ.get("LOCAL_RANK")
             os.environ["LOCAL_RANK"] = str(device.index or 0)
             logger = logging.getLogger("DeepSpeed")
@@ -97,6 +100,7 @@ class Setup:
         os.environ.update({} if self._local_rank is None else {"LOCAL_RANK": self._local_rank})
         for target, level in self._levels.items():
             target.setLevel(level)
+        torch.nn.functional.linear = self._linear
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._levels, self._filter = {}, None
