@@ -36,6 +36,9 @@ class CheckpointError(FabricateError):
 class RankError(FabricateError):
     """Ranks that were asked for and are missing, that disagree, or one that failed elsewhere."""
 
+    first: tuple[str, ...] = ()
+    """Where another rank failed and this error only follows: what happened there, where in the user's files, what to do."""
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest of `known`, or the empty string."""

@@ -16,7 +16,7 @@ SOURCES = [
     ast.parse(path.read_text(encoding="utf-8"))
     for path in [*ROOT.glob("fabricate/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
 ]
-PYTHONS_OWN = {"_current_frames", "_exit", "_replace", "_start_method"}
+PYTHONS_OWN = {"_asdict", "_current_frames", "_exit", "_replace", "_start_method"}
 """Of `os`, of named tuples and of `multiprocessing`."""
 
 

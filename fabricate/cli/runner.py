@@ -8,12 +8,13 @@ ended without an error. It must not know settings (fabricate.launch), and import
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
+from fabricate.cli.rank import run_script
 from fabricate.launch.commands import PREEMPTED_FILE, SHUTDOWN_TIMEOUT
 from fabricate.values import EXIT_PREEMPTED
 
@@ -34,12 +35,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _alone(script: str, arguments: Sequence[str]) -> int:
-    """The script as `python script` would run it. In this process, so that signals and debuggers find it as ever."""
-    sys.argv = [script, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    """The script in this process. One that ends with the code of a preempted fit has ended well."""
     try:
-        runpy.run_path(os.path.abspath(script), run_name="__main__")
+        run_script(script, arguments)
     except SystemExit as exc:
         if exc.code not in (None, 0, EXIT_PREEMPTED):
             raise
@@ -48,6 +46,8 @@ def _alone(script: str, arguments: Sequence[str]) -> int:
 
 def _torchrun(arguments: Sequence[str]) -> int:
     """torchrun, with the exit code of the first rank that failed; 128 + N where signal N ended it or torchrun."""
+    import logging
+
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,13 +58,16 @@ def _torchrun(arguments: Sequence[str]) -> int:
             "--numa-binding: torch binds ranks to cores near NVIDIA GPUs, and sees none; leave it out", file=sys.stderr
         )
         return 2
+    # Reports that torchrun, which nothing started, has no file to copy the reason of a failure to.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.errors.error_handler").setLevel(logging.CRITICAL)
     _wait_for_ranks(float(os.environ.get(SHUTDOWN_TIMEOUT, "30")))
     try:
         main(list(arguments))
     except ChildFailedError as exc:
-        code = exc.get_first_failure()[1].exitcode
+        rank, failure = exc.get_first_failure()
+        code = failure.exitcode
         if code != EXIT_PREEMPTED:
-            print(exc, file=sys.stderr)
+            print(_gist(rank, code, failure.message), file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as exc:
         return 128 + int(exc.sigval)
@@ -72,6 +75,19 @@ def _torchrun(arguments: Sequence[str]) -> int:
         print(f"--nproc: torchrun cannot count the devices here: {exc}", file=sys.stderr)
         return 2
     return 0
+
+
+def _gist(rank: int, code: int, message: Any) -> str:
+    """What to know of the failure that ended the ranks, printed last. message: what torchrun knows, a mapping where a rank left its
+    reason (`fabricate.launch.uncaught`)."""
+    if isinstance(message, dict):
+        text: str = message["extraInfo"]["py_callstack"]
+        return text
+    if code > 0:
+        return f"rank {rank} ended with exit code {code}, without an exception: look at what it printed"
+    name = signal.Signals(-code).name
+    killed = "; the system does so where memory is full: look at its log (dmesg)" if name == "SIGKILL" else ""
+    return f"rank {rank} was ended by {name}{killed}"
 
 
 def _wait_for_ranks(seconds: float) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from fabricate.distributed.connections import PeerLost
+from fabricate.errors import RankError
+from fabricate.launch import uncaught
 
 _ECHOES = (
     "Connection closed by peer",
@@ -50,16 +52,17 @@ class Failures:
 
         def leave() -> None:
             text = "".join(traceback.format_exception_only(exc))[-8000:]
-            self._store.compare_set(f"{self._name}/first", "", json.dumps({"rank": self._rank, "error": text}))
+            left = {"rank": self._rank, "error": text, "gist": uncaught.gist(exc, self._rank)}
+            self._store.compare_set(f"{self._name}/first", "", json.dumps(left))
             self._store.set(self._over, "")
 
         self._aside(leave)
 
-    def ask(self, exc: BaseException, break_connections: Callable[[], None]) -> str:
+    def ask(self, exc: BaseException, break_connections: Callable[[], None]) -> RankError:
         """What happened on the other ranks, where `exc` is an echo of it; waits some seconds for it. One rank, never raises.
 
         break_connections: called after some seconds when a rank did not answer, because it may wait for this one."""
-        answer: list[str] = []
+        answer: list[RankError] = []
 
         def look() -> None:
             self._store.set(f"{self._name}/here/{self._rank}", "")
@@ -69,7 +72,7 @@ class Failures:
         self._aside(look)
         if answer:
             return answer[0]
-        return (
+        return RankError(
             f"rank {self._rank} on {self._hosts[self._rank]} lost rank 0 on {self._hosts[0]}, where ranks meet: that process or "
             f"host is gone (look at its output). Here: {_reason(exc)}"
         )
@@ -89,16 +92,18 @@ class Failures:
         else:
             thread.join(_ANSWER_SECONDS + 5)
 
-    def _first(self) -> str:
+    def _first(self) -> RankError | None:
         if not self._store.check([f"{self._name}/first"]):
-            return ""
+            return None
         found = json.loads(self._store.get(f"{self._name}/first"))
-        return (
+        error = RankError(
             f"rank {found['rank']} failed first, this rank {self._rank} stopped with it (the traceback is in the "
             f"output of rank {found['rank']}):\n{found['error']}"
         )
+        error.first = tuple(found["gist"])
+        return error
 
-    def _silent(self, reason: str, break_connections: Callable[[], None]) -> str:
+    def _silent(self, reason: str, break_connections: Callable[[], None]) -> RankError:
         """Wait until a failure is reported or every rank has answered; else who has not."""
         silent = set(range(self._world_size)) - {self._rank}
         begin, broken = time.monotonic(), False
@@ -111,12 +116,12 @@ class Failures:
                 break_connections()
             time.sleep(0.1)
         if not silent:
-            return (
+            return RankError(
                 f"all ranks still answer and none reported an error: they waited for each other at different places, or the network "
                 f"between them failed. Rank {self._rank} on {self._hosts[self._rank]}: {reason}"
             )
         names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in sorted(silent))
-        return (
+        return RankError(
             f"{names} did not answer rank {self._rank} on {self._hosts[self._rank]}: dead, unreachable or stuck (look at its output; a "
             f"rank that only needs longer gets it with Trainer(timeout=...)). Here: {reason}"
         )

@@ -111,7 +111,7 @@ class Group:
         except RuntimeError as exc:
             raise RankError(f"rank 0, where ranks meet, is gone: {exc}") from exc
         except PeerLost as exc:
-            raise RankError(self.report_failure(exc)) from exc
+            raise (self.report_failure(exc) or exc) from exc
         if broken:
             raise RankError(
                 "the connections of torch's process group broke in an earlier fit of these processes; start the processes again"
@@ -269,18 +269,18 @@ class Group:
 
         return restore
 
-    def report_failure(self, exc: BaseException) -> str:
+    def report_failure(self, exc: BaseException) -> RankError | None:
         """Leave this rank's failure where the others find it. When `exc` is only an echo of what happened elsewhere (a broken
-        connection, a collective that nobody answered), returns what did, waiting some seconds for it; else empty. One rank,
+        connection, a collective that nobody answered), returns an error that says what did, waiting some seconds for it. One rank,
         never raises."""
         if self._failures is None:
-            return ""
+            return None
         _reported.append(type(exc).__name__)
         kept = opened()
         if not is_echo(exc):
             self._failures.tell(exc)
             self._links.close()
-            return ""
+            return None
         self._links.close()  # the others notice as well, and ask while this rank does
         kept.broken = kept.broken or not isinstance(exc, PeerLost)
 

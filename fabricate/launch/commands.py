@@ -67,7 +67,8 @@ def command(
     if numa_binding is not None:
         meeting += ["--numa-binding", numa_binding]
     # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
-    return [python, "-m", "fabricate.cli.runner", *meeting, "--nproc-per-node", str(nproc), "--", script, *arguments]
+    meeting += ["--nproc-per-node", str(nproc), "--module"]
+    return [python, "-m", "fabricate.cli.runner", *meeting, "--", "fabricate.cli.rank", script, *arguments]
 
 
 def listed_plugins(text: str) -> list[str]:

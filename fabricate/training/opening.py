@@ -24,8 +24,9 @@ from fabricate.configuration.resolve import Resolved
 from fabricate.data.batches import describe
 from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine, check_trackers, needs_directory
-from fabricate.errors import ConfigurationError, FabricateError, RankError, first_line
+from fabricate.errors import ConfigurationError, FabricateError, first_line
 from fabricate.hooks import PROJECT, hookimpl
+from fabricate.launch import uncaught
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
@@ -273,16 +274,24 @@ def _report(run: Run, exc: BaseException) -> None:
         note = explain(run, exc)
     except Exception as second:  # with memory full, anything may fail
         note = f"what could be changed is not known: {type(second).__name__}: {second}"
-    if note:
-        exc.add_note(note)
     if run.calls.on_exception is not None:
         try:
             run.calls.on_exception(run.trainer, run.module, exc)
         except Exception as second:
             exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
+    if note := "; ".join(filter(None, (note, _how_to_go_on(run)))):
+        exc.add_note(note)
+    if run.engine.world_size > 1:
+        uncaught.install(run.engine.rank)
     first = run.engine.report_failure(exc)
     if first:
-        raise RankError(first) from None  # `exc` is only the broken connection that followed
+        raise first from None  # `exc` is only the broken connection that followed
+
+
+def _how_to_go_on(run: Run) -> str:
+    if run.checkpoints.newest is not None:
+        return f"the same command goes on from {run.checkpoints.newest}"
+    return f"{uncaught.AGAIN}: nothing is saved" if run.engine.world_size > 1 and run.source is not None else ""
 
 
 def _close(run: Run) -> None:

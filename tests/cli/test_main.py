@@ -139,6 +139,48 @@ def test_a_signal_reaches_the_script_and_shows_in_the_exit_code(script: str, npr
     assert "Traceback" not in errors
 
 
+WRONG = """
+import os, pathlib, sys, time
+def answer(rank):
+    raise ValueError(f"no answer on rank {rank}")
+here, rank = pathlib.Path(sys.argv[0]).parent, os.environ["RANK"]
+if rank == sys.argv[1]:
+    time.sleep(600)
+(here / f"there-{rank}").touch()
+while len(list(here.glob("there-*"))) < int(sys.argv[2]):
+    time.sleep(0.01)
+answer(rank)
+"""
+
+
+@pytest.mark.parametrize(("waits", "fail"), [("none", "2"), ("0", "1")], ids=["on both ranks", "on one rank"])
+def test_an_error_is_printed_once_and_what_to_know_of_it_last(tmp_path: Path, waits: str, fail: str) -> None:
+    (tmp_path / "train.py").write_text(WRONG)
+    done = _run("run", "--nproc", "2", str(tmp_path / "train.py"), waits, fail)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count('    raise ValueError(f"no answer on rank {rank}")') == 1
+    assert "runpy" not in done.stderr, "the traceback begins with the script"
+    what, where, remedy = done.stderr.splitlines()[-3:]
+    assert re.fullmatch(r"rank [01] failed: ValueError: no answer on rank [01]", what)
+    assert where.endswith('train.py:4, in answer: raise ValueError(f"no answer on rank {rank}")')
+    assert remedy == "correct it and start the same command again"
+    first = re.search(r"^rank ([01]):$", done.stderr, re.MULTILINE)
+    assert first is not None
+    if waits == "none":  # the other rank's in one line
+        other = 1 - int(first[1])
+        assert f"rank {other} failed: ValueError: no answer on rank {other} (at " in done.stderr
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nos.kill(os.getpid(), 9)")
+    done = _run("run", "--nproc", "2", str(tmp_path / "train.py"))
+    assert done.returncode == 128 + 9
+    assert done.stderr.splitlines()[-1].endswith(
+        " was ended by SIGKILL; the system does so where memory is full: look at its log (dmesg)"
+    )
+
+
 STUBBORN = """
 import os, pathlib, signal, sys, time
 ready, lasted = pathlib.Path(sys.argv[1], "ready"), pathlib.Path(sys.argv[1], "lasted")

@@ -45,7 +45,7 @@ def failing(group: Group) -> Iterator[list[Any]]:
         yield answer
     except Exception as exc:
         seconds = time.monotonic() - began
-        answer += [type(exc).__name__, group.report_failure(exc) or str(exc), seconds]
+        answer += [type(exc).__name__, str(group.report_failure(exc) or exc), seconds]
         group.leave(exc)
 
 

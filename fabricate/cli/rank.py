@@ -1,0 +1,31 @@
+"""`python -m fabricate.cli.rank SCRIPT ARGUMENTS`: one of several ranks that `fabricate run` starts.
+
+Owns how a script is run inside a process of ours. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from fabricate.launch import uncaught
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the script; an exception that ends it is printed once for all ranks, also one before its first fit."""
+    uncaught.install(int(os.environ["RANK"]))
+    run_script(arguments[0], arguments[1:])
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """The script as `python script` would run it. In this process, so that signals and debuggers find it as ever."""
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(os.path.abspath(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

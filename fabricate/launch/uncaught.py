@@ -1,0 +1,118 @@
+"""What several ranks print when an exception ends them: one traceback for all, and what to know of it, in three lines, last.
+
+Owns `sys.excepthook` of a rank, and the file in which torchrun, and launchers that are built on it, look for the reason why a rank
+ended. Must not know what the ranks were doing; imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from fabricate.errors import RankError
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""torchrun's variable: where a rank leaves the reason of its end. The files of the ranks of one host lie side by side, in folders."""
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE, "<")
+_WAIT_SECONDS = 2.0
+AGAIN = "correct it and start the same command again"
+
+
+def gist(exc: BaseException, rank: int) -> tuple[str, str, str]:
+    """What to know of the exception that ended `rank`: what happened, where in the user's files, what to do (its last note)."""
+    first, *others = f"{type(exc).__name__}: {exc}".removesuffix(": ").strip().splitlines()
+    what = (
+        f"{first} ... {others[-1].strip()}" if others else first
+    )  # of a worker process torch puts its traceback between
+    notes = getattr(exc, "__notes__", [])
+    return f"rank {rank} failed: {what}", f"at {_place(exc.__traceback__)}", notes[-1] if notes else AGAIN
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the traceback that is neither fabricate's, nor an installed package's, nor Python's own."""
+    frames = traceback.extract_tb(trace)
+    frame = next((f for f in reversed(frames) if not f.filename.startswith(_INSTALLED)), frames[-1] if frames else None)
+    if frame is None:
+        return "an unknown place"
+    path = os.path.relpath(frame.filename) if frame.filename.startswith(os.getcwd() + os.sep) else frame.filename
+    return f"{path}:{frame.lineno}, in {frame.name}: {frame.line}"
+
+
+def install(rank: int) -> None:
+    """From here on, what is printed of an exception that ends this process is as the text of this module says. For one of several
+    ranks. torch puts a hook of its own around the one that is there when a process group opens: calling this again takes it off."""
+    if not _installed:
+        _installed.append(_Uncaught(rank, sys.excepthook))
+    sys.excepthook = _installed[0]
+
+
+class _Uncaught:
+    """Prints the exception that ends this process. `before`: what printed it so far, a user's own hook perhaps."""
+
+    def __init__(self, rank: int, before: Callable[..., object]) -> None:
+        self._rank, self._before = rank, before
+        self._file = Path(os.environ[_ERROR_FILE]) if os.environ.get(_ERROR_FILE) else None
+
+    def __call__(self, kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+        follows = exc.first if isinstance(exc, RankError) else ()
+        known = follows or gist(exc, self._rank)
+        if not follows and self._is_first():
+            print(f"rank {self._rank}:", file=sys.stderr)
+            self._before(kind, exc.with_traceback(_of_script(trace)), _of_script(trace))
+        else:
+            self._wait_for_first()
+            line = f"rank {self._rank} stopped with it" if follows else f"{known[0]} ({known[1]})"
+            print(line, file=sys.stderr)
+        if self._file is None:
+            print(*(() if follows else known), sep="\n", file=sys.stderr, flush=True)
+        else:
+            self._leave("\n".join(known))
+
+    def _is_first(self) -> bool:
+        """Whether no other rank of this host prints its traceback."""
+        if self._file is None:
+            return True
+        try:
+            (self._file.parents[1] / "first-traceback").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def _wait_for_first(self) -> None:
+        """A launcher ends the others as soon as one rank has ended: the one that prints the traceback should be done with it."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while self._file is not None and time.monotonic() < deadline:
+            if any(self._file.parents[1].glob("*/error.json")):
+                return
+            time.sleep(0.05)
+
+    def _leave(self, text: str) -> None:
+        """Write the file in torch's format; its launcher shows the text as that of the rank that failed first."""
+        assert self._file is not None
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        try:
+            self._file.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        except OSError as exc:
+            print(f"{self._file}: {exc}\n{text}", file=sys.stderr, flush=True)
+
+
+_installed: list[_Uncaught] = []
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without the frames that lead to the script."""
+    ours = os.path.join(_PACKAGE, "cli") + os.sep
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(("<frozen runpy>", ours)):
+        rest = rest.tb_next
+    return rest or trace
