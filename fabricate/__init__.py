@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.gradient_norms import GradientNorms
     from fabricate.callbacks.model_summary import ModelSummary
     from fabricate.callbacks.profiler import Profiler
+    from fabricate.callbacks.save_on_exception import SaveOnException
     from fabricate.checkpoint.convert.importing import import_checkpoint
     from fabricate.configuration.plan import Plan
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
@@ -45,6 +46,7 @@ _HOME = {
     "Precision": "precisions.base",
     "Profiler": "callbacks.profiler",
     "RankError": "errors",
+    "SaveOnException": "callbacks.save_on_exception",
     "Single": "strategies.single",
     "Strategy": "strategies.base",
     "TrainModule": "module",
@@ -72,6 +74,7 @@ __all__ = [
     "Precision",
     "Profiler",
     "RankError",
+    "SaveOnException",
     "Single",
     "Strategy",
     "TrainModule",

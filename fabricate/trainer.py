@@ -263,11 +263,16 @@ class Trainer:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a checkpoint to `path`, which must not exist yet: at the update boundary that follows, on all ranks (asking on
-        one rank is enough); at once when no update is under way (`on_fit_start`, `on_saved`, `on_fit_end`: all ranks then)."""
+        one rank is enough); at once when no update is under way (`on_fit_start`, `on_saved`, `on_fit_end`: all ranks then). In
+        `on_exception` at once, of the state after the last whole update: the caller puts generators and buffers back, and every rank
+        has to fail there; see `SaveOnException`."""
         run = self._live()
         target = Path(path)
         if target.exists():
             raise CheckpointError(f"save({str(path)!r}): this exists already; give a new path")
+        if run.now.failure is not None:
+            saving.write_last_update(run, target)
+            return target
         if run.now.at_boundary:
             saving.write_now(run, target)
             return target

@@ -28,6 +28,7 @@ PUBLIC = [
     "Precision",
     "Profiler",
     "RankError",
+    "SaveOnException",
     "Single",
     "Strategy",
     "TrainModule",

@@ -29,7 +29,7 @@ _ECHOES = (
     "timed out",
     "timeout",
 )
-_REPORT_SECONDS, _BREAK_SECONDS, _ANSWER_SECONDS = 5.0, 2.0, 15.0
+_REPORT_SECONDS, _BREAK_SECONDS, _ANSWER_SECONDS, _MEET_SECONDS = 5.0, 2.0, 15.0, 10.0
 _NEWLINE = "\n"
 
 
@@ -76,6 +76,25 @@ class Failures:
             f"rank {self._rank} on {self._hosts[self._rank]} lost rank 0 on {self._hosts[0]}, where ranks meet: that process or "
             f"host is gone (look at its output). Here: {_reason(exc)}"
         )
+
+    def meet(self, place: str) -> bool:
+        """Whether every rank fails at this `place`, within some seconds. The same answer on every rank that gets one; never raises."""
+        answer: list[bool] = []
+
+        def look() -> None:
+            keys = [f"{self._name}/failed/{rank}" for rank in range(self._world_size)]
+            decision = f"{self._name}/together"
+            self._store.set(keys[self._rank], place)
+            deadline = time.monotonic() + _MEET_SECONDS
+            while not (here := self._store.check(keys)) and time.monotonic() < deadline:
+                if self._store.check([decision]):
+                    break
+                time.sleep(0.05)
+            same = here and all(self._store.get(key).decode() == place for key in keys)
+            answer.append(self._store.compare_set(decision, "", "yes" if same else "no") == b"yes")
+
+        self._aside(look)
+        return bool(answer) and answer[0]
 
     def _aside(self, work: Callable[[], None]) -> None:
         """In a thread, which is left behind where the store is on a host that is gone: it answers nothing and ends no call."""

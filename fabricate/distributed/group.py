@@ -291,6 +291,11 @@ class Group:
 
         return self._failures.ask(exc, release_others)
 
+    def all_failed(self, place: str) -> bool:
+        """While a failure is handled, before it is reported: whether every rank fails at the same `place` and comes here within some
+        seconds, so that they can still work together. The same answer on every rank; never raises."""
+        return self.world_size == 1 or (self._failures is not None and self._failures.meet(place))
+
 
 def _row(data: bytes | memoryview, size: int) -> torch.Tensor:
     """`size` bytes as a tensor, which begin with `data`."""

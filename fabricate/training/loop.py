@@ -153,6 +153,7 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
             run.calls.on_step(run.trainer, run.module, progress.step, losses.mean, result.norm)
     if run.module._logged:  # in hooks of this update
         run.metrics.take(run.module._logged, losses.total)
+    state.is_whole()
 
 
 class LoopState:
@@ -173,6 +174,14 @@ class LoopState:
         self.skipped_in_a_row = 0
         self._groups = run.optim.number_of_groups()
         self._look_at_listeners()
+        self.is_whole()
+
+    def is_whole(self) -> None:
+        """Nothing of an update is under way: note what the next one changes before it is whole."""
+        run = self.run
+        assert run.source is not None
+        run.now.whole = run.progress.micro_step, run.source.state
+        run.now.in_update = False
 
     def begin_update(self) -> None:
         """Take over listeners that came or went, at the only moment at which they may."""
@@ -184,7 +193,7 @@ class LoopState:
             self._groups = take_groups(run)
         run.calls.step = run.progress.step + 1
         run.metrics.begin_update()
-        run.now.at_boundary = False
+        run.now.at_boundary, run.now.in_update = False, True
 
     def refuse_new_groups(self) -> None:
         """The gradients of this update are normalised and clipped by now."""

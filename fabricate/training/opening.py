@@ -275,10 +275,12 @@ def _report(run: Run, exc: BaseException) -> None:
     except Exception as second:  # with memory full, anything may fail
         note = f"what could be changed is not known: {type(second).__name__}: {second}"
     if run.calls.on_exception is not None:
+        run.now.failure = exc
         try:
             run.calls.on_exception(run.trainer, run.module, exc)
         except Exception as second:
             exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
+        run.now.failure = None
     if note := "; ".join(filter(None, (note, _how_to_go_on(run)))):
         exc.add_note(note)
     if run.engine.world_size > 1:

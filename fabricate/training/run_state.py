@@ -102,6 +102,12 @@ class Now:
     """The metrics of the evaluation under way."""
     at_boundary: bool = True
     """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are under way."""
+    in_update: bool = False
+    """From the first micro-batch of an update until it is counted."""
+    whole: tuple[int, Any] = (0, None)
+    """`Progress.micro_step` and the state of the data after the last whole update; an update that fails leaves others behind."""
+    failure: BaseException | None = None
+    """Why the run ends, while listeners are informed of it."""
 
 
 class Evaluated(Protocol):

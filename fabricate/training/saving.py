@@ -17,6 +17,7 @@ from fabricate.checkpoint.state import commit as committing
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
 from fabricate.checkpoint.state.staging import read_ahead
+from fabricate.distributed.failures import is_echo
 from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
 from fabricate.training.log_lines import write_line
@@ -120,6 +121,27 @@ def write_now(run: Run, path: Path) -> None:
     compare(run)
     with meant_weights(run):
         _write(run, _assemble(run, path), path, _logs(run))
+
+
+def write_last_update(run: Run, path: Path) -> None:
+    """While the run fails: write the checkpoint `path` of the state after the last whole update, which the caller knows to be in
+    the weights and optimizers, and return when it is durable. Every rank has to fail and to come here, within some seconds of the
+    others; else `CheckpointError`."""
+    assert run.now.failure is not None
+    drain(run)
+    together = not is_echo(run.now.failure) and run.engine.all_failed(f"{run.progress.step} {path}")
+    if not together:
+        raise CheckpointError("another rank goes on, failed elsewhere or is gone, and a checkpoint needs all ranks")
+    if path.exists():  # what the background has just written
+        return
+    if run.now.in_update:
+        run.metrics.forget_update()
+        run.module._logged.clear()
+    assert run.source is not None
+    run.progress.micro_step, run.source.state = run.now.whole
+    run.engine.strategy.after_evaluation(run.engine.model)  # a forward may have left parameters whole
+    write_now(run, path)
+    run.journal.event("saved", step=run.progress.step, path=path.name)
 
 
 def _write(run: Run, content: Content, path: Path, logs: list[Path]) -> None:

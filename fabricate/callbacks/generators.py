@@ -1,0 +1,33 @@
+"""The state of the random generators that training draws from, for callbacks that draw themselves or go back in time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+
+def generator_states() -> dict[str, Any]:
+    """Of this process: Python's, NumPy's, torch's on the CPU and on the current device."""
+    import numpy
+    import torch
+
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.accelerator.is_available():
+        states["device"] = torch.get_device_module().get_rng_state()
+    return states
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Put back what `generator_states` gave."""
+    import numpy
+    import torch
+
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "device" in states:
+        torch.get_device_module().set_rng_state(states["device"])

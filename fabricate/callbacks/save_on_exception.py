@@ -1,0 +1,93 @@
+"""A checkpoint of the last whole update when a fit fails, so that little is lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback, hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    import torch
+
+    from fabricate.module import TrainModule
+    from fabricate.trainer import Trainer
+
+
+class SaveOnException(Callback):
+    """When a fit fails, saves the state after the last whole update as `RUN_DIR/checkpoints/step-...`; the error goes on as ever, with a
+    note of what was saved or why nothing was.
+
+    The same call of `fit` goes on from there, bit for bit as if it had not failed. For this, generator states and buffers are
+    copied after every update. Nothing is saved while an optimizer or a hook `on_step` is at work, where weights are not
+    finite, at a second Ctrl-C, and where another rank goes on or is gone: a checkpoint needs all ranks, so they have to
+    fail in the same update, within ten seconds of each other. A rank that fails alone reports its error after that time.
+
+        Trainer(plugins=[SaveOnException()], run_dir="runs/one", ...)
+    """
+
+    def __init__(self) -> None:
+        self._generators: dict[str, Any] = {}
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Buffers, and their values after the last whole update."""
+        self._torn = True
+        """Whether the weights are between two updates, or nothing is known yet."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.run_dir is None:
+            raise ConfigurationError("SaveOnException() saves to RUN_DIR/checkpoints; set Trainer(run_dir=...)")
+
+    def on_epoch_start(self, module: TrainModule) -> None:
+        if not self._generators:
+            self._remember(module)
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self) -> Generator[None, Any, Any]:
+        self._torn = True
+        return (yield)
+
+    @hookimpl(trylast=True)
+    def on_step(self, module: TrainModule) -> None:
+        self._remember(module)
+
+    @hookimpl(trylast=True)
+    def on_step_skipped(self, module: TrainModule) -> None:
+        self._remember(module)
+
+    def _remember(self, module: TrainModule) -> None:
+        from fabricate.callbacks.generators import generator_states
+
+        self._generators = generator_states()
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._torn = False
+
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
+        if not self._generators or trainer.step == 0 or isinstance(exception, KeyboardInterrupt):
+            return
+        try:
+            exception.add_note(f"SaveOnException: {self._save(trainer)}")
+        except Exception as second:
+            exception.add_note(f"SaveOnException: nothing was saved: {second}")
+
+    def _save(self, trainer: Trainer) -> str:
+        import torch
+
+        from fabricate.callbacks.generators import set_generator_states
+
+        assert trainer.run_dir is not None
+        path = trainer.run_dir / "checkpoints" / f"step-{trainer.step:08d}"
+        if self._torn:
+            return f"nothing was saved: an update was not complete at step {trainer.step}"
+        if path.exists():
+            return f"step {trainer.step} was saved already, in {path}"
+        set_generator_states(self._generators)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        trainer.save(path)
+        return f"step {trainer.step} is saved in {path}; the same call goes on from there"
+
+    def on_teardown(self) -> None:
+        self._generators, self._buffers, self._torn = {}, [], True

@@ -1,0 +1,194 @@
+"""A fit that fails leaves a checkpoint of its last whole update, from which it goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import Callback, ConfigurationError, SaveOnException, Trainer, TrainModule
+from fabricate.distributed import failures
+from fabricate.testing import run_ranks
+
+STEPS, FAILS_IN = 5, 3
+"""The update that fails comes after this step."""
+
+
+class Net(TrainModule):
+    """Dropout and running statistics: what an update changes before it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.net(x).squeeze(-1), y)
+        self.log("noise", torch.rand(()).item())
+        return loss
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class Fails(Callback):
+    """Raises once the second micro-batch of an update is done: after backward, before the optimizer."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        self.rank = rank
+
+    def on_accumulate(self, trainer: Trainer, micro_step: int) -> None:
+        mine = self.rank is None or trainer.accelerator.process_index == self.rank
+        if mine and trainer.step == FAILS_IN and micro_step == 1:
+            raise ZeroDivisionError("the user's own")
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Rows without end, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.position += 1
+            row = torch.arange(4) * 0.1 + self.position * 0.01
+            yield row, row.sum()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    torch.manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(96, 4), torch.randn(96))
+
+
+def fit(run_dir: Path, *plugins: object, data: Any = None, **arguments: Any) -> tuple[Net, Any]:
+    module = Net()
+    trainer = Trainer(
+        **{
+            "max_steps": STEPS,
+            "seed": 3,
+            "gradient_accumulation_steps": 2,
+            "run_dir": run_dir,
+            "save_every": None,
+            "log_every": 2,
+            "progress": False,
+            "print_plan": "none",
+            "plugins": plugins,
+            **arguments,
+        }
+    )
+    result = trainer.fit(module, rows() if data is None else data, batch_size=4)
+    return module, result
+
+
+def whole(module: Net) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in module.state_dict().items()
+    }
+
+
+def fails_and_goes_on(run_dir: Path, **arguments: Any) -> tuple[str, list[str]]:
+    """The notes of the error, and what differs between a fit that failed and was repeated, and one that never failed."""
+    stream = arguments.pop("stream", False)
+    data = lambda: Stream() if stream else None  # noqa: E731
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(run_dir, SaveOnException(), Fails(), data=data(), **arguments)
+    on = {"plugins": (SaveOnException(),), "accept_changes": ("plugins",)}
+    again, result = fit(run_dir, data=data(), **arguments, **on)
+    other = run_dir.parent / "straight"
+    straight, expected = fit(other, data=data(), **arguments, **on)
+    first, second = export(again, run_dir), export(straight, other)
+    different = [name for name, value in second.items() if not torch.equal(first[name], value)]
+    drop = ("clock",)
+    return "\n".join(caught.value.__notes__), different + [
+        f"{name}: {result.metrics[name]} {value}"
+        for name, value in expected.metrics.items()
+        if name not in drop and result.metrics[name] != value
+    ]
+
+
+def export(module: Net, run_dir: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(run_dir / "model/model.safetensors")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["data set", "stream with a state"])
+def test_a_fit_that_failed_in_an_update_goes_on_exactly(tmp_path: Path, stream: bool) -> None:
+    notes, different = fails_and_goes_on(tmp_path / "run", stream=stream)
+    assert f"step {FAILS_IN} is saved in {tmp_path}" in notes
+    assert different == []
+    assert (tmp_path / f"run/checkpoints/step-{FAILS_IN:08d}").is_dir()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_ranks_that_fail_together_save_together(tmp_path: Path, strategy: str) -> None:
+    for notes, different in run_ranks(fails_and_goes_on, 2, tmp_path / "run", strategy=strategy):
+        assert f"step {FAILS_IN} is saved in" in notes
+        assert different == []
+
+
+def fails_alone(run_dir: Path) -> tuple[str, str, bool]:
+    failures._MEET_SECONDS = 0.5
+    try:
+        with pytest.raises(Exception, match="the user's own") as caught:
+            fit(run_dir, SaveOnException(), Fails(rank=1), strategy="ddp")
+    finally:
+        failures._MEET_SECONDS = 10.0
+    notes = "\n".join(getattr(caught.value, "__notes__", []))
+    return type(caught.value).__name__, notes, (run_dir / "checkpoints").exists()
+
+
+def test_a_rank_that_fails_alone_saves_nothing_and_reports_its_error(tmp_path: Path) -> None:
+    (first, _, saved), (second, notes, _) = run_ranks(fails_alone, 2, tmp_path / "run")
+    assert (first, second, saved) == ("RankError", "ZeroDivisionError", False)
+    assert "SaveOnException: nothing was saved: another rank goes on" in notes
+
+
+class FailsInStep(Callback):
+    def on_step(self, step: int) -> None:
+        if step == FAILS_IN:
+            raise ZeroDivisionError("the user's own")
+
+
+class FailsInEvaluation(Net):
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        raise ZeroDivisionError("the user's own")
+
+
+@pytest.mark.parametrize("plugins", [(SaveOnException(), FailsInStep()), (FailsInStep(), SaveOnException())])
+def test_an_update_that_is_not_complete_is_not_saved(tmp_path: Path, plugins: tuple[object, ...]) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(tmp_path, *plugins)
+    assert "nothing was saved: an update was not complete at step 3" in "\n".join(caught.value.__notes__)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_validation_that_fails_leaves_the_state_before_it(tmp_path: Path) -> None:
+    trainer = Trainer(
+        max_epochs=1, run_dir=tmp_path, sanity_batches=0, progress=False, print_plan="none", plugins=[SaveOnException()]
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(FailsInEvaluation(), rows(), rows(), batch_size=16)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_it_needs_a_place_to_save_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"SaveOnException.*run_dir"):
+        Trainer(max_steps=1, progress=False, plugins=[SaveOnException()]).fit(Net(), rows(), batch_size=4)
