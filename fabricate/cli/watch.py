@@ -47,7 +47,7 @@ def watch(run_dirs: Sequence[Path], every: float) -> None:
         return Group(*(view(each.look()) for each in followed))
 
     if not console.is_terminal:
-        console.print(now())
+        Console(width=10_000).print(now())  # whole lines in a file or a pipe
         return
     try:
         with Live(now(), console=console, auto_refresh=False, screen=True) as live:

@@ -48,7 +48,14 @@ def logged(run_dir: Path, step: int, loss: float) -> str:
 def test_where_there_is_no_terminal_it_is_printed_once(run_dir: Path) -> None:
     shown = CliRunner().invoke(main, ["watch", str(run_dir)])
     assert shown.exit_code == 0
-    for text in ("complete (max_steps)", f"step {STEPS} of {STEPS}", "steps/s", HOSTILE, "val_loss", "ended"):
+    for text in (
+        "complete (max_steps)\n",
+        f"{'█' * 60}\nstep {STEPS} of {STEPS}",
+        "steps/s",
+        HOSTILE,
+        "val_loss",
+        "ended",
+    ):
         assert text in shown.stdout, text
     assert f"step {SKIPPED}" not in shown.stdout, "the last few events only"
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +22,8 @@ __all__ = ["sparkline", "view"]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 """Characters of a sparkline."""
+_BAR = 60
+"""Characters of the bar."""
 _MOST_EVENTS = 5
 _COLOURS = {"good": "green", "bad": "red", "open": "yellow"}
 
@@ -36,7 +37,8 @@ def view(run: RunFiles) -> RenderableType:
     ]
     total, step = run.plan.get("total_steps", {}).get("value"), run.last_step
     if isinstance(total, int) and total > 0:
-        parts.append(ProgressBar(total=total, completed=min(step, total), width=60))
+        done = _BAR * min(step, total) // total
+        parts.append(Text("█" * done + "░" * (_BAR - done), style="cyan"))
     parts.append(Text(", ".join(_progress(run, step, total))))
     metrics = _metrics(run)
     if metrics.row_count:
