@@ -94,7 +94,7 @@ def killed(place: Host, seconds: float) -> dict[str, Any]:
         while time.monotonic() + 60 < ends or not runs:
             run_dir = Path(folder, "run")
             for _ in range(MOST_KILLS if place.real else 1):
-                if started_and_killed(place, run_dir, extra, random.uniform(0, usual)):
+                if started_and_killed(place, run_dir, extra, random.uniform(0, usual / 2)):
                     break
                 kills += 1
             else:
@@ -104,6 +104,7 @@ def killed(place: Host, seconds: float) -> dict[str, Any]:
                 failed.append(f"run {runs} ended with other weights")
             runs += 1
             shutil.rmtree(run_dir)
+    failed += [] if kills else ["no run was killed before its end"]
     return {"runs": runs, "kills": kills, "training_seconds": usual, "failed": failed}
 
 
