@@ -96,6 +96,17 @@ class Failures:
         self._aside(look)
         return bool(answer) and answer[0]
 
+    def post(self, name: str) -> None:
+        """Leave a note for the others. Any thread of one rank, never raises."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._name}/note/{name}", "")
+
+    def posted(self, name: str) -> bool:
+        """Whether some rank left the note `name`. Any thread of one rank, never raises."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self._store.check([f"{self._name}/note/{name}"]))
+        return False
+
     def _aside(self, work: Callable[[], None]) -> None:
         """In a thread, which is left behind where the store is on a host that is gone: it answers nothing and ends no call."""
 

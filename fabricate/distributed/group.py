@@ -253,6 +253,15 @@ class Group:
             return Group(self.rank, self.world_size)
         return Group(self.rank, self.world_size, self._connect("beside", self._links.watched))
 
+    def post(self, name: str) -> None:
+        """Leave a note where every rank finds it, beside all messages. `name`: new in the store. Any thread of one rank, never raises."""
+        if self._failures is not None:
+            self._failures.post(name)
+
+    def posted(self, name: str) -> bool:
+        """Whether some rank posted `name`. Any thread of one rank, never raises."""
+        return self._failures is not None and self._failures.posted(name)
+
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
         """Give every rank rank 0's buffers (running statistics differ between ranks); the returned function puts this
         rank's own back, so that evaluating changes nothing."""

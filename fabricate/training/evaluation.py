@@ -24,6 +24,7 @@ from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluated import Evaluated, new_metrics, prefix_of, share_objects
 from fabricate.training.optimizer_modes import meant_weights
+from fabricate.training.overdue import waiting
 from fabricate.training.run_state import Run
 from fabricate.training.step_output import one_weight
 
@@ -190,7 +191,7 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
     moment.uneven = True  # ranks have unequal numbers of them
     try:
         with contextlib.closing(source.batches(stand_ins=run.engine.strategy.lockstep)) as batches:
-            for batch_idx, item in enumerate(itertools.islice(batches, most)):
+            for batch_idx, item in enumerate(waiting(run.requests, itertools.islice(batches, most))):
                 run.now.batch_idx = batch_idx
                 run.now.batch = batch = run.engine.to_device(item.batch)
                 yield item, batch

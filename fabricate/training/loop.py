@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -17,8 +16,9 @@ from fabricate.training.boundary import boundary, finished, interruption
 from fabricate.training.evaluation import check_first, validate
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.losses import Losses, WindowLosses
+from fabricate.training.overdue import data_overdue, waiting
 from fabricate.training.preparation import take_groups
-from fabricate.training.requests import Requests, SignalWhileWaiting
+from fabricate.training.requests import SignalWhileWaiting
 from fabricate.training.run_state import Run, Update
 from fabricate.training.sanity import check_validation
 
@@ -33,8 +33,8 @@ Apply = Callable[[torch.optim.Optimizer, torch.Tensor | None], bool]
 def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
     state, agenda = LoopState(run), Agenda(run)
-    _before_updates(run)
     try:
+        _before_updates(run)
         while not (reason := finished(run)):
             for window in windows(run):  # one window of micro-batches makes one update
                 state.begin_update()
@@ -44,8 +44,10 @@ def fit(run: Run) -> str:
                 if reason := boundary(run, agenda, window, result, state.first_update):
                     return reason  # log, validate, save, stop: what is due or requested, agreed by all ranks
         return reason
-    except SignalWhileWaiting:  # between two updates, which is as good as a boundary
-        run.now.at_boundary = True
+    except SignalWhileWaiting:
+        if run.engine.world_size > 1:
+            raise data_overdue(run.requests) from None
+        run.now.at_boundary = True  # between two updates, which is as good as a boundary
         return interruption(run)
 
 
@@ -72,11 +74,11 @@ def windows(run: Run) -> Iterator[Window]:
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
     if not progress.position:  # else a checkpoint interrupted this epoch
         progress.micro_step = 0
-    remaining: Iterable[Window] = source.windows(progress.epoch, progress.position)
+    remaining = _interruptible(run, source.windows(progress.epoch, progress.position))
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)
-    yield from run.journal.stopwatch.timed(_interruptible(run, remaining))
+    yield from run.journal.stopwatch.timed(remaining)
     if progress.position == 0 and not progress.micro_step:  # position is back at 0 after the last window; nothing ran
         raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
 
@@ -245,21 +247,12 @@ def _clipping(run: Run) -> Clip:
 
 def _interruptible(run: Run, items: Iterable[T], most: float = math.inf) -> Iterable[T]:
     """`items`; a signal ends the wait for the first `most` of them, where worker processes read the data of a single rank. (Code that
-    reads in this process may be in the middle of drawing random numbers; other ranks may be in the middle of an update.)"""
+    reads in this process may be in the middle of drawing random numbers; other ranks may be in the middle of an update: there only a
+    wait that has lasted ends, with an error.)"""
     assert run.source is not None
-    return _waiting(run.requests, iter(items), most) if run.engine.world_size == 1 and run.source.in_workers else items
-
-
-def _waiting(requests: Requests, items: Iterator[T], most: float) -> Iterator[T]:
-    for number in itertools.count():
-        requests.waiting = number < most
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        finally:
-            requests.waiting = False
-        yield item
+    if run.engine.world_size > 1:
+        return waiting(run.requests, iter(items))
+    return waiting(run.requests, iter(items), most) if run.source.in_workers else items
 
 
 def _beginning_alike(run: Run, source: Source, windows: Iterable[Window]) -> Iterator[Window]:

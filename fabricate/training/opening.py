@@ -38,6 +38,7 @@ from fabricate.seeding import seed_everything
 from fabricate.training import saving
 from fabricate.training.error_hints import explain
 from fabricate.training.journal import Journal
+from fabricate.training.overdue import overdue_waits_end
 from fabricate.training.preemption import Watch, signals_heard
 from fabricate.training.requests import Requests
 from fabricate.training.run_state import Owner, Run
@@ -209,6 +210,8 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     module, engine, training = run.module, run.engine, run.source is not None
     if training:
         run.notes.extend(run.closing.enter_context(signals_heard(run.requests)))
+        if engine.world_size > 1:
+            run.closing.enter_context(overdue_waits_end(run.requests, engine, run.run_id))
     run.notes.extend([note] if (note := build_model(module, seed)) else [])
     check_has_values(module)
     if training and not any(p.requires_grad for p in module.parameters()):

@@ -78,6 +78,11 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
+        if requests.overdue:  # sent by this process, see `fabricate.training.overdue`
+            requests.overdue = False
+            if requests.waits_since:
+                raise SignalWhileWaiting
+            return
         name = signal.Signals(number).name
         requests.ask(signal=name)
         if number == signal.SIGINT:
@@ -94,6 +99,7 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
     ours = [number for number in _SIGNALS if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
     for number in ours:
         signal.signal(number, handle)
+    requests.handled = max(ours, default=0, key=lambda number: number != signal.SIGINT)
     try:
         yield [
             f"{number.name} is handled by the script: it does not save by itself"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 class SignalWhileWaiting(BaseException):
-    """A signal came while the fit waited for worker processes, between two updates: it ends there."""
+    """A signal ends a wait for data: of a single rank between two updates, at once; of one among several, when it has lasted."""
 
 
 @dataclass(slots=True)
@@ -24,6 +24,12 @@ class Requests:
     evaluate: bool = False
     waiting: bool = False
     """Whether the main thread waits for worker processes between two updates. A signal then need not wait for them too."""
+    waits_since: float = 0.0
+    """The monotonic time since which the main thread waits for data; 0 while it does not."""
+    handled: int = 0
+    """The number of a signal that the fit handles; 0 where it handles none."""
+    overdue: bool = False
+    """Whether that wait has lasted too long after a signal: the next signal only ends it."""
     signal: str = ""
     """What requested a save and the end: a signal's name, "max_time" or "stop file"."""
 

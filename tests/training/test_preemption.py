@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import json
 import multiprocessing
@@ -20,12 +21,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, FitResult, RankError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
-from fabricate.testing import run_ranks
-from fabricate.training import preemption
+from fabricate.distributed.connections import break_connections
+from fabricate.testing import close_pools, run_ranks
+from fabricate.training import overdue, preemption
 from tests.support.workers import own_children
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -543,3 +546,69 @@ def test_a_signal_ends_the_wait_for_a_worker_that_hangs_and_the_state_is_saved(t
     assert (result.stop_reason, result.steps) == ("interrupted", 3)
     assert result.checkpoint == tmp_path / "checkpoints" / "step-00000003"
     assert time.monotonic() - began < 60
+
+
+class HangsOnOneRank(Hangs):
+    """As `Hangs`, on rank 1 alone."""
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return super().__getitem__(row) if os.environ["RANK"] == "1" else torch.full((3,), float(row))
+
+
+class Signalled(Mean):
+    """After three updates some ranks are sent a signal, while rank 1 waits for a worker that hangs."""
+
+    def __init__(self, number: int, ranks: list[int]) -> None:
+        super().__init__()
+        self.number, self.ranks = number, ranks
+
+    def validation_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+    def on_step(self, step: int) -> None:
+        if step == 3 and int(os.environ["RANK"]) in self.ranks:
+            threading.Timer(1, os.kill, (os.getpid(), self.number)).start()
+
+
+def hang_on_two_ranks(root: str, number: int, ranks: list[int], where: str) -> list[Any]:
+    """What a fit of two ranks ended with, on this one."""
+    overdue.PATIENCE_SECONDS = 1.0
+    hangs, rows = HangsOnOneRank(), [torch.full((3,), float(row)) for row in range(16)]
+    trainer = Trainer(max_epochs=2, strategy="ddp", progress=False, run_dir=root, save_every=1, sanity_batches=0)
+    data: list[Any] = [hangs] if where == "training" else [rows[:12], hangs]
+    began, message = time.monotonic(), ""
+    try:
+        trainer.fit(Signalled(number, ranks), *data, batch_size=2, num_workers=1, shuffle=False)
+    except RankError as exc:
+        message = str(exc)
+    break_connections(dist.distributed_c10d._get_default_group())  # as the end of the process does
+    seconds = time.monotonic() - began
+    gc.collect()
+    assert not own_children()
+    preemption._told.clear()
+    return [message, seconds]
+
+
+@pytest.fixture
+def own_processes() -> Iterator[None]:
+    """For a test after which the processes cannot work together any more."""
+    close_pools()
+    yield
+    close_pools()
+
+
+@pytest.mark.usefixtures("own_processes")
+@pytest.mark.parametrize(
+    ("number", "ranks", "where"),
+    [(signal.SIGTERM, [0], "training"), (signal.SIGUSR1, [0, 1], "validation")],
+    ids=["one rank, in training", "all ranks, in a validation"],
+)
+def test_a_signal_ends_ranks_of_which_one_waits_for_a_worker_that_hangs(
+    tmp_path: Path, number: int, ranks: list[int], where: str
+) -> None:
+    first, second = run_ranks(hang_on_two_ranks, 2, str(tmp_path), int(number), ranks, where, timeout=100)
+    assert first[0].startswith("rank 1 failed first") or where == "validation"  # whose worker may be slow to start
+    assert "asked the fit to end, and this rank still waits for data after 1 seconds" in second[0]
+    assert "still waits for data after 1 seconds" in first[0]
+    assert max(first[1], second[1]) < 60
+    assert saved(tmp_path)[-1] == (3 if where == "training" else 2)
