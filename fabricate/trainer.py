@@ -249,6 +249,12 @@ class Trainer:
         """Where this run writes, None for nowhere."""
         return self._run.run_dir if self._run is not None else self.settings.run_dir
 
+    def tracker(self, name: str) -> Any:
+        """The own object of a tracking library in the running fit, for what is not a number: of "wandb" its `Run`, of "tensorboard" a
+        `SummaryWriter`, of "mlflow" its `ActiveRun`, of "trackio" its `Run`. On rank 0; elsewhere an object on which every call does
+        nothing. Raises `ConfigurationError` for one that is not in `trackers`."""
+        return self._live().engine.tracker(name)
+
     def request_save(self) -> None:
         """Save at the next update boundary, on all ranks; asking on one rank is enough."""
         self._live().requests.ask(save=True)

@@ -11,7 +11,7 @@ import datetime
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -439,21 +439,68 @@ class Engine(Group):
 
     # -- trackers ----------------------------------------------------------------------------------------------------
 
-    def start_trackers(self, config: Mapping[str, Any], trackers: Sequence[Any]) -> None:
+    @property
+    def trackers(self) -> Sequence[Any]:
+        """Accelerate's trackers of this run; empty before they are started."""
+        started: Sequence[Any] = self.accelerator.trackers
+        return started
+
+    def start_trackers(
+        self,
+        config: Mapping[str, Any],
+        trackers: Sequence[Any],
+        options: Mapping[str, Mapping[str, Any]],
+        configured: Collection[str],
+    ) -> None:
         """Start Accelerate's trackers, `trackers` as the user named them, with `config` as theirs: hyper-parameters by name. All
-        ranks; they act on rank 0."""
+        ranks; they act on rank 0. options: by the name of a tracker; those of the user come before them. configured: trackers that
+        have their hyper-parameters."""
         flat = {n: value if isinstance(value, int | float | str | bool) else str(value) for n, value in config.items()}
-        project, options = tracker_options(trackers)
+        project, given = tracker_options(trackers)
+        together = {name: {**options.get(name, {}), **given.get(name, {})} for name in {*options, *given}}
         if self.rank == 0:  # a tracker may ask Accelerate for its rank while it is made: not before now
             os.makedirs(self._logging_dir or ".", exist_ok=True)
             self.accelerator.log_with += [_checked_tracker(m(project, self._logging_dir)) for m in self._made_later]
         with self.accelerator.building():
-            self.accelerator.init_trackers(project, config=flat, init_kwargs=options)
+            self.accelerator.init_trackers(project, init_kwargs=together)
+        for tracker in self.trackers:
+            if tracker.name not in configured:
+                tracker.store_init_configuration(flat)
+
+    def tracker(self, name: str) -> Any:
+        """The object of the library behind the tracker `name`, on rank 0; elsewhere one that does nothing."""
+        if self.rank:
+            return Silent()
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker
+        known = ", ".join(repr(tracker.name) for tracker in self.trackers) or "none"
+        raise ConfigurationError(
+            f"trainer.tracker({name!r}): the trackers of this fit are {known}; Trainer(trackers=[{name!r}]) adds one"
+        )
 
     def end_trackers(self) -> None:
         """Let the trackers finish. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
-        for tracker in self.accelerator.trackers:
+        for tracker in self.trackers:
             tracker.finish()
+
+
+class Silent:
+    """In the place of a tracking library's object on ranks that track nothing: every attribute is this object, every call does nothing."""
+
+    def __getattr__(self, name: str) -> Silent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> Silent:
+        return self
+
+    def __getitem__(self, key: Any) -> Silent:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 def _checked_tracker(made: Any) -> Any:

@@ -29,7 +29,6 @@ from fabricate.distributed.engine import Engine
 from fabricate.errors import ConfigurationError, size_text
 from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
-from fabricate.module import recorded
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.optim.pace import notes_of_pace
@@ -42,6 +41,7 @@ from fabricate.training.optimizer_modes import train_mode
 from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
 from fabricate.training.saved_state import data_identity, versions
+from fabricate.training.tracking import start_trackers
 from fabricate.training.unsaved import generator_notes, remember
 from fabricate.values import Every
 
@@ -67,7 +67,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         seed_everything(derive_seed(run.source.seed, "rank", engine.data_rank))
     if settings.trackers:
         settled = {name: value["value"] for name, value in plan.to_json()["settings"].items()}
-        engine.start_trackers({**settled, **recorded(run.module)[0]}, settings.trackers)
+        start_trackers(run, settled, path)
     if run.calls.on_fit_start is not None:
         run.calls.on_fit_start(run.trainer, run.module)
     if path is not None:

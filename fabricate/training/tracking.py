@@ -1,0 +1,60 @@
+"""One run of a tracker over all resumes of a fit: named as RUN_DIR, and found again by what lies in RUN_DIR/trackers/runs.json.
+
+Accelerate starts the trackers and logs; this says under which names. Must not know: the loop, what is logged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.module import recorded
+from fabricate.training.run_state import Run
+
+_NAMES = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}
+"""By tracker, the option that names a run. (TensorBoard's is a directory.)"""
+_SAME_RUN: dict[str, Callable[[Any], dict[str, str]]] = {
+    "wandb": lambda own: {"id": own.id, "resume": "allow"},
+    "mlflow": lambda own: {"run_id": own.info.run_id},
+    "trackio": lambda own: {"name": own.name, "resume": "allow"},
+}
+"""By tracker, the options that continue the run `own`, which is the library's own object."""
+_CONFIGURED_ONCE = {"tensorboard", "mlflow"}
+"""Trackers that refuse hyper-parameters of a run that has some, or show them as another run."""
+
+
+def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None:
+    """Start the trackers of a fit, which goes on from the checkpoint `path`, with the values of the plan and the module's recorded
+    constructor arguments as hyper-parameters. All ranks."""
+    engine, root = run.engine, run.run_dir.resolve() if run.run_dir is not None else None
+    goes_on = path is not None and root is not None and path.resolve().parent.parent == root
+    options: dict[str, dict[str, Any]] = {}
+    if root is not None:
+        options = {tracker: {option: root.name} for tracker, option in _NAMES.items()}
+        options["wandb"]["dir"] = str(root / "trackers")
+    known = _read(root) if goes_on and root is not None else {}
+    for tracker, same in known.items():
+        options[tracker] = options.get(tracker, {}) | same
+    if goes_on and path is not None and engine.rank == 0:
+        with Reader(path) as reader:  # what was logged after the checkpoint is logged again
+            options["tensorboard"] = {"purge_step": reader.manifest.step + 1}
+    configured = _CONFIGURED_ONCE & set(known)
+    engine.start_trackers({**plan, **recorded(run.module)[0]}, run.settings.trackers, options, configured)
+    if root is not None and engine.rank == 0:
+        _write(root, {t.name: _SAME_RUN[t.name](t.tracker) if t.name in _SAME_RUN else {} for t in engine.trackers})
+
+
+def _read(root: Path) -> dict[str, dict[str, str]]:
+    file = root / "trackers" / "runs.json"
+    known: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.is_file() else {}
+    return known
+
+
+def _write(root: Path, started: dict[str, dict[str, str]]) -> None:
+    file = root / "trackers" / "runs.json"
+    temporary = file.with_name(".runs.json")
+    temporary.write_text(json.dumps(started, indent=1))
+    temporary.replace(file)

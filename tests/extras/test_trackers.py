@@ -1,0 +1,118 @@
+"""W&B (offline), MLflow and Trackio for real: one run over a resume, with its hyper-parameters, images and text.
+
+TensorBoard is in tests/training/test_tracking.py.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import trackio
+import wandb
+from wandb.proto import wandb_internal_pb2
+from wandb.sdk.internal.datastore import DataStore
+
+from fabricate import Callback, Trainer
+from tests.support.regression import ROWS, Regression, fit
+
+PICTURE = np.zeros((4, 4, 3), np.uint8)
+
+
+class Draws(Callback):
+    """Logs a picture and a text with a tracker's own object; keeps that object."""
+
+    def __init__(self, name: str, log: Any) -> None:
+        self.name, self.log = name, log
+        self.own: Any = None
+
+    def on_eval_end(self, trainer: Trainer) -> None:
+        self.own = trainer.tracker(self.name)
+        self.log(self.own, trainer.step)
+
+
+def in_two_fits(name: str, log: Any, run_dir: Path, options: str = "") -> tuple[Any, Any]:
+    """The tracker's own objects of a fit that stops after two updates, and of the one that goes on from there."""
+    own = []
+    for steps in (2, 4):
+        draws = Draws(name, log)
+        settings = {"max_steps": steps, "log_every": 1, "validate_every": 2, "save_every": 2}
+        fit(Regression(0.125), draws, val=ROWS, run_dir=run_dir, trackers=[f"{name}:project=mine{options}"], **settings)
+        own.append(draws.own)
+    return own[0], own[1]
+
+
+def records(folder: Path) -> list[Any]:
+    """Those of an offline run of W&B."""
+    (file,) = folder.glob("*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(file))
+    found = []
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        found.append(record)
+    return found
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def log(own: Any, step: int) -> None:
+        own.log({"picture": wandb.Image(PICTURE), "sample": wandb.Html("text")}, step=step)
+
+    first, second = in_two_fits("wandb", log, tmp_path / "wide")
+    assert isinstance(second, wandb.Run)
+    assert (first.id, first.name, first.project) == (second.id, second.name, second.project)
+    assert (second.name, second.project) == ("wide", "mine")
+    assert second.config["rate"] == 0.125
+    folders = sorted((tmp_path / "wide" / "trackers" / "wandb").glob("offline-run-*"))
+    assert [folder.name.rpartition("-")[2] for folder in folders] == [first.id] * 2
+    steps = []
+    for folder in folders:
+        lines = [record.history for record in records(folder) if record.HasField("history")]
+        steps += [line.step.num for line in lines if any("loss" in (i.key, *i.nested_key) for i in line.item)]
+        assert list(folder.rglob("*.png"))
+        assert list(folder.rglob("*.html"))
+    assert steps == [1, 2, 3, 4]
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+    def log(own: Any, step: int) -> None:
+        mlflow.log_image(PICTURE, f"picture-{step}.png")
+        mlflow.log_text("text", "sample.txt")
+
+    first, second = in_two_fits("mlflow", log, tmp_path / "wide", f",logging_dir={tmp_path / 'artifacts'}")
+    assert first.info.run_id == second.info.run_id
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'mine'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "wide"
+    assert run.data.params["rate"] == "0.125"
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4]
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        "picture-2.png",
+        "picture-4.png",
+        "sample.txt",
+    }
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
+
+    def log(own: Any, step: int) -> None:
+        own.log({"picture": trackio.Image(PICTURE), "sample": trackio.Markdown("text")}, step=step)
+
+    first, second = in_two_fits("trackio", log, tmp_path / "wide")
+    assert first.name == second.name == "wide"
+    (database,) = (tmp_path / "trackio").glob("mine*.db")
+    with sqlite3.connect(database) as connection:
+        assert connection.execute("select count(distinct run_name) from metrics").fetchone() == (1,)

@@ -1,0 +1,71 @@
+"""One run of a tracker over the resumes of a fit; the tracker's own object. (W&B, MLflow and Trackio: tests/extras.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from fabricate import Callback, ConfigurationError, Trainer
+from fabricate.distributed.engine import Silent
+from tests.support.regression import ROWS, Regression, fit
+
+
+class Asks(Callback):
+    """Asks for a tracker's own object at the end of each evaluation, and draws with it."""
+
+    def __init__(self, name: str = "tensorboard") -> None:
+        self.name = name
+        self.own: Any = None
+
+    def on_eval_end(self, trainer: Trainer) -> None:
+        self.own = trainer.tracker(self.name)
+        self.own.add_text("sample", "text", trainer.step)
+
+
+SETTINGS: dict[str, Any] = {
+    "val": ROWS,
+    "trackers": ["tensorboard:project=mine"],
+    "log_every": 1,
+    "validate_every": 2,
+    "save_every": 2,
+}
+
+
+def test_a_resumed_fit_goes_on_in_the_same_curve_with_hyper_parameters_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Falls(Callback):
+        def on_log(self, step: int) -> None:
+            if step == 3:
+                raise KeyboardInterrupt
+
+    asks = Asks()
+    with pytest.raises(KeyboardInterrupt):
+        fit(Regression(0.125), asks, Falls(), run_dir=tmp_path, max_steps=4, **SETTINGS)
+    assert isinstance(asks.own, SummaryWriter)
+    fit(Regression(0.125), asks, run_dir=tmp_path, max_steps=4, **SETTINGS)
+    read = EventAccumulator(str(tmp_path / "trackers" / "mine"))
+    read.Reload()
+    assert [event.step for event in read.Scalars("loss")] == [1, 2, 3, 4], (
+        "what came after the checkpoint is not there twice"
+    )
+    assert "sample/text_summary" in read.Tags()["tensors"]
+    assert len(list(tmp_path.rglob("hparams.yml"))) == 1
+
+
+def test_a_tracker_that_the_fit_does_not_have_is_an_error_that_names_those_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"tracker\('wandb'\): the trackers of this fit are 'tensorboard'"):
+        fit(None, Asks("wandb"), run_dir=tmp_path, **SETTINGS)
+    with pytest.raises(ConfigurationError, match=r"the trackers of this fit are none"):
+        fit(None, Asks("wandb"), val=ROWS, validate_every=1)
+
+
+def test_on_other_ranks_every_call_does_nothing() -> None:
+    own: Any = Silent()
+    own.log({"a": 1}, step=1)
+    own.config["a"] = own.summary["b"]
+    assert own.add_image("a", None) is own
+    assert not hasattr(own, "__array__")
