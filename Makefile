@@ -30,8 +30,8 @@ lint: env
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# What needs packages that neither fabricate nor its plugins need (other frameworks, trackers, a browser), and the long ones: language
-# models, benchmarks.
+# What needs packages that neither fabricate nor its plugins need (other frameworks, trackers, a notebook, a browser), and the long ones:
+# language models, benchmarks.
 test-extras: bench-peers
 	$(PEER_VENV)/bin/python -m pip install --quiet -r tests/extras/requirements.txt
 	$(PEER_VENV)/bin/python -m pytest tests/extras

@@ -1,10 +1,12 @@
-"""What a user sees on rank 0 while a fit runs: a live bar in a terminal, plain lines elsewhere.
+"""What a user sees on rank 0 while a fit runs: a live bar in a terminal and in a notebook, plain lines elsewhere.
 
 The bar reads the trainer's counters from its own refresh thread: nothing happens per step.
 """
 
 from __future__ import annotations
 
+import html
+import multiprocessing
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from fabricate.hooks import Callback
 if TYPE_CHECKING:
     from fabricate.trainer import Trainer
 
+_CELL_WIDTH = 110
 LINE_SECONDS = 5.0
 """Plain lines come no faster than this (the first and the last always do)."""
 
@@ -36,6 +39,36 @@ def debugging() -> bool:
     return False
 
 
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: not one that it forked."""
+    if "IPython" not in sys.modules or multiprocessing.parent_process() is not None:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
+
+
+class _Cell:
+    """The bar as an output of a notebook's cell, in the place of which the next one comes."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        from IPython.display import display
+
+        self._bar = bar
+        self._shown = display(self._content(), raw=True, display_id=True)
+
+    def _content(self) -> dict[str, str]:
+        line, (done, total) = self._bar.line(room=_CELL_WIDTH), self._bar.position()
+        bar = f'<progress value="{done}" max="{total}"></progress> ' if total else ""
+        return {"text/plain": line, "text/html": f"{bar}<code>{html.escape(line)}</code>"}
+
+    def refresh(self) -> None:
+        self._shown.update(self._content(), raw=True)
+
+    def stop(self) -> None:
+        self.refresh()
+
+
 class ProgressBar(Callback):
     """Step, loss, time left, steps per second, share of time spent waiting for data and other metrics, as far as there is room;
     validation results as lines. `shown`: the metrics to show, instead of the loss and what fits."""
@@ -43,6 +76,8 @@ class ProgressBar(Callback):
     def __init__(self, shown: Collection[str] = ()) -> None:
         self._chosen = tuple(shown)
         self._live: Any = None
+        self._console: Any = None
+        self._hidden = False
         self._done = threading.Event()
         self._shown, self._last = 0.0, -1
         self._metrics: dict[str, float] = {}
@@ -57,26 +92,35 @@ class ProgressBar(Callback):
             self._total: int | None = trainer.total_steps
         except Exception:
             self._total = None
-        if self._main and sys.stdout.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            self._console = Console()
-            self._live = Live(console=self._console, get_renderable=self._text, auto_refresh=False, transient=False)
-            self._live.start()
+        if self._main and (sys.stdout.isatty() or in_notebook()):
+            self._live = self._in_terminal() if sys.stdout.isatty() else _Cell(self)
             self._done.clear()
-            threading.Thread(target=self._refresh, name="fabricate progress bar", daemon=True).start()
+            self._drawing = threading.Thread(target=self._refresh, name="fabricate progress bar", daemon=True)
+            self._drawing.start()
+
+    def _in_terminal(self) -> Any:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console()
+        live = Live(console=self._console, get_renderable=self._text, auto_refresh=False, transient=False)
+        live.start()
+        return live
 
     def _refresh(self) -> None:
-        """Redraw a few times per second, except while a debugger waits for input, which would be drawn over."""
+        """Redraw a few times per second. While a debugger waits for input, there is no bar in the place where one types."""
         live = self._live
         while not self._done.wait(0.25):
-            if not debugging():
+            before, self._hidden = self._hidden, debugging()
+            if not self._hidden or not before:
                 live.refresh()
 
     def _text(self) -> Any:
         from rich.progress_bar import ProgressBar as Bar
         from rich.table import Table
+
+        if self._hidden:
+            return ""
 
         width = self._console.width
         epoch, bar = f"epoch {self._trainer.epoch}", 30 if width > 100 else 10
@@ -86,6 +130,10 @@ class ProgressBar(Callback):
         line = self.line(room=width - len(epoch) - bar - 3)
         row.add_row(epoch, Bar(total=self._total, completed=self._trainer.step, width=bar), line)
         return row
+
+    def position(self) -> tuple[int, int | None]:
+        """Updates so far, and in all if that is known."""
+        return self._trainer.step, self._total
 
     def line(self, *, at: int | None = None, room: int | None = None) -> str:
         """What is known now, the most useful first. `at`: the update that the metrics are from, if that is not the last one;
@@ -123,8 +171,8 @@ class ProgressBar(Callback):
         return parts
 
     def _print(self, text: str) -> None:
-        if self._live is not None:
-            self._live.console.print(text, highlight=False)
+        if self._console is not None:
+            self._console.print(text, highlight=False)
         elif self._main:
             print(text, flush=True)
 
@@ -146,5 +194,6 @@ class ProgressBar(Callback):
     def on_teardown(self) -> None:
         self._done.set()
         if self._live is not None:
+            self._drawing.join()  # else it may draw once more
             self._live.stop()
-            self._live = None
+            self._live = self._console = None

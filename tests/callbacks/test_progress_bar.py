@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_a_live_bar_is_no_wider_than_the_terminal(
     Trainer(max_steps=2, log_every=1, plugins=[Measures()]).fit(Accuracy(), ROWS, batch_size=2)
     assert widths
     assert max(widths) <= 80
+
+
+def test_a_live_bar_is_gone_while_a_debugger_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    bar, seen = ProgressBar(), list[bool]()
+
+    class Waits(bdb.Bdb):
+        def user_line(self, frame: Any) -> None:
+            time.sleep(0.7)  # the bar is drawn four times a second
+            seen.append(bar._text() == "")
+            self.set_continue()
+
+    class Debugs(Callback):
+        def on_step(self) -> None:
+            Waits().runcall(lambda: None)
+            time.sleep(0.7)
+            seen.append(bar._text() == "")
+
+    Trainer(max_steps=1, progress=False, plugins=[bar, Debugs()]).fit(Accuracy(), ROWS, batch_size=2)
+    assert seen == [True, False]
 
 
 def test_validation_results_are_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
