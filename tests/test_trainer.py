@@ -132,7 +132,7 @@ def test_a_plan_is_resolved_without_training() -> None:
         "total_steps": 6,
         "world_size": 1,
     }
-    assert plan.source("precision") == "argument"
+    assert (plan.source("precision"), plan.source("total_steps")) == ("argument", "max_epochs")
     assert json.loads(json.dumps(plan.to_json()))["settings"]["total_steps"]["value"] == 6
     assert equal(before, weights(module))
 

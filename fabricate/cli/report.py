@@ -102,7 +102,9 @@ def summary(run: RunFiles) -> dict[str, Any]:
 def _progress(lines: list[dict[str, Any]], counters: Mapping[str, Any]) -> dict[str, Any]:
     """How far the run came: the last step that was logged or saved, and the counters of the newest checkpoint."""
     logged = int(lines[-1].get("step", 0)) if lines else 0
-    shown = {name: counters[name] for name in ("epoch", "samples", "tokens", "skipped") if name in counters}
+    weighs_rows = counters.get("tokens") == counters.get("samples")  # then both are the same count
+    names = ("epoch", "samples", *(() if weighs_rows else ("tokens",)), "skipped")
+    shown = {name: counters[name] for name in names if name in counters}
     return {"steps": max(logged, int(counters.get("step", 0))), **shown}
 
 

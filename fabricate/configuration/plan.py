@@ -54,6 +54,10 @@ class Plan:
             "notes": list(self.notes),
         }
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows of it."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         width = max(len(s.name) for s in self.settings)
         lines = ["fabricate plan"]

@@ -112,7 +112,8 @@ def _batches(settings: Settings, resolved: Resolved, data: Data, train: Source) 
         "loss_weight", "as training_step says, else the labels its cross-entropy counts, else rows", "per batch"
     )
     yield Setting("updates_per_epoch", train.updates_per_epoch, "data")
-    yield Setting("total_steps", data.total_steps(settings), "max_steps and max_epochs")
+    limits = [name for name in ("max_steps", "max_epochs") if getattr(settings, name) is not None]
+    yield Setting("total_steps", data.total_steps(settings), " and ".join(limits))
     yield Setting("resumes", train.resumes, "data")
 
 

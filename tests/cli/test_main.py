@@ -71,6 +71,10 @@ def test_every_command_has_help_with_an_example(names: tuple[str, ...], found: c
     assert re.search(rf"Examples?:\n +fabricate {' '.join(names)}", shown.output)
 
 
+def test_the_summary_of_each_command_is_whole() -> None:
+    assert "..." not in _invoke("--help").output.partition("Commands:")[2]
+
+
 def test_the_version_is_printed() -> None:
     assert _invoke("--version").output == f"fabricate {fabricate.__version__}\n"
 
