@@ -114,8 +114,9 @@ class Events:
     def on_before_step(
         self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None
     ) -> None:
-        """Gradients complete, averaged over the global batch, unscaled and clipped: the place to edit `parameter.grad`.
-        `grad_norm`: global norm before clipping, 0-dim device tensor. Refused under a strategy whose engine hides gradients."""
+        """Gradients complete, averaged over the global batch, unscaled and clipped: the place to edit `parameter.grad`. `optimizer`:
+        what this update steps; of several, one object with the groups of all. `grad_norm`: global norm over its parameters before
+        clipping, 0-dim device tensor. Refused under a strategy whose engine hides gradients."""
 
     @hookspec(firstresult=True)
     def optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> bool | None:
@@ -127,9 +128,10 @@ class Events:
     def on_step(self, trainer: Any, module: Any, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`:
         weighted mean over the whole window and all ranks, 0-dim device tensor. `grad_norm`: before clipping, None only under
-        a strategy that cannot tell. Asking for `loss` costs one small all-reduce per update on several ranks, asking for
-        `grad_norm` one norm per update; take only what you use. Weights may be changed (an EMA swap, a projection), on every
-        rank alike; under "zero3" within `trainer.strategy.changing(parameters)`."""
+        a strategy that cannot tell. Asking for `loss` costs one small
+        all-reduce per update on several ranks, asking for `grad_norm` one norm per update; take only what you use. Weights may
+        be changed (an EMA swap, a projection), on every rank alike; under "zero3" within
+        `trainer.strategy.changing(parameters)`."""
 
     @hookspec
     def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:

@@ -124,12 +124,14 @@ class TrainModule(torch.nn.Module, Listener):
         raise FabricateError("init_weights is called only where it is overridden")
 
     def configure_optimizers(self) -> Any:
-        """Called once, parameters in place, on every rank. Returns an optimizer, `(optimizer, scheduler)`, or a mapping of
-        names to either. A scheduler is a torch object or one of transformers' names ("linear", "cosine", "wsd", ...) with
-        options: "cosine:warmup=0.1". It advances once per update; `(optimizer, scheduler, "epoch")` once per epoch,
-        `ReduceLROnPlateau` after each validation by `val_loss` or the metric named third. `self.trainer.total_steps`: the
-        updates to come. An optimizer with `train()` and `eval()` (a schedule-free one) is in eval mode for evaluations, saves and the
-        export, and when the fit has ended; do not call the two yourself."""
+        """Called once, parameters in place, on every rank. Returns an optimizer, `(optimizer, scheduler)`, a list of those that step
+        together in each update, or a mapping of names to any of these, one of which `training_step` may name.
+
+        A scheduler is a torch object or one of transformers' names ("linear", "cosine", "wsd", ...) with options:
+        "cosine:warmup=0.1". It advances once per update; `(optimizer, scheduler, "epoch")` once per epoch, `ReduceLROnPlateau` after
+        each validation by `val_loss` or the metric named third. `self.trainer.total_steps`: the updates to come. An optimizer with
+        `train()` and `eval()` (a schedule-free one) is in eval mode for evaluations, saves and the export, and when the fit has
+        ended; do not call the two yourself."""
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; return an optimizer from it, "
             "for instance torch.optim.AdamW(self.parameters(), lr=1e-3)"
@@ -149,7 +151,7 @@ class TrainModule(torch.nn.Module, Listener):
         """`training_step(self, batch)` or `(self, batch, batch_idx)`: the forward of one micro-batch, inside the prepared
         model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (what the mean was taken over; default: the
         labels that a plain cross-entropy counts, else the rows of the batch) and, with several optimizers, "optimizer": the
-        name of the one this update is for."""
+        name of the one this update is for, or a list of names. Without it all of them step, if they share no parameter."""
         raise ConfigurationError(
             f"{type(self).__name__} has no training_step; define training_step(self, batch) and return the loss"
         )

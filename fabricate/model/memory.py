@@ -194,9 +194,9 @@ def need_ahead(module: TrainModule, training: bool, total_steps: int | None) -> 
             return need(found, None)
         object.__setattr__(found, "_trainer", _Ahead(total_steps))
         try:
-            optimizers, _ = read_optimizers("configure_optimizers", found.configure_optimizers(), total_steps)
+            made = read_optimizers("configure_optimizers", found.configure_optimizers(), total_steps)
         except Exception as exc:  # it may ask for what exists in a fit only
             return need(found, exc)
-        return need(found, optimizers)
+        return need(found, made.optimizers)
     finally:
         set_rng_state(before)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import lr_scheduler
@@ -31,29 +31,49 @@ def configured_optimizers(where: str, module: Any) -> Any:
         ) from exc
 
 
-def read_optimizers(
-    where: str, configured: Any, total_steps: int | None
-) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Schedule]]:
-    """Optimizers and schedules by name ("main" when there is one without a name). `where` names the method in errors,
-    `total_steps` are the updates to come (None: not known), over which schedules with a name are laid."""
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    schedules: dict[str, Schedule] = {}
+class Optimizers(NamedTuple):
+    """What `configure_optimizers` returned, by name ("main" where it gives none)."""
+
+    optimizers: dict[str, torch.optim.Optimizer]
+    schedules: dict[str, Schedule]
+    named: dict[str, tuple[str, ...]]
+    """By what `training_step` may name, the optimizers that step then: one, or those of a list."""
+
+
+def read_optimizers(where: str, configured: Any, total_steps: int | None) -> Optimizers:
+    """The optimizers and schedules in `configured`. `where` names the method in errors, `total_steps` are the updates to come (None:
+    not known), over which schedules with a name are laid."""
+    found = Optimizers({}, {}, {})
     named = configured if isinstance(configured, Mapping) else {"main": configured}
-    for name, value in named.items():
-        optimizer, *rest = _parts(where, name, value)
-        _check_optimizer(where, name, optimizer)
-        if any(optimizer is other for other in optimizers.values()):
-            raise ConfigurationError(f"{where}: optimizer {name!r} is listed twice; give each name its own")
-        optimizers[str(name)] = optimizer
+    # Which share of the updates each has that training_step names is not known.
+    alone = len(named) == 1
+    total, unknown = (total_steps, "train has no length") if alone else (None, "several optimizers share the updates")
+    members = {str(name): _members(str(name), given) for name, given in named.items()}
+    found.named.update({name: tuple(labels) for name, labels in members.items()})
+    for label, value in (pair for labels in members.values() for pair in labels.items()):
+        optimizer, *rest = _parts(where, label, value)
+        _check_optimizer(where, label, optimizer)
+        if any(optimizer is other for other in found.optimizers.values()):
+            raise ConfigurationError(f"{where}: optimizer {label!r} is listed twice; give each name its own")
+        found.optimizers[label] = optimizer
         if rest and rest[0] is not None:
-            own = f"{where}: the scheduler of {name!r}"
-            # How optimizers that take turns share the updates is not known.
-            unknown = "train has no length" if len(named) == 1 else "several optimizers share the updates"
-            total = total_steps if len(named) == 1 else None
-            schedules[str(name)] = _schedule(own, optimizer, *rest, total=total, why_unknown=unknown)
-    if not optimizers:
+            own = f"{where}: the scheduler of {label!r}"
+            found.schedules[label] = _schedule(own, optimizer, *rest, total=total, why_unknown=unknown)
+    if not found.optimizers:
         raise ConfigurationError(f"{where} returned no optimizer")
-    return optimizers, schedules
+    return found
+
+
+def _members(name: str, value: Any) -> dict[str, Any]:
+    """`value` by its name; or, of a list of optimizers that step together, each with its own: "main.Muon", "main.AdamW"."""
+    several = value if isinstance(value, tuple | list) else ()
+    first = [each[0] if isinstance(each, tuple | list) and each else each for each in several]
+    if len(first) < 2 or not all(isinstance(each, torch.optim.Optimizer) for each in first):
+        return {name: value}
+    kinds = [type(optimizer).__name__ for optimizer in first]
+    numbers = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
+    labels = [f"{name}.{kind}{number + 1 if number else ''}" for kind, number in zip(kinds, numbers, strict=True)]
+    return dict(zip(labels, several, strict=True))
 
 
 def _parts(where: str, name: str, value: Any) -> tuple[Any, ...]:
@@ -63,7 +83,7 @@ def _parts(where: str, name: str, value: Any) -> tuple[Any, ...]:
     if optimizers not in ([True], [True, False], [True, False, False]):
         raise ConfigurationError(
             f"{where} returned {type(value).__name__}{f' for {name!r}' if name != 'main' else ''}; return an optimizer, "
-            "(optimizer, scheduler), (optimizer, scheduler, 'epoch'), or a mapping of names to those"
+            "(optimizer, scheduler), (optimizer, scheduler, 'epoch'), a list of those that step together, or a mapping of names to those"
         )
     return parts
 
@@ -145,9 +165,9 @@ def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[st
 
 def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, max_epochs: int | None) -> list[str]:
     """Notes for the plan about schedulers that were made for another number of updates than come. `ConfigurationError` for
-    one that would raise on the way. Nothing is said where several optimizers share the updates."""
+    one that would raise on the way. `total_steps`: updates of each optimizer, None where that is not known."""
     notes = []
-    for schedule in schedules.values() if len(schedules) == 1 else ():
+    for schedule in schedules.values():
         per_epoch = schedule.advances == "epoch"
         comes, unit = (max_epochs, "epochs") if per_epoch else (total_steps, "updates")
         for name, length in dict.fromkeys(own_lengths(schedule.made)) if comes is not None else ():

@@ -87,7 +87,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
     """Forward and backward of every micro-batch of `window`. All ranks."""
     run = state.run
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
-    losses = state.losses.of(window, averaged=state.wants_loss)
+    losses = WindowLosses(state.losses, window, state.wants_loss)
     for micro_step, (batch, rows) in enumerate(
         run.journal.stopwatch.timed(_interruptible(run, window.micro_batches, 1))
     ):
@@ -113,7 +113,7 @@ def update(state: LoopState, losses: WindowLosses) -> Update:
     """Make the accumulated gradients those of the global batch, and let the optimizer apply them. All ranks."""
     run = state.run
     engine, calls = run.engine, run.calls
-    optimizer, parameters = run.optim.optimizers[losses.optimizer], run.optim.parameters[losses.optimizer]
+    optimizer, parameters, _ = run.optim.updates[losses.optimizer]
     engine.scaling.unscale(optimizer)
     engine.moment.rows = None
     losses.normalise(parameters)
@@ -135,8 +135,8 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
     run = state.run
     progress = run.progress
     if result.applied:
-        if losses.optimizer in run.optim.schedules:
-            run.optim.schedules[losses.optimizer].updated()
+        for schedule in run.optim.updates[losses.optimizer].schedules:
+            schedule.updated()
         progress.step += 1
     else:
         progress.skipped += 1

@@ -11,8 +11,8 @@ rows, times the power of two that is near the weight of one row. For rows that i
 micro-batch only; then gradients are multiplied once by `expected / sum(weight)`. They are of the size of the mean's from the beginning,
 for the sake of dtypes that end at 65504. docs/numerics.md has the derivation.
 
-A *rule* says what weighs the losses of an optimizer: `RowWeights` (or `CountedRows`, where a collate_fn of the user's may leave rows out),
-`GivenWeights` or `LabelWeights`. Its first window settles it.
+A *rule* says what weighs the losses of the optimizers that step together: `RowWeights` (or `CountedRows`, where a collate_fn of the
+user's may leave rows out), `GivenWeights` or `LabelWeights`. Their first window settles it.
 
 Must not know: in which order things happen (`fabricate.training.loop`).
 """
@@ -36,9 +36,9 @@ from fabricate.training.step_output import (
     check_loss,
     check_not_negative,
     check_window,
-    choose,
     unpack,
 )
+from fabricate.training.stepping import choose
 
 _NO_WEIGHT = -1000
 """Below every exponent that a weight per row has: the rank's first micro-batch weighs nothing."""
@@ -163,28 +163,23 @@ class Weighed(NamedTuple):
 
 
 class Losses:
-    """The losses of a fit, with the rule of each optimizer that has had its first window."""
+    """The losses of a fit, with the rule of each kind of update that has had its first window."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.readers = run.engine.data_world_size
-        self.only_optimizer = next(iter(run.optim.optimizers)) if len(run.optim.optimizers) == 1 else None
+        self.default = run.optim.default
         self.rules: dict[str, RowWeights] = {}
         # Where backward gathers parameters, its first gather would wait behind the sum, and that for the end of the forward.
         self.sum_beside_backward = not run.engine.strategy.shards_parameters
 
     def new_rule(self, loss: torch.Tensor, given: Any) -> RowWeights:
-        """The rule of an optimizer whose first loss is `loss`."""
+        """The rule of an update's optimizers whose first loss is `loss`."""
         rule = recognised(loss, given)
         assert self.run.source is not None
         return (
             CountedRows(self.readers) if rule is RowWeights and not self.run.source.exact_rows else rule(self.readers)
         )
-
-    def of(self, window: Window, *, averaged: bool) -> WindowLosses:
-        """The losses of `window`, none yet. `averaged`: whether a listener wants their mean."""
-        settled = len(self.rules) == len(self.run.optim.optimizers)
-        return WindowLosses(self, window, averaged) if settled else FirstWindowLosses(self, window, averaged)
 
 
 class WindowLosses:
@@ -201,8 +196,10 @@ class WindowLosses:
         self._sums: Callable[[], torch.Tensor] | None = None
         self.values: list[torch.Tensor] = []
         """Detached, one per micro-batch."""
-        self.optimizer: Any = losses.only_optimizer
-        """The name of the optimizer that the window updates; where there are several, known from the first loss on."""
+        self._first: Made | None = None
+        """In the first window of an update's optimizers, how its last loss came about: all that training_step returns is checked."""
+        self.optimizer: Any = losses.default
+        """What the window updates, a key of `Optimization.updates`; where training_step names it, known from the first loss on."""
         self.rule: Any = None
         """What weighs the losses of this window, a `RowWeights`; known from the first loss on."""
         self.total: Any = None
@@ -215,8 +212,8 @@ class WindowLosses:
         loss, given, chosen = unpack(output)
         if chosen is not None or self.optimizer is None:
             self.optimizer = choose(self._losses.run, self.optimizer, chosen, len(self.values))
-        if self.rule is None:
-            self._choose_rule(loss, given)
+        if self.rule is None or self._first is not None:
+            self._settle(loss, given)
         weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
         if not self._expected:
             self._expected = self._rows * self._weight_per_row(weight, 1 if rows is None else rows)
@@ -226,18 +223,33 @@ class WindowLosses:
         self._weights.append(weight)
         return Weighed(for_backward, loss, weight, logged_weight)
 
-    def _choose_rule(self, loss: torch.Tensor, given: Any) -> None:
-        self._optimizers_rule = self._losses.rules.get(self.optimizer) or self._losses.new_rule(loss, given)
-        self.rule = self._optimizers_rule.for_one_micro_batch() if self._one_micro_batch else self._optimizers_rule
+    def _settle(self, loss: torch.Tensor, given: Any) -> None:
+        """Choose what weighs the losses; and check them where these optimizers never had a window."""
+        rule = self._losses.rules.get(self.optimizer)
+        if rule is None:
+            check_loss(self._losses.run, loss)
+            check_not_negative(given)
+            check_logged(self._losses.run, loss)
+            self._first = Made.by(loss)
+        if self.rule is None:
+            self._optimizers_rule = rule or self._losses.new_rule(loss, given)
+            self.rule = self._optimizers_rule.for_one_micro_batch() if self._one_micro_batch else self._optimizers_rule
 
     def _weight_per_row(self, weight: Any, rows: int) -> float:
-        """What the optimizer's losses weigh per row of a window, a power of two. `weight` is that of the first micro-batch, of `rows`."""
-        return self._losses.run.optim.weight_per_row[self.optimizer]
+        """What these optimizers' losses weigh per row of a window, a power of two: agreed by all ranks in the first window, the largest of
+        theirs, for which it waits for the device. `weight` is that of the first micro-batch, of `rows`."""
+        known = self._losses.run.optim.weight_per_row
+        if self.optimizer not in known:
+            each = float(weight) / rows if rows else 0.0
+            exponent = round(math.log2(each)) if 0 < each < math.inf else _NO_WEIGHT
+            (largest,) = self._losses.run.engine.agree([exponent])
+            known[self.optimizer] = 1.0 if largest == _NO_WEIGHT else 2.0**largest
+        return known[self.optimizer]
 
     def begin_sums(self) -> None:
-        """Start the sums over ranks that `normalise` needs, once the last loss is added: they travel beside its backward. All
-        ranks."""
-        if self._losses.sum_beside_backward:
+        """Start the sums over ranks that `normalise` needs, once the last loss is added: they travel beside its backward. Not in a
+        first window: ranks that weigh by different things would meet in different collectives. All ranks."""
+        if self._losses.sum_beside_backward and self._first is None:
             self._begin_sums()
 
     def _begin_sums(self) -> None:
@@ -249,6 +261,9 @@ class WindowLosses:
 
     def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make the gradients of `parameters` those of the mean over the window. All ranks; no wait for the device."""
+        if self._first is not None:
+            check_window(self._losses.run, self.rule.source, self.optimizer, self._first)
+            self._losses.rules[self.optimizer] = self._optimizers_rule
         self.total = self.rule.total(self._rows, self._weights)
         self.mean = self.values[0] if self._one_micro_batch else None
         if self._sums is None:
@@ -262,37 +277,6 @@ class WindowLosses:
             self._losses.run.engine.strategy.scale_gradients(parameters, factor)
         if self._averaged:
             self.mean = of_losses / self.total
-
-
-class FirstWindowLosses(WindowLosses):
-    """A window before every optimizer had its first: what training_step returns is checked, on all ranks."""
-
-    def add(self, output: Any, batch: Any, rows: int | None) -> Weighed:
-        loss, given, _ = unpack(output)
-        check_loss(self._losses.run, loss)
-        check_not_negative(given)
-        check_logged(self._losses.run, loss)
-        self._first = Made.by(loss)
-        return super().add(output, batch, rows)
-
-    def _weight_per_row(self, weight: Any, rows: int) -> float:
-        """Agreed by all ranks, once per optimizer: the largest of theirs. Waits for the device."""
-        known = self._losses.run.optim.weight_per_row
-        if self.optimizer not in known:
-            each = float(weight) / rows if rows else 0.0
-            exponent = round(math.log2(each)) if 0 < each < math.inf else _NO_WEIGHT
-            (largest,) = self._losses.run.engine.agree([exponent])
-            known[self.optimizer] = 1.0 if largest == _NO_WEIGHT else 2.0**largest
-        return known[self.optimizer]
-
-    def begin_sums(self) -> None:
-        """Not yet: ranks that weigh by different things would meet in different collectives."""
-
-    def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
-        if self.optimizer not in self._losses.rules:
-            check_window(self._losses.run, self.rule.source, self.optimizer, self._first)
-            self._losses.rules[self.optimizer] = self._optimizers_rule
-        super().normalise(parameters)
 
 
 def _product(loss: torch.Tensor, weight: Any) -> torch.Tensor:

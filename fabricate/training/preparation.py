@@ -41,6 +41,7 @@ from fabricate.training.optimizer_modes import train_mode
 from fabricate.training.replicas import compare
 from fabricate.training.run_state import Run
 from fabricate.training.saved_state import data_identity, versions
+from fabricate.training.stepping import prepare_updates
 from fabricate.training.tracking import start_trackers
 from fabricate.training.unsaved import generator_notes, remember
 from fabricate.values import Every
@@ -130,18 +131,32 @@ def _check_validation(run: Run) -> None:
 def _configure_optimizers(run: Run) -> None:
     """Fill `run.optim` with what the module's `configure_optimizers` returns, checked. All ranks."""
     module, engine, optim = run.module, run.engine, run.optim
-    assert run.source is not None
     where = f"{type(module).__name__}.configure_optimizers"
     made = configured_optimizers(where, module)
-    optim.optimizers, optim.schedules = read_optimizers(where, made, run.total_steps)
+    optim.optimizers, optim.schedules, optim.named = read_optimizers(where, made, run.total_steps)
     checks = (reasons(engine.precision, engine.precision.check_optimizer(o)) for o in optim.optimizers.values())
     if problems := [text for texts in checks for text in texts]:
         raise ConfigurationError("; ".join(dict.fromkeys(problems)))
     optim.configured = configured(optim.optimizers, optim.schedules)
     run.notes.extend(leave_out_frozen(optim.optimizers))
     optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-    if not run.settings.fast_dev_run:
-        run.notes.extend(notes_of_length(optim.schedules, run.total_steps, run.settings.max_epochs))
+    _check_schedules(run, where)
+    for parameter in module.parameters():
+        parameter.grad = None  # of a window that failed, say: the first update would take it in
+    take_groups(run)
+    if len(optim.named) > 1 and optim.default is not None:
+        run.notes.append(
+            f"the optimizers {', '.join(optim.named)} step together in each update, unless training_step names one of them"
+        )
+
+
+def _check_schedules(run: Run, where: str) -> None:
+    """Note schedules that were made for another number of updates; refuse one that waits for a validation that never comes."""
+    settings, optim = run.settings, run.optim
+    assert run.source is not None
+    if not settings.fast_dev_run:
+        of_each = run.total_steps if len(optim.named) == 1 else None  # the share of each is not known
+        run.notes.extend(notes_of_length(optim.schedules, of_each, settings.max_epochs))
         run.notes.extend(notes_of_pace(optim.schedules, run.total_steps, run.source.updates_per_epoch))
     for schedule in optim.schedules.values():
         if schedule.metric is not None and not run.validates:
@@ -149,24 +164,18 @@ def _configure_optimizers(run: Run) -> None:
                 f"{where}: {schedule.text}, and nothing is validated; pass val= to fit and set validate_every so that it comes round, or "
                 "take another scheduler"
             )
-    for parameter in module.parameters():
-        parameter.grad = None  # of a window that failed, say: the first update would take it in
-    take_groups(run)
 
 
 def take_groups(run: Run) -> int:
-    """List the parameters that each optimizer has now, and return the number of all groups. A hook may have added some."""
+    """Look at what each optimizer trains now, and return the number of all groups. A hook may have added some."""
     optim, strategy = run.optim, run.engine.strategy
-    if optim.parameters and not strategy.exposes_gradients:
+    if optim.updates and not strategy.exposes_gradients:
         raise ConfigurationError(
             f"a parameter group was added during the fit, and strategy={strategy.name!r} trains those that configure_optimizers returned; "
             "put all parameters into groups there, or use strategy='ddp' or 'fsdp'"
         )
     optimizer_groups(run.module, optim.optimizers, strategy)
-    optim.parameters = {
-        name: [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        for name, optimizer in optim.optimizers.items()
-    }
+    prepare_updates(run)
     return optim.number_of_groups()
 
 

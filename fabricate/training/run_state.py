@@ -23,6 +23,7 @@ from fabricate.metrics.reduction import Metrics
 from fabricate.module import RunningTrainer, TrainModule
 from fabricate.optim.configured import Configured
 from fabricate.optim.schedules import Schedule
+from fabricate.optim.together import Stepping
 from fabricate.registry.hook_calls import Calls
 from fabricate.training.journal import Journal
 from fabricate.training.preemption import Watch
@@ -42,10 +43,14 @@ class Optimization:
 
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     schedules: dict[str, Schedule] = field(default_factory=dict)
-    parameters: dict[str, list[torch.nn.Parameter]] = field(default_factory=dict)
-    """The trainable parameters of each optimizer, listed once: nothing walks the module per step."""
+    named: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By what `training_step` may name, the optimizers that step then."""
+    default: str | None = None
+    """What an update steps where `training_step` names nothing; None where it has to."""
+    updates: dict[str, Stepping] = field(default_factory=dict)
+    """What an update applies, by what `training_step` names; several names are joined by commas."""
     weight_per_row: dict[str, float] = field(default_factory=dict)
-    """By optimizer, the power of two near what its losses weigh per row, from its first window on; see `fabricate.training.losses`."""
+    """By the same names, the power of two near what losses weigh per row, from the first window on; see `fabricate.training.losses`."""
     configured: list[Configured] = field(default_factory=list)
     """What `configure_optimizers` set, option by option."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)

@@ -17,8 +17,8 @@ from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation
 from fabricate.training.run_state import Run
 
 
-def unpack(output: Any) -> tuple[Any, Any, str | None]:
-    """The loss, the weight or None, the name of the optimizer or None."""
+def unpack(output: Any) -> tuple[Any, Any, Any]:
+    """The loss, the weight or None, the name of the optimizer (or a list) or None."""
     if isinstance(output, torch.Tensor):  # before the test below, which is slow
         return output, None, None
     if isinstance(output, Mapping):
@@ -112,7 +112,7 @@ def check_window(run: Run, how: str, name: str, made: Made) -> None:
     trainable = [(n, p) for n, p in run.module.named_parameters() if p.requires_grad]
     unused = [n for n, p in trainable if p.grad is None]
     # If none has a gradient, the strategy's engine keeps them elsewhere.
-    if 0 < len(unused) < len(trainable) and len(run.optim.optimizers) == 1:
+    if 0 < len(unused) < len(trainable) and name == run.optim.default:
         run.journal.event("unused_parameters", names=unused[:20])
     run.journal.event("loss_weight", optimizer=name, source=how)
     if how == "rows":
@@ -151,21 +151,3 @@ def changed_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationErr
         f"training_step returned its loss {said[how]}, and before {said[known]}; one unit has to hold throughout: return "
         "{'loss': loss, 'weight': what its mean was taken over} every time"
     )
-
-
-def choose(run: Run, name: str | None, chosen: str | None, micro_step: int) -> str:
-    known = list(run.optim.optimizers)
-    if chosen is None:
-        raise ConfigurationError(
-            f"there are several optimizers ({', '.join(known)}); training_step has to return {{'loss': ..., 'optimizer': name}}"
-        )
-    if chosen not in run.optim.optimizers:
-        raise ConfigurationError(
-            f"training_step returned optimizer={chosen!r}{did_you_mean(chosen, known)}; there are {', '.join(known)}"
-        )
-    if micro_step and name is not None and chosen != name:
-        raise ConfigurationError(
-            f"training_step returned optimizer={chosen!r} in a window that began with {name!r}; one window is one update: "
-            "choose by self.trainer.step, not by batch_idx"
-        )
-    return chosen

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from fabricate.cli.main import main
 from tests.support.recorded import record
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: tests/extras/requirements.txt has it")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: tests/extras/requirements.txt has it"
+)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}

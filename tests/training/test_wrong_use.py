@@ -34,7 +34,8 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     [
         (lambda self: None, "configure_optimizers returned NoneType"),
         (lambda self: {}, "configure_optimizers returned no optimizer"),
-        (lambda self: [_sgd(self.parameters())] * 3, "configure_optimizers returned list"),
+        (lambda self: [_sgd(self.parameters())] * 3, "optimizer 'main.SGD2' is listed twice"),
+        (lambda self: [_sgd(self.parameters()), 0.5, 1, 2], "configure_optimizers returned list"),
         (lambda self: {"a": "adam"}, "configure_optimizers returned str for 'a'"),
         (lambda self: (_sgd(self.parameters()), 0.5), "the scheduler of 'main' is float; it needs step()"),
         (lambda self: torch.optim.LBFGS(self.parameters()), "LBFGS evaluates the loss several times per update"),
@@ -64,11 +65,13 @@ def _two(self: Any) -> dict[str, torch.optim.Optimizer]:
     return {"weight": _sgd([self.layer.weight]), "bias": _sgd([self.layer.bias])}
 
 
-def test_several_optimizers_need_a_name_from_training_step() -> None:
+def test_several_optimizers_that_share_a_parameter_need_a_name_from_training_step() -> None:
     message = (
-        "there are several optimizers (weight, bias); training_step has to return {'loss': ..., 'optimizer': name}"
+        "there are several optimizers (weight, all), and weight and all both hold layer.weight, so they cannot step together; "
+        "training_step has to return {'loss': ..., 'optimizer': name}"
     )
-    refused(message, module=_optimizers(_two), forwards=1)
+    overlapping = _optimizers(lambda self: {"weight": _sgd([self.layer.weight]), "all": _sgd(self.parameters())})
+    refused(message, module=overlapping, forwards=1)
 
 
 def test_a_wrong_optimizer_name_is_refused_with_the_nearest() -> None:

@@ -54,7 +54,7 @@ def _groups(source: ExportSource, label: str) -> list[tuple[list[str], dict[str,
 
 def write_accelerate(source: ExportSource, folder: Path) -> list[str]:
     """What `Accelerator.save_state` writes, in the order in which `load_state` expects it: one file per optimizer and
-    scheduler, numbered from the second on, and the random states of each rank."""
+    scheduler, numbered from the second on in the order of their names, and the random states of each rank."""
     chunks = [source.chunk(name, logical) for name, logical in source.weights.items()]
     write_plain_safetensors(folder / "model.safetensors", chunks)
     state, reader = source.state, source.reader
@@ -79,7 +79,9 @@ def write_accelerate(source: ExportSource, folder: Path) -> list[str]:
         if "cuda" in rng:
             states["torch_cuda_manual_seed"] = [rng["cuda"]]
         torch.save(states, folder / f"random_states_{number}.pkl")
-    return ["the position in the data is not part of it"]
+    several = [f"{_numbered('optimizer', number)} is {label}" for number, label in enumerate(state["optimizers"])]
+    order = [f"{', '.join(several)}: prepare them, and their schedulers, in this order"] if several[1:] else []
+    return ["the position in the data is not part of it", *order]
 
 
 def _numbered(name: str, number: int) -> str:

@@ -1,0 +1,82 @@
+"""Which optimizers step in an update: what `training_step` may name, and what a name stands for.
+
+Must not know: the loop, how losses are weighed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fabricate.errors import ConfigurationError, did_you_mean
+from fabricate.optim.together import stepping
+from fabricate.training.run_state import Run
+
+
+def prepare_updates(run: Run) -> None:
+    """Fill in what an update may apply: what each name stands for, and all of them where none has to be named."""
+    optim = run.optim
+    optim.updates = {}
+    for name in optim.named:
+        join(run, [name])
+    names = list(optim.named)
+    if optim.default is not None or not _shared(run, names):
+        optim.default = join(run, names)
+
+
+def join(run: Run, names: Sequence[str]) -> str:
+    """The key in `updates` of an update that steps all that `names` stand for. `ConfigurationError` where two hold one parameter."""
+    optim, labels = run.optim, _labels(run, names)
+    if shared := _shared(run, names):
+        holders, parameter = shared
+        raise ConfigurationError(
+            f"the optimizers {' and '.join(holders)} step in the same update and both hold {parameter}; give each parameter to one of them"
+        )
+    key = ", ".join(names)
+    schedules = [optim.schedules[label] for label in labels if label in optim.schedules]
+    optim.updates[key] = stepping([optim.optimizers[label] for label in labels], schedules)
+    return key
+
+
+def _labels(run: Run, names: Sequence[str]) -> list[str]:
+    return [label for name in names for label in run.optim.named[name]]
+
+
+def _shared(run: Run, names: Sequence[str]) -> tuple[list[str], str] | None:
+    """Two optimizers that hold one parameter, and its name; None where there are none."""
+    holders: dict[torch.nn.Parameter, str] = {}
+    for label in _labels(run, names):
+        for parameter in (p for group in run.optim.optimizers[label].param_groups for p in group["params"]):
+            if holders.setdefault(parameter, label) != label:
+                name = next(n for n, p in run.module.named_parameters() if p is parameter)
+                return [holders[parameter], label], name
+    return None
+
+
+def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
+    """The key in `updates` of the update for which `training_step` returned a loss with `chosen` under "optimizer": a name, a list of
+    names or None. `name`: that of the window so far, which has to be the same."""
+    known = list(run.optim.named)
+    if chosen is None:
+        holders, parameter = _shared(run, known) or ([], "")
+        raise ConfigurationError(
+            f"there are several optimizers ({', '.join(known)}), and {' and '.join(holders)} both hold {parameter}, so they cannot step "
+            "together; training_step has to return {'loss': ..., 'optimizer': name}"
+        )
+    names = [chosen] if isinstance(chosen, str) else chosen
+    if not isinstance(names, list | tuple) or not names:
+        raise ConfigurationError(f"training_step returned optimizer={chosen!r}; give a name or a list of names")
+    for each in names:
+        if each not in run.optim.named:
+            raise ConfigurationError(
+                f"training_step returned optimizer={chosen!r}{did_you_mean(str(each), known)}; there are {', '.join(known)}"
+            )
+    key = ", ".join(names)
+    if micro_step and name is not None and key != name:
+        raise ConfigurationError(
+            f"training_step returned optimizer={chosen!r} in a window that began with {name!r}; one window is one update: "
+            "choose by self.trainer.step, not by batch_idx"
+        )
+    return key if key in run.optim.updates else join(run, names)
