@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.model_summary import ModelSummary
     from fabricate.callbacks.profiler import Profiler
     from fabricate.callbacks.save_on_exception import SaveOnException
+    from fabricate.callbacks.unfreeze_at import UnfreezeAt
     from fabricate.checkpoint.convert.importing import import_checkpoint
     from fabricate.configuration.plan import Plan
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
@@ -51,6 +52,7 @@ _HOME = {
     "Strategy": "strategies.base",
     "TrainModule": "module",
     "Trainer": "trainer",
+    "UnfreezeAt": "callbacks.unfreeze_at",
     "hookimpl": "hooks",
     "import_checkpoint": "checkpoint.convert.importing",
     "seed_everything": "seeding",
@@ -79,6 +81,7 @@ __all__ = [
     "Strategy",
     "TrainModule",
     "Trainer",
+    "UnfreezeAt",
     "hookimpl",
     "import_checkpoint",
     "seed_everything",

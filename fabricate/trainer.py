@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -29,7 +29,7 @@ from fabricate.model.memory import need_ahead
 from fabricate.module import STEPS, TrainModule, check_dataloader_idx, check_methods, overrides
 from fabricate.registry import foreign_names
 from fabricate.registry.hook_calls import Calls
-from fabricate.training import evaluation, loop, resuming, saving
+from fabricate.training import evaluation, freezing, loop, resuming, saving
 from fabricate.training.finish import finish_fit
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
 from fabricate.training.preemption import told_to_end
@@ -262,6 +262,17 @@ class Trainer:
     def request_eval(self) -> None:
         """Validate at the next update boundary, on all ranks; asking on one rank is enough."""
         self._live().requests.ask(evaluate=True)
+
+    def freeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Train `parameters` no longer, from the next update on. They were trainable when the fit began and stay in their optimizers,
+        which leave out what has no gradient; after the fit they are trainable again. Call it in `on_epoch_start` or `on_step` as a
+        function of the epoch and the step, on every rank alike: checkpoints do not hold it. Layers stay in the mode that they are in.
+        Raises `ConfigurationError` for what no optimizer holds, and under ZeRO."""
+        freezing.request(self._live(), parameters, trained=False)
+
+    def unfreeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Train `parameters`, which `freeze` froze, from the next update on."""
+        freezing.request(self._live(), parameters, trained=True)
 
     def stop(self, reason: str = "stopped") -> None:
         """End the fit at the next update boundary, on all ranks; `reason` becomes `FitResult.stop_reason`."""

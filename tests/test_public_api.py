@@ -33,6 +33,7 @@ PUBLIC = [
     "Strategy",
     "TrainModule",
     "Trainer",
+    "UnfreezeAt",
     "hookimpl",
     "import_checkpoint",
     "seed_everything",

@@ -389,6 +389,10 @@ class Engine(Group):
             model = self.strategy.prepare_optimizers(self.model, optimizers)
         self._ready(model)
 
+    def trained_changed(self) -> None:
+        """Let the strategy follow parameters that require gradients from now on, or no longer. Between updates, all ranks."""
+        self._ready(self.strategy.trained_changed(self.model))
+
     def _ready(self, model: torch.nn.Module) -> torch.nn.Module:
         """Where nothing is wrapped around the root and nothing hooked to it, the loop calls the step itself."""
         # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.

@@ -143,6 +143,12 @@ class Strategy(Listener):
         """
         return model
 
+    def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Called where parameters that were trainable when the fit began require no gradient from now on, or one again: between two
+        updates, gradients cleared. `model` is what the loop runs; returns what it runs from now on. All ranks, collectives allowed. Not
+        called unless `exposes_gradients`."""
+        return model
+
     def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
         """`prepare` for a `root` that an earlier run sharded and `release` left so; `model` is what was run then."""
         return model

@@ -85,16 +85,24 @@ class DDP(Strategy):
         return {**whole, **more}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        self._parameters = dict(module.named_parameters())
+        return self._wrap(super().prepare(accelerator, root, module), init_sync=True)
+
+    def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
+        # DDP knows the parameters that required a gradient when it was made, no others.
+        return self._wrap(model if self._model is None else self._model.module, init_sync=False)
+
+    def _wrap(self, placed: torch.nn.Module, init_sync: bool) -> torch.nn.Module:
+        """`placed`, or DDP around it, which averages the gradients of what is trained now."""
         from torch.nn.parallel import DistributedDataParallel
 
-        placed = super().prepare(accelerator, root, module)
         self._first_update = True
-        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._model: DistributedDataParallel | None = None
         if not self._trained:
             return placed  # DDP refuses a module of which nothing is trained
         # Not Accelerate's wrapper: that leaves one process as it is, and takes the local rank for the index of the device.
-        model = self._model = DistributedDataParallel(placed, **self._options())
+        model = self._model = DistributedDataParallel(placed, init_sync=init_sync, **self._options())
         if not self.find_unused_parameters and not self.static_graph:
             _arrange_buckets(model, self._trained.values())
         if self.communication_hook is not None:
@@ -106,7 +114,7 @@ class DDP(Strategy):
         return model
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
-        self._model, self._trained = None, {}
+        self._model, self._trained, self._parameters = None, {}, {}
         return super().release(module, clean)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:

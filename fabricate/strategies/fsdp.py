@@ -339,6 +339,15 @@ class FSDP(Strategy):
                 )
         return model
 
+    def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
+        from torch.distributed.fsdp import FSDPModule
+
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()  # looks anew at the dtypes of what is trained: of a unit that was frozen none is known
+                unit.reshard()
+        return model
+
     def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
         module = cast("torch.nn.Module", root.module)
         before, names = vars(root)["fsdp"]

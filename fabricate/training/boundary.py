@@ -132,5 +132,6 @@ def _check_frozen(run: Run) -> None:
         if parameter.requires_grad:
             raise ConfigurationError(
                 f"{name} was frozen when the fit began and requires a gradient at step {run.progress.step}: neither the optimizer nor the "
-                "strategy knows of it. End the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
+                "strategy knows of it. Leave it trainable until the fit begins and freeze it then, with UnfreezeAt or trainer.freeze; or "
+                "end the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
             )

@@ -15,6 +15,7 @@ from fabricate.training.agenda import Agenda
 from fabricate.training.boundary import boundary, finished, interruption
 from fabricate.training.evaluation import check_first, validate
 from fabricate.training.first_update import FirstUpdate
+from fabricate.training.freezing import take_effect
 from fabricate.training.losses import Losses, WindowLosses
 from fabricate.training.overdue import data_overdue, waiting
 from fabricate.training.preparation import take_groups
@@ -186,11 +187,13 @@ class LoopState:
         run.now.in_update = False
 
     def begin_update(self) -> None:
-        """Take over listeners that came or went, at the only moment at which they may."""
+        """Take over listeners that came or went, and what is trained from now on, at the only moment at which they may change."""
         run = self.run
         if run.calls.manager.changes != run.calls.changes:
             run.calls.refresh()
             self._look_at_listeners()
+        if run.optim.changing:
+            take_effect(run)
         if run.optim.number_of_groups() != self._groups:
             self._groups = take_groups(run)
         run.calls.step = run.progress.step + 1

@@ -53,6 +53,8 @@ class Optimization:
     """By the same names, the power of two near what losses weigh per row, from the first window on; see `fabricate.training.losses`."""
     configured: list[Configured] = field(default_factory=list)
     """What `configure_optimizers` set, option by option."""
+    changing: dict[torch.nn.Parameter, bool] = field(default_factory=dict)
+    """Parameters that are to be trained, or no longer, from the next update on."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Parameters that were not trainable when the fit began."""
     mode: str = ""

@@ -60,12 +60,18 @@ class PowerSGD(DDP):
         return {**super().describe(), "gradients": f"averaged in buckets of {self.bucket_cap_mb} MiB, {sent}"}
 
     def prepare(self, accelerator: Any, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-        model: Any = super().prepare(accelerator, root, module)
         self._updates = 0
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._columns: dict[str, torch.Tensor] = {}
         self._left_out: dict[str, torch.Tensor] = {}
-        model.register_comm_hook(self, PowerSGD.average)
+        return self._averaging(super().prepare(accelerator, root, module))
+
+    def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
+        return self._averaging(super().trained_changed(model))
+
+    def _averaging(self, model: Any) -> torch.nn.Module:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # else nothing is trained
+            model.register_comm_hook(self, PowerSGD.average)
         return model  # type: ignore[no-any-return]
 
     def average(self, bucket: GradBucket) -> Future:

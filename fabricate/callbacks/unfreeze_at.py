@@ -1,0 +1,129 @@
+"""Staged fine-tuning: parts of a module begin frozen and are trained from a moment on, in one fit."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fabricate.errors import CheckpointError, ConfigurationError
+from fabricate.hooks import Callback
+from fabricate.values import Every
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
+
+    import torch
+
+    from fabricate.module import TrainModule
+    from fabricate.trainer import Trainer
+
+
+class UnfreezeAt(Callback):
+    """Freezes parts of the module when a fit begins, and trains each from its moment on.
+
+    stages: by the name of a submodule or parameter the moment: "1 epoch", "2000 steps" or 2000, counted from the beginning of the run. Of
+    names that are part of one another the longer one counts.
+
+        Trainer(plugins=[UnfreezeAt({"backbone.layer4": "1 epoch", "backbone": "3 epochs"})], ...)
+
+    Leave `requires_grad` as it is before the fit, and give all parameters to the optimizer: they are in its groups from the beginning and
+    get no update while they are frozen. Their learning rate is that of their group, from
+    `self.parameter_groups({"^backbone": {"lr": 1e-5}})`, say; schedules run on meanwhile. What is frozen follows from the step and the
+    epoch, so a resumed run goes on exactly.
+
+    Layers stay in the mode that they are in: a batch norm in train mode updates its statistics though its weights are frozen. Call
+    `self.backbone.eval()` before the fit where they are to stay; it then stays in eval mode after its moment too.
+
+    Works under `single`, `ddp` and `fsdp`; ZeRO refuses it by name. Errors before the first step: a name that the module does not have, a
+    part that is frozen already, a moment that never comes.
+    """
+
+    def __init__(self, stages: Mapping[str, str | int | Every]) -> None:
+        if not stages:
+            raise ConfigurationError("UnfreezeAt({}): name what to unfreeze, for instance {'backbone': '1 epoch'}")
+        self.stages = {name: Every.parse(f"UnfreezeAt({name!r})", moment) for name, moment in stages.items()}
+        for name, moment in self.stages.items():
+            if moment.unit not in ("steps", "epochs") or moment.amount < 1:
+                raise ConfigurationError(
+                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}): give steps or whole epochs, which come at the same update in every run"
+                )
+        self._parts: dict[str, list[torch.nn.Parameter]] = {}
+        self._frozen: set[str] = set()
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._parts, self._frozen = self._divide(module), set()
+        self._check_moments(trainer)
+
+    def _divide(self, module: TrainModule) -> dict[str, list[torch.nn.Parameter]]:
+        """The parameters of each stage. `ConfigurationError` for a name without any, and for what is frozen already."""
+        parts: dict[str, list[torch.nn.Parameter]] = {name: [] for name in self.stages}
+        for name, parameter in module.named_parameters():
+            stages = [stage for stage in parts if f"{name}.".startswith(f"{stage}.")]
+            if not stages:
+                continue
+            if not parameter.requires_grad:
+                raise ConfigurationError(
+                    f"UnfreezeAt({max(stages, key=len)!r}): {name} was frozen before the fit, so the optimizer left it out; leave "
+                    "requires_grad as it is, UnfreezeAt freezes it"
+                )
+            parts[max(stages, key=len)].append(parameter)
+        for stage, parameters in parts.items():
+            if not parameters:
+                known = [
+                    name
+                    for name, child in module.named_modules()
+                    if name and next(child.parameters(), None) is not None
+                ]
+                raise ConfigurationError(
+                    f"UnfreezeAt({stage!r}) finds no parameter that a longer name does not have; give the name of a submodule or a "
+                    f"parameter: {', '.join(known[:8])}"
+                )
+        return parts
+
+    def _check_moments(self, trainer: Trainer) -> None:
+        settings = trainer.settings
+        limits = {"steps": settings.max_steps, "epochs": settings.max_epochs}
+        for name, moment in self.stages.items():
+            limit = limits[moment.unit]
+            if not settings.fast_dev_run and moment.amount >= (math.inf if limit is None else limit):
+                raise ConfigurationError(
+                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}) never comes: the fit ends after {limit} {moment.unit}; make it earlier, or "
+                    "freeze what is never trained with requires_grad_(False)"
+                )
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        self._follow(trainer)  # also where a resumed run goes on
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        if any(moment.unit == "steps" and moment.amount == step for moment in self.stages.values()):
+            self._follow(trainer)
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Freeze and unfreeze what the step and the epoch say."""
+        due = self._due(trainer)
+        for name in sorted(due - self._frozen):
+            trainer.freeze(self._parts[name])
+        for name in sorted(self._frozen - due):
+            trainer.unfreeze(self._parts[name])
+        self._frozen = due
+
+    def _due(self, trainer: Trainer) -> set[str]:
+        """The stages that are frozen now."""
+        reached = {"steps": trainer.step, "epochs": trainer.epoch}
+        return {name for name, moment in self.stages.items() if reached[moment.unit] < moment.amount}
+
+    def on_save(self, state: MutableMapping[str, Any]) -> None:
+        state["stages"] = self._texts()
+
+    def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
+        if state["stages"] != self._texts() and "plugins" not in trainer.settings.accept_changes:
+            raise CheckpointError(
+                f"UnfreezeAt: the checkpoint was saved with the stages {state['stages']}, this run has {self._texts()}; give the same, or "
+                "Trainer(accept_changes=('plugins',)) to go on with the new ones"
+            )
+
+    def _texts(self) -> dict[str, str]:
+        return {name: str(moment) for name, moment in self.stages.items()}
+
+    def on_teardown(self) -> None:
+        self._parts, self._frozen = {}, set()
