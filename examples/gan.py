@@ -1,4 +1,4 @@
-"""A generative adversarial network on points of the plane: two optimizers, one update each in turn.
+"""A generative adversarial network on points of the plane: two optimizers that take turns on each batch.
 
 python examples/gan.py
 """
@@ -26,26 +26,23 @@ class GAN(TrainModule):
         self.discriminator = layers(2, width, 1)
 
     def configure_optimizers(self) -> dict[str, tuple[torch.optim.Optimizer, LinearLR]]:
-        half = self.trainer.total_steps // 2  # each optimizer gets every other update
         pairs = {}
-        for name, network in (("generator", self.generator), ("discriminator", self.discriminator)):
+        for name, network in (("discriminator", self.discriminator), ("generator", self.generator)):
             optimizer = torch.optim.Adam(network.parameters(), lr=2e-3, betas=(0.5, 0.9))
-            pairs[name] = optimizer, LinearLR(optimizer, 1.0, 0.05, total_iters=half)
+            pairs[name] = optimizer, LinearLR(optimizer, 1.0, 0.05, total_iters=self.trainer.total_steps)
         return pairs
 
-    def training_step(self, batch: list[torch.Tensor]) -> dict[str, object]:
-        # One update belongs to one optimizer. `trainer.step` counts updates, so the choice also holds when gradients
-        # are accumulated over several batches.
+    def training_step(self, batch: list[torch.Tensor], optimizer: str) -> torch.Tensor:
+        # Called for each optimizer in turn, on the same batch; the other network is frozen meanwhile.
         (real,) = batch
         fake = self.generate(len(real))
-        if self.trainer.step % 2 == 0:
-            loss = softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake.detach())).mean()
+        if optimizer == "discriminator":
+            loss = softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake)).mean()
             loss = loss + self.penalty(real)
-            self.log("discriminator_loss", loss)
-            return {"loss": loss, "optimizer": "discriminator"}
-        loss = softplus(-self.discriminator(fake)).mean()
-        self.log("generator_loss", loss)
-        return {"loss": loss, "optimizer": "generator"}
+        else:
+            loss = softplus(-self.discriminator(fake)).mean()
+        self.log(f"{optimizer}_loss", loss)
+        return loss
 
     def generate(self, rows: int) -> torch.Tensor:
         """`rows` points, (rows, 2)."""
@@ -67,7 +64,7 @@ def layers(inputs: int, width: int, outputs: int) -> torch.nn.Sequential:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-steps", type=int, default=3000)
+    parser.add_argument("--max-steps", type=int, default=1500)
     options = parser.parse_args()
     seed_everything(0)  # before the module draws its weights; the order of the data follows from it too
 

@@ -29,6 +29,9 @@ Every hook runs on every rank, in the same order on each, unless its text says o
 value is an error). A listener takes any subset of a hook's arguments by name. `trainer` is the `Trainer` that calls, `module`
 the `TrainModule` that it runs. This module imports pluggy and nothing of fabricate, so that a specification can be read on its
 own; hence `Any` for these two.
+
+Where optimizers take turns, an update is one turn of each: what lies between `train_step` and `optimizer_step` runs for each of them,
+and `on_step` after the last.
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ class Events:
     def on_step(self, trainer: Any, module: Any, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`:
         weighted mean over the whole window and all ranks, 0-dim device tensor. `grad_norm`: before clipping, None only under
-        a strategy that cannot tell. Asking for `loss` costs one small
+        a strategy that cannot tell. Where optimizers take turns, both are of the last turn. Asking for `loss` costs one small
         all-reduce per update on several ranks, asking for `grad_norm` one norm per update; take only what you use. Weights may
         be changed (an EMA swap, a projection), on every rank alike; under "zero3" within
         `trainer.strategy.changing(parameters)`."""

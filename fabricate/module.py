@@ -102,6 +102,8 @@ class TrainModule(torch.nn.Module, Listener):
     _logged: list[Any]
     _no_log: str
     """Why nothing can be logged now; empty while it can."""
+    _turn: str | None
+    """The optimizer for which `training_step` is called, where it takes one."""
     _uses_trainer: bool
     """Whether `trainer` was read since a fit began: a step of this module may request a save, an evaluation or the end."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -113,6 +115,7 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(self, "_trainer", None)
         object.__setattr__(self, "_logged", [])
         object.__setattr__(self, "_no_log", NOT_RUNNING)
+        object.__setattr__(self, "_turn", None)
         object.__setattr__(self, "_uses_trainer", False)
         return self
 
@@ -153,7 +156,17 @@ class TrainModule(torch.nn.Module, Listener):
         """`training_step(self, batch)` or `(self, batch, batch_idx)`: the forward of one micro-batch, inside the prepared
         model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (what the mean was taken over; default: the
         labels that a plain cross-entropy counts, else the rows of the batch) and, with several optimizers, "optimizer": the
-        name of the one this update is for, or a list of names. Without it all of them step, if they share no parameter."""
+        name of the one this update is for, or a list of names. Without it all of them step, if they share no parameter.
+
+        One that takes `optimizer` is called for each name of `configure_optimizers` in turn, on every batch: each has an update of its
+        own, in which the parameters of the others are frozen. A GAN:
+
+            def training_step(self, batch, optimizer):
+                fake = self.generator(noise(len(batch)))
+                if optimizer == "discriminator":
+                    return loss_of(self.discriminator(batch), real=True) + loss_of(self.discriminator(fake), real=False)
+                return loss_of(self.discriminator(fake), real=True)
+        """
         raise ConfigurationError(
             f"{type(self).__name__} has no training_step; define training_step(self, batch) and return the loss"
         )
@@ -345,14 +358,25 @@ def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
     step: Callable[..., Any] = getattr(module, method)
     if not overrides(module, method):
         step()  # raises the error that says what to define
-    if _takes_batch_idx(type(module).__name__, method, step):
+    turns = stage == "train" and takes_turns(module)
+    parameters = [p for p in inspect.signature(step).parameters.values() if not (turns and p.name == "optimizer")]
+    takes_batch_idx = _takes_batch_idx(type(module).__name__, method, parameters)
+    if turns:
+        if takes_batch_idx:
+            return lambda batch, batch_idx: step(batch, batch_idx, optimizer=module._turn)
+        return lambda batch, batch_idx: step(batch, optimizer=module._turn)
+    if takes_batch_idx:
         return step
     return lambda batch, batch_idx: step(batch)
 
 
-def _takes_batch_idx(kind: str, method: str, step: Callable[..., Any]) -> bool:
+def takes_turns(module: TrainModule) -> bool:
+    """Whether `training_step` takes the name of an optimizer: it is then called for each of them on every batch."""
+    return "optimizer" in inspect.signature(module.training_step).parameters
+
+
+def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]) -> bool:
     """Whether a step takes (batch, batch_idx), not only (batch). ConfigurationError for arguments that the loop does not pass."""
-    parameters = inspect.signature(step).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
     names = [p.name for p in positional]

@@ -59,7 +59,7 @@ def test_digits_are_recognised_and_training_is_shown_in_tensorboard(tmp_path: Pa
 
 
 def test_the_gan_comes_near_to_the_distribution(tmp_path: Path) -> None:
-    printed = run("gan.py", "--max-steps", "2000", directory=tmp_path)
+    printed = run("gan.py", "--max-steps", "1000", directory=tmp_path)
     for name, allowed in (("mean", 0.25), ("std", 0.35)):
         found = re.search(rf"{name}: generated (\S+) (\S+), wanted (\S+) (\S+)", printed)
         assert found is not None

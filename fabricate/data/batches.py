@@ -20,6 +20,8 @@ class Window:
     that must not count, and None when the batch of an iterable does not show its rows (then `rows_of` raises, and the
     step has to return its weight). The window's own `rows` is over all ranks; batches that do not show theirs count
     as one.
+
+    Where optimizers take turns on the same rows, there is one such object for each turn.
     """
 
     num_micro_steps: int
@@ -27,6 +29,9 @@ class Window:
     end: int  # rows of the epoch's global order consumed after this window: the position to resume at
     last: bool  # of the epoch
     micro_batches: Iterator[tuple[Any, int | None]]
+    turn: str | None = None  # the optimizer whose turn it is
+    first_turn: bool = True
+    last_turn: bool = True  # after which these rows are done with
 
 
 @dataclass(slots=True)

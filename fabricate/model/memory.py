@@ -18,7 +18,7 @@ import torch
 from fabricate.errors import first_line
 from fabricate.model.building import build_on_meta
 from fabricate.model.host_memory import host_memory
-from fabricate.module import TrainModule, overrides
+from fabricate.module import TrainModule, overrides, takes_turns
 from fabricate.optim.optimizers import read_optimizers
 from fabricate.optim.trial import State, inner_tensors, tried_state
 from fabricate.precisions.base import Precision
@@ -194,7 +194,9 @@ def need_ahead(module: TrainModule, training: bool, total_steps: int | None) -> 
             return need(found, None)
         object.__setattr__(found, "_trainer", _Ahead(total_steps))
         try:
-            made = read_optimizers("configure_optimizers", found.configure_optimizers(), total_steps)
+            made = read_optimizers(
+                "configure_optimizers", found.configure_optimizers(), total_steps, in_turn=takes_turns(found)
+            )
         except Exception as exc:  # it may ask for what exists in a fit only
             return need(found, exc)
         return need(found, made.optimizers)

@@ -40,13 +40,13 @@ class Optimizers(NamedTuple):
     """By what `training_step` may name, the optimizers that step then: one, or those of a list."""
 
 
-def read_optimizers(where: str, configured: Any, total_steps: int | None) -> Optimizers:
-    """The optimizers and schedules in `configured`. `where` names the method in errors, `total_steps` are the updates to come (None:
-    not known), over which schedules with a name are laid."""
+def read_optimizers(where: str, configured: Any, total_steps: int | None, *, in_turn: bool = False) -> Optimizers:
+    """The optimizers and schedules in `configured`. `where` names the method in errors, `total_steps` are the steps to come (None:
+    not known), over which schedules with a name are laid; `in_turn`: each optimizer has an update in every step."""
     found = Optimizers({}, {}, {})
     named = configured if isinstance(configured, Mapping) else {"main": configured}
     # Which share of the updates each has that training_step names is not known.
-    alone = len(named) == 1
+    alone = len(named) == 1 or in_turn
     total, unknown = (total_steps, "train has no length") if alone else (None, "several optimizers share the updates")
     members = {str(name): _members(str(name), given) for name, given in named.items()}
     found.named.update({name: tuple(labels) for name, labels in members.items()})

@@ -31,9 +31,13 @@ def finished(run: Run) -> str:
 
 
 def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: FirstUpdate) -> str:
-    """Do what is due or requested after an update. Why the fit ends here, or nothing. All ranks."""
+    """Do what is due or requested after an update, or after the last of those that optimizers make in turn. Why the fit ends here, or
+    nothing. All ranks."""
     write_line(run)  # of the update before, while the device works on this one
-    if not agenda.due(window, result.route):
+    due = agenda.due(window, result.route)
+    if not window.last_turn:
+        return ""
+    if not due:
         run.metrics.limit()
         run.now.at_boundary = True
         return ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -22,9 +24,12 @@ from fabricate.training.preparation import take_groups
 from fabricate.training.requests import SignalWhileWaiting
 from fabricate.training.run_state import Run, Update
 from fabricate.training.sanity import check_validation
+from fabricate.training.turns import turn_of, turns
 
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
+
+_NO_TURN = contextlib.nullcontext()
 
 T = TypeVar("T")
 Clip = Callable[[Sequence[torch.nn.Parameter], torch.Tensor | None], None]
@@ -37,9 +42,10 @@ def fit(run: Run) -> str:
     try:
         _before_updates(run)
         while not (reason := finished(run)):
-            for window in windows(run):  # one window of micro-batches makes one update
+            for window in windows(run):  # one window of micro-batches makes one update (or one turn of each optimizer)
                 state.begin_update()
-                losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch
+                with state.turn(window.turn):
+                    losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch
                 result = update(state, losses)  # normalise, clip, on_before_step, optimizer_step
                 account(state, window, losses, result)  # counters, on_step or on_step_skipped
                 if reason := boundary(run, agenda, window, result, state.first_update):
@@ -79,7 +85,8 @@ def windows(run: Run) -> Iterator[Window]:
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)
-    yield from run.journal.stopwatch.timed(remaining)
+    timed = run.journal.stopwatch.timed(remaining)
+    yield from turns(run, timed) if run.optim.turns else timed
     if progress.position == 0 and not progress.micro_step:  # position is back at 0 after the last window; nothing ran
         raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
 
@@ -90,7 +97,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
     losses = WindowLosses(state.losses, window, state.wants_loss)
     for micro_step, (batch, rows) in enumerate(
-        run.journal.stopwatch.timed(_interruptible(run, window.micro_batches, 1))
+        run.journal.stopwatch.timed(_interruptible(run, window.micro_batches, 1 if window.first_turn else 0))
     ):
         is_last = micro_step == window.num_micro_steps - 1
         run.now.batch = batch = engine.to_device(batch)
@@ -138,19 +145,20 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
     if result.applied:
         for schedule in run.optim.updates[losses.optimizer].schedules:
             schedule.updated()
-        progress.step += 1
+        progress.step += window.last_turn
     else:
         progress.skipped += 1
         run.metrics.forget_update()
     state.first_update.look(losses, result.applied)
     run.engine.strategy.clear_gradients(state.parameters)
-    progress.position = window.end
-    progress.samples += window.rows
-    run.journal.tokens.add(losses.total)
+    if window.last_turn:  # else another optimizer has its update on the same rows
+        progress.position = window.end
+        progress.samples += window.rows
+        run.journal.tokens.add(losses.total)
     if not result.applied:
         run.module._logged.clear()
         state.skipped()
-    else:
+    elif window.last_turn:
         state.skipped_in_a_row = 0
         if run.calls.on_step is not None:
             run.calls.on_step(run.trainer, run.module, progress.step, losses.mean, result.norm)
@@ -199,6 +207,10 @@ class LoopState:
         run.calls.step = run.progress.step + 1
         run.metrics.begin_update()
         run.now.at_boundary, run.now.in_update = False, True
+
+    def turn(self, name: str | None) -> AbstractContextManager[None]:
+        """The context of an update's gradients. Where optimizers take turns: that of the optimizer `name`, the others frozen."""
+        return _NO_TURN if name is None else turn_of(self.run, name)
 
     def refuse_new_groups(self) -> None:
         """The gradients of this update are normalised and clipped by now."""

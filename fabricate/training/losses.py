@@ -198,7 +198,7 @@ class WindowLosses:
         """Detached, one per micro-batch."""
         self._first: Made | None = None
         """In the first window of an update's optimizers, how its last loss came about: all that training_step returns is checked."""
-        self.optimizer: Any = losses.default
+        self.optimizer: Any = window.turn or losses.default
         """What the window updates, a key of `Optimization.updates`; where training_step names it, known from the first loss on."""
         self.rule: Any = None
         """What weighs the losses of this window, a `RowWeights`; known from the first loss on."""

@@ -29,6 +29,7 @@ from fabricate.distributed.engine import Engine
 from fabricate.errors import ConfigurationError, size_text
 from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
+from fabricate.module import takes_turns
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
 from fabricate.optim.pace import notes_of_pace
@@ -133,7 +134,9 @@ def _configure_optimizers(run: Run) -> None:
     module, engine, optim = run.module, run.engine, run.optim
     where = f"{type(module).__name__}.configure_optimizers"
     made = configured_optimizers(where, module)
-    optim.optimizers, optim.schedules, optim.named = read_optimizers(where, made, run.total_steps)
+    in_turn = takes_turns(module)
+    optim.optimizers, optim.schedules, optim.named = read_optimizers(where, made, run.total_steps, in_turn=in_turn)
+    optim.turns = tuple(optim.named) if in_turn else ()
     checks = (reasons(engine.precision, engine.precision.check_optimizer(o)) for o in optim.optimizers.values())
     if problems := [text for texts in checks for text in texts]:
         raise ConfigurationError("; ".join(dict.fromkeys(problems)))
@@ -144,7 +147,9 @@ def _configure_optimizers(run: Run) -> None:
     for parameter in module.parameters():
         parameter.grad = None  # of a window that failed, say: the first update would take it in
     take_groups(run)
-    if len(optim.named) > 1 and optim.default is not None:
+    if optim.turns:
+        run.notes.append(f"each step is an update of {', then one of '.join(optim.turns)}, on the same rows")
+    elif len(optim.named) > 1 and optim.default is not None:
         run.notes.append(
             f"the optimizers {', '.join(optim.named)} step together in each update, unless training_step names one of them"
         )
@@ -155,7 +160,7 @@ def _check_schedules(run: Run, where: str) -> None:
     settings, optim = run.settings, run.optim
     assert run.source is not None
     if not settings.fast_dev_run:
-        of_each = run.total_steps if len(optim.named) == 1 else None  # the share of each is not known
+        of_each = run.total_steps if len(optim.named) == 1 or optim.turns else None  # the share of each is not known
         run.notes.extend(notes_of_length(optim.schedules, of_each, settings.max_epochs))
         run.notes.extend(notes_of_pace(optim.schedules, run.total_steps, run.source.updates_per_epoch))
     for schedule in optim.schedules.values():

@@ -45,6 +45,8 @@ class Optimization:
     schedules: dict[str, Schedule] = field(default_factory=dict)
     named: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By what `training_step` may name, the optimizers that step then."""
+    turns: tuple[str, ...] = ()
+    """The names that take turns on each window, in this order; empty where `training_step` takes no `optimizer`."""
     default: str | None = None
     """What an update steps where `training_step` names nothing; None where it has to."""
     updates: dict[str, Stepping] = field(default_factory=dict)

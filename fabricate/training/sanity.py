@@ -19,7 +19,9 @@ from fabricate.module import TrainModule
 from fabricate.training.evaluation import check_keep, evaluate
 from fabricate.training.run_state import Run
 
-_OURS = frozenset({*vars(torch.nn.Module()), "_trainer", "_logged", "_no_log", "_uses_trainer", "_arguments", "_built"})
+_OURS = frozenset(
+    {*vars(torch.nn.Module()), "_trainer", "_logged", "_no_log", "_turn", "_uses_trainer", "_arguments", "_built"}
+)
 
 
 def check_validation(run: Run) -> None:

@@ -74,6 +74,11 @@ def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
                 f"training_step returned optimizer={chosen!r}{did_you_mean(str(each), known)}; there are {', '.join(known)}"
             )
     key = ", ".join(names)
+    if run.optim.turns and key != name:
+        raise ConfigurationError(
+            f"training_step returned optimizer={chosen!r} when it was called for {name!r}; leave it out: each optimizer has its turn on "
+            "every batch, because training_step takes the argument optimizer"
+        )
     if micro_step and name is not None and key != name:
         raise ConfigurationError(
             f"training_step returned optimizer={chosen!r} in a window that began with {name!r}; one window is one update: "

@@ -1,0 +1,48 @@
+"""Optimizers that take turns: each has an update of its own on the rows of one window, with the parameters of the others frozen.
+
+Must not know: the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fabricate.data.batches import Window
+from fabricate.training.run_state import Run
+
+
+def turns(run: Run, windows: Iterable[Window]) -> Iterator[Window]:
+    """Each window once for every optimizer, in their order. Its micro-batches are kept for as long, where they were read to."""
+    for window in windows:
+        kept: list[Any] = []
+        for number, name in enumerate(run.optim.turns):
+            last = number == len(run.optim.turns) - 1
+            micro_batches = iter(kept) if number else _kept(window.micro_batches, kept)
+            if number:
+                run.progress.micro_step -= window.num_micro_steps
+            yield replace(window, micro_batches=micro_batches, turn=name, first_turn=not number, last_turn=last)
+
+
+def _kept(items: Iterable[Any], into: list[Any]) -> Iterator[Any]:
+    for item in items:
+        into.append(item)
+        yield item
+
+
+@contextmanager
+def turn_of(run: Run, name: str) -> Iterator[None]:
+    """While open, `training_step` is called for the optimizer `name`, and parameters that only others hold require no gradient, so
+    that backward stops there."""
+    object.__setattr__(run.module, "_turn", name)
+    own = set(run.optim.updates[name].parameters)
+    others = {p for update in run.optim.updates.values() for p in update.parameters if p.requires_grad} - own
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)

@@ -1,0 +1,240 @@
+"""Optimizers that take turns: each has an update of its own on every batch, as a GAN needs."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+ROWS = list(torch.randn(10, 3, generator=torch.Generator().manual_seed(1)))
+KINDS = {"single": ("single", 1), "ddp": ("ddp:find_unused_parameters=true", 2), "fsdp": ("fsdp", 2)}
+STEPS, NORM = 6, 0.5
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+class GAN(TrainModule):
+    """The noise is a part of the real rows, so that it does not depend on how they are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.generator = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+        self.discriminator = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        self.calls: list[Any] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int, optimizer: str) -> torch.Tensor:
+        trained = {n.partition(".")[0] for n, p in self.named_parameters() if p.requires_grad}
+        self.calls.append((optimizer, batch_idx, trained == {optimizer}))
+        return self.loss(batch, optimizer)
+
+    def loss(self, batch: torch.Tensor, optimizer: str) -> torch.Tensor:
+        fake = self.generator(batch.flip(1))  # not detached: the generator is frozen meanwhile
+        if optimizer == "discriminator":
+            return softplus(-self.discriminator(batch)).mean() + softplus(self.discriminator(fake)).mean()
+        return softplus(-self.discriminator(fake)).mean()
+
+    def configure_optimizers(self) -> Any:
+        one, other = self.optimizers()
+        return {"discriminator": (one, "linear"), "generator": (other, "cosine:warmup=2")}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(part.parameters(), lr=0.03) for part in (self.discriminator, self.generator)]
+
+
+class Notes(Callback):
+    def __init__(self) -> None:
+        self.hooks: list[Any] = []
+        self.weights: Weights = {}
+
+    def on_accumulate(self, micro_step: int, is_last: bool) -> None:
+        self.hooks.append(("accumulate", micro_step, is_last))
+
+    def on_before_step(self, trainer: Trainer, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+        name = next(name for name, each in trainer.optimizers.items() if each is optimizer)
+        self.hooks.append((name, round(float(grad_norm), 4)))
+
+    def on_step(self, step: int, trainer: Trainer) -> None:
+        self.hooks.append(("step", step, trainer.progress.samples))
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        whole = {name: trainer.strategy.gather(parameter) for name, parameter in module.named_parameters()}
+        self.weights = {name: tensor.detach().clone().numpy() for name, tensor in whole.items()}
+
+
+def fit(strategy: str, run_dir: Path | None = None, module: Any = None, **options: Any) -> Notes:
+    notes, resume = Notes(), options.pop("resume", "auto")
+    trainer = Trainer(
+        strategy=strategy,
+        precision="fp32",
+        max_grad_norm=NORM,
+        **({"max_steps": STEPS, "global_batch_size": 4, "save_every": 2} | options),
+        run_dir=run_dir,
+        progress=False,
+        plugins=[notes],
+    )
+    trainer.fit(module or GAN(), ROWS, batch_size=1, shuffle=False, resume=resume)
+    return notes
+
+
+def job(world_size: int, directory: Path) -> dict[str, Any]:
+    """Each strategy: whole, and again from the middle of an epoch."""
+    found: dict[str, Any] = {}
+    for kind, (strategy, _) in ((kind, value) for kind, value in KINDS.items() if value[1] == world_size):
+        try:
+            whole = fit(strategy, directory / kind)
+            again = fit(strategy, resume=directory / kind / "checkpoints" / "step-00000004")
+            found[kind] = (whole.weights, again.weights, whole.hooks)
+        except Exception as exception:
+            found[kind] = "".join(traceback.format_exception(exception))
+    if world_size > 1:
+        with pytest.raises(ConfigurationError) as refused:
+            fit("ddp")
+        found["plain ddp"] = str(refused.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+    directory = tmp_path_factory.mktemp("turns")
+    one, two = [job(1, directory)], run_ranks(job, 2, 2, directory)
+    needed = {kind: ranks for kind, (_, ranks) in KINDS.items()} | {"plain ddp": 2}
+    return directory, {kind: [rank[kind] for rank in (one if ranks == 1 else two)] for kind, ranks in needed.items()}
+
+
+def by_hand() -> tuple[Weights, list[tuple[str, float]]]:
+    """The usual loop: for each batch the discriminator's update, then the generator's."""
+    from transformers import get_scheduler
+
+    module, norms = GAN(), []
+    one, other = module.optimizers()
+    schedules = [get_scheduler("linear", one, 0, STEPS), get_scheduler("cosine", other, 2, STEPS)]
+    turns = {"discriminator": (module.discriminator, one), "generator": (module.generator, other)}
+    for start in ([0, 4, 8] * 2)[:STEPS]:
+        for name, (part, optimizer) in turns.items():
+            module.zero_grad()
+            module.loss(torch.stack(ROWS[start : start + 4]), name).backward()
+            norms.append((name, float(torch.nn.utils.clip_grad_norm_(part.parameters(), NORM))))
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+    return {name: parameter.detach().numpy() for name, parameter in module.named_parameters()}, norms
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_train_as_a_loop_by_hand_and_resume_to_the_last_bit(
+    runs: tuple[Path, dict[str, list[Any]]], kind: str
+) -> None:
+    wanted, norms = by_hand()
+    for found in runs[1][kind]:
+        assert not isinstance(found, str), found
+        whole, again, hooks = found
+        seen = [hook for hook in hooks if hook[0] in ("discriminator", "generator")]
+        assert [name for name, _ in seen] == ["discriminator", "generator"] * STEPS
+        np.testing.assert_allclose([norm for _, norm in seen], [norm for _, norm in norms], atol=2e-4)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(whole[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+            np.testing.assert_array_equal(again[name], whole[name], err_msg=name)
+
+
+def test_replicas_that_do_not_look_for_unused_parameters_are_refused_before_the_first_step(
+    runs: tuple[Path, dict[str, list[Any]]],
+) -> None:
+    for message in runs[1]["plain ddp"]:
+        assert "no gradient reached generator.0.weight" in message
+        assert "use strategy='ddp:find_unused_parameters=true'" in message
+
+
+def test_a_step_is_a_turn_of_each_on_the_same_batches() -> None:
+    module = GAN()
+    hooks = fit("single", None, module, max_steps=2, global_batch_size=2).hooks
+    turn = [("accumulate", 0, False), ("accumulate", 1, True)]
+    one_step = [*turn, "discriminator", *turn, "generator"]
+    kinds = [hook if hook[0] in ("accumulate", "step") else hook[0] for hook in hooks]
+    assert kinds == [*one_step, ("step", 1, 2), *one_step, ("step", 2, 4)]
+    numbers = [0, 1, 0, 1, 2, 3, 2, 3]
+    names = ["discriminator", "discriminator", "generator", "generator"] * 2
+    assert module.calls == [(name, number, True) for name, number in zip(names, numbers, strict=True)]
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_checkpoints_and_the_plan_count_steps_and_each_schedule_runs_over_all_of_them(
+    runs: tuple[Path, dict[str, list[Any]]],
+) -> None:
+    settings = json.loads((runs[0] / "ddp" / "plan.json").read_text())
+    assert settings["settings"]["schedule generator"]["value"] == f"cosine:warmup=2 over {STEPS} updates"
+    assert "each step is an update of discriminator, then one of generator, on the same rows" in settings["notes"]
+    names = sorted(path.name for path in (runs[0] / "fsdp" / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_after_a_failure_in_a_turn_everything_is_trainable_again() -> None:
+    class Fails(GAN):
+        def training_step(self, batch: torch.Tensor, optimizer: str) -> torch.Tensor:  # type: ignore[override]
+            if optimizer == "generator":
+                raise ValueError("the generator's turn")
+            return self.loss(batch, optimizer)
+
+    module = Fails()
+    with pytest.raises(ValueError, match="the generator's turn"):
+        fit("single", None, module)
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_a_turn_that_is_skipped_leaves_the_others() -> None:
+    class Overflows(GAN):
+        def loss(self, batch: torch.Tensor, optimizer: str) -> torch.Tensor:
+            loss = super().loss(batch, optimizer)
+            return loss * float("nan") if optimizer == "discriminator" and self.trainer.step == 1 else loss
+
+    skipped: list[int] = []
+
+    class Watches(Callback):
+        def on_step_skipped(self, step: int) -> None:
+            skipped.append(step)
+
+    module = Overflows()
+    trainer = Trainer(max_steps=3, nonfinite="skip", progress=False, plugins=[Watches()])
+    assert trainer.fit(module, ROWS, batch_size=4, shuffle=False).steps == 3
+    assert skipped == [1]
+    assert [name for name, *_ in module.calls] == ["discriminator", "generator"] * 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "options", "message"),
+    [
+        (
+            {"optimizer": "generator"},
+            {},
+            "returned optimizer='generator' when it was called for 'discriminator'; leave it out",
+        ),
+        ({}, {"strategy": "zero1"}, "trains with one optimizer and there are 2"),
+    ],
+)
+def test_what_does_not_fit_turns_is_refused(returned: dict[str, str], options: Any, message: str) -> None:
+    class Wrong(GAN):
+        def training_step(self, batch: torch.Tensor, optimizer: str) -> Any:  # type: ignore[override]
+            return {"loss": self.loss(batch, optimizer), **returned}
+
+    with pytest.raises(ConfigurationError, match=message):
+        Trainer(precision="fp32", max_steps=1, progress=False, **options).fit(Wrong(), ROWS, batch_size=4)
+
+
+def test_what_a_hook_freezes_stays_frozen_in_the_turns() -> None:
+    class Freezes(GAN):
+        def on_epoch_start(self) -> None:
+            self.trainer.freeze(self.generator[0].parameters())
+
+    module = Freezes()
+    before = [parameter.detach().clone() for parameter in module.generator.parameters()]
+    fit("single", None, module, max_steps=2)
+    unchanged = [torch.equal(*pair) for pair in zip(before, module.generator.parameters(), strict=True)]
+    assert unchanged == [True, True, False, False]
