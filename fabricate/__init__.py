@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fabricate.strategies.fsdp import FSDP
     from fabricate.strategies.single import Single
     from fabricate.trainer import Trainer
-    from fabricate.values import Every, FitResult
+    from fabricate.values import Every, FitResult, metric_mode
 
 _HOME = {
     "Callback": "hooks",
@@ -55,6 +55,7 @@ _HOME = {
     "UnfreezeAt": "callbacks.unfreeze_at",
     "hookimpl": "hooks",
     "import_checkpoint": "checkpoint.convert.importing",
+    "metric_mode": "values",
     "seed_everything": "seeding",
 }
 
@@ -84,6 +85,7 @@ __all__ = [
     "UnfreezeAt",
     "hookimpl",
     "import_checkpoint",
+    "metric_mode",
     "seed_everything",
 ]
 

@@ -1,4 +1,5 @@
-"""Small frozen values that users write and receive: durations and the result of a fit. No torch, no behaviour of the loop."""
+"""Small frozen values that users write and receive: durations and the result of a fit; which value of a metric is best. No torch, no
+behaviour of the loop."""
 
 from __future__ import annotations
 
@@ -25,6 +26,61 @@ EXIT_PREEMPTED = 75
 """The exit code of a process whose fit was told to end and saved its state: start it again. EX_TEMPFAIL of sysexits.h."""
 
 _TEXT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]+)\s*")
+
+
+_HIGHER_IS_BETTER = frozenset(
+    [
+        "acc",
+        "accuracy",
+        "f1",
+        "fbeta",
+        "auc",
+        "auroc",
+        "auprc",
+        "ap",
+        "map",
+        "precision",
+        "recall",
+        "sensitivity",
+        "specificity",
+        "r2",
+        "bleu",
+        "rouge",
+        "meteor",
+        "chrf",
+        "iou",
+        "miou",
+        "dice",
+        "psnr",
+        "ssim",
+        "mcc",
+        "kappa",
+        "ndcg",
+        "mrr",
+        "top",
+        "exact",
+        "em",
+        "score",
+        "reward",
+        "return",
+    ]
+)
+
+
+def metric_mode(where: str, metric: str, mode: str | None) -> str:
+    """Whether the best value of `metric` is its lowest, "min", or its highest, "max": `mode`, and "min" where it is None.
+
+    Raises `ConfigurationError`, which begins with `where`, for another mode, and for none where a word of the name (accuracy, f1, ...)
+    says that higher values are usually better: a default would keep the worst without a word.
+    """
+    if mode not in ("min", "max", None):
+        raise ConfigurationError(f"{where}: mode={mode!r}: give 'min' or 'max'")
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    if mode is None and not _HIGHER_IS_BETTER.isdisjoint([*words, *(word.rstrip("0123456789") for word in words)]):
+        raise ConfigurationError(
+            f"{where}: is a higher or a lower {metric!r} better? The default is mode='min', and by its name it is 'max'; say which"
+        )
+    return mode or "min"
 
 
 @dataclass(frozen=True, kw_only=True)

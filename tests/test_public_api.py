@@ -36,6 +36,7 @@ PUBLIC = [
     "UnfreezeAt",
     "hookimpl",
     "import_checkpoint",
+    "metric_mode",
     "seed_everything",
 ]
 HEAVY = ["accelerate", "datasets", "numpy", "pluggy", "torch", "transformers"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback
+from fabricate.values import metric_mode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, MutableMapping
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stops the fit after `patience` validations in a row without an improvement of more than `min_delta`.
 
-    metric: a name as logged ("val_loss"); mode: "min" or "max". A value that is not finite counts as no improvement.
+    metric: a name as logged ("val_loss"); mode: "min" or "max", whichever is better; unset: "min", and an error for a metric whose name
+    says otherwise. A value that is not finite counts as no improvement. A run that ended so stays ended when it is resumed.
     monitor: Lightning's name for `metric`.
 
         Trainer(plugins=[EarlyStopping("val_loss", patience=3)], ...)
@@ -28,13 +30,12 @@ class EarlyStopping(Callback):
         metric: str = "val_loss",
         *,
         patience: int = 3,
-        mode: str = "min",
+        mode: str | None = None,
         min_delta: float = 0.0,
         monitor: str | None = None,
     ) -> None:
         metric = metric if monitor is None else monitor
-        if mode not in ("min", "max"):
-            raise ConfigurationError(f"EarlyStopping(mode={mode!r}): give 'min' or 'max'")
+        mode = metric_mode(f"EarlyStopping({metric!r})", metric, mode)
         if not isinstance(patience, int) or patience < 1 or min_delta < 0:
             raise ConfigurationError(
                 f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): at least 1 (whole) and 0"
@@ -73,6 +74,9 @@ class EarlyStopping(Callback):
             self.best, self.waited = value, 0
             return
         self.waited += 1
+        self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
         if self.waited >= self.patience:
             trainer.stop(
                 f"early stopping: {self.metric} has not improved on {self.best:g} in {self.waited} validations"
@@ -81,5 +85,6 @@ class EarlyStopping(Callback):
     def on_save(self, state: MutableMapping[str, Any]) -> None:
         state.update(best=self.best, waited=self.waited)
 
-    def on_load(self, state: MutableMapping[str, Any]) -> None:
+    def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
+        self._stop(trainer)  # the run had ended so: it does not train on because its script is started again

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.values import Every
+from fabricate.values import Every, metric_mode
 
 T = TypeVar("T")
 
@@ -121,6 +121,8 @@ def parse_keep(name: str, value: Any) -> dict[str, Any]:
         parsed = {**defaults, "last": 1, **value}
         counts = [parsed["last"], parsed.get("best", 1)]
         if parsed["mode"] in ("min", "max") and all(type(c) is int and c >= 1 for c in counts):
+            if "best" in value:
+                metric_mode(f"{name}={value!r}", str(parsed["metric"]), value.get("mode"))
             return parsed
     raise ConfigurationError(
         f"{name}={value!r}: give a number of at least 1, 'all', or a mapping such as "

@@ -40,7 +40,8 @@ def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
     state, agenda = LoopState(run), Agenda(run)
     try:
-        _before_updates(run)
+        if reason := _before_updates(run):
+            return reason
         while not (reason := finished(run)):
             for window in windows(run):  # one window of micro-batches makes one update (or one turn of each optimizer)
                 state.begin_update()
@@ -58,17 +59,23 @@ def fit(run: Run) -> str:
         return interruption(run)
 
 
-def _before_updates(run: Run) -> None:
-    """A fit that is complete says so; a new one validates first, or tries its validation on a few batches. All ranks."""
+def _before_updates(run: Run) -> str:
+    """A fit that is complete says so; a new one validates first, or tries its validation on a few batches. Why there is nothing to
+    train, or nothing. All ranks."""
     if run.checkpoints.restored:
+        stopped = next(filter(None, run.engine.gather_json(run.requests.stop)), "")  # by a plugin, in on_load
         if limit := finished(run):
             run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
+        elif stopped:
+            run.module.print(f"already complete: nothing to train ({stopped}, at step {run.progress.step})")
+        return limit or stopped
     elif run.progress.step == 0 and not finished(run):
         with run.journal.stopwatch.apart():
             if run.settings.validate_first and run.validation:
                 validate(run, run.progress.epoch)
             else:
                 check_validation(run)
+    return ""
 
 
 def windows(run: Run) -> Iterator[Window]:

@@ -128,7 +128,8 @@ def test_a_class_as_plugin_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "lowest"}, "EarlyStopping(mode='lowest'): give 'min' or 'max'"),
+        ({"mode": "lowest"}, "EarlyStopping('val_loss'): mode='lowest': give 'min' or 'max'"),
+        ({"metric": "val_top1"}, "EarlyStopping('val_top1'): is a higher or a lower 'val_top1' better?"),
         ({"patience": 0}, "EarlyStopping(patience=0, min_delta=0.0): at least 1"),
         ({"patience": "3"}, "EarlyStopping(patience='3', min_delta=0.0): at least 1"),
         ({"min_delta": -1.0}, "EarlyStopping(patience=3, min_delta=-1.0): at least 1"),

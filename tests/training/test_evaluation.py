@@ -168,8 +168,25 @@ def test_early_stopping_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
     assert (result.steps, result.stop_reason) == (3, "early stopping: val_loss has not improved on 1 in 2 validations")
 
 
+def test_a_run_that_early_stopping_ended_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common: dict[str, Any] = {"val": ROWS[:2], "validate_every": 1, "max_steps": 9, "run_dir": tmp_path}
+    for _ in range(2):
+        result = fit(Scripted([1.0, 2.0, 2.0, 0.5]), EarlyStopping(patience=2), **common)
+        assert (result.steps, result.stop_reason) == (
+            3,
+            "early stopping: val_loss has not improved on 1 in 2 validations",
+        )
+    assert "already complete: nothing to train (early stopping: val_loss has not improved" in capsys.readouterr().out
+    assert (
+        fit(
+            Scripted([0.5, 0.4, 0.3, 0.2, 0.1, 0.0]), EarlyStopping(patience=3), accept_changes=("module",), **common
+        ).steps
+        == 9
+    )
+
+
 def test_early_stopping_on_a_metric_that_is_not_there_says_which_are() -> None:
     with pytest.raises(
         FabricateError, match=r"EarlyStopping\(metric='val_acc'\): validation gave val_loss; use one of these"
     ):
-        fit(None, EarlyStopping("val_acc"), val=ROWS, validate_every=1)
+        fit(None, EarlyStopping("val_acc", mode="max"), val=ROWS, validate_every=1)

@@ -71,7 +71,7 @@ def test_a_metric_that_validation_does_not_give_keeps_no_checkpoint(metric: str,
         def validation_step(self, batch: Any) -> Any:
             return {"loss": 1.0, "error": 2.0}
 
-    keep = {"best": 2, "metric": metric}
+    keep = {"best": 2, "metric": metric, "mode": "max"}
     refused(message, module=Measures(), val=ROWS, validate_every=1, validate_first=True, keep=keep, run_dir=tmp_path)
 
 

@@ -65,7 +65,11 @@ class NoStep(Regression):
     [
         (torch.ones(()), (), "validation_step returned Tensor; return a mapping of metrics"),
         ({"loss": torch.ones(2)}, (), r"a metric is one number, this tensor has shape \(2,\)"),
-        ({"loss": 1.0}, (EarlyStopping("val_acc"),), r"EarlyStopping\(metric='val_acc'\): validation gave val_loss"),
+        (
+            {"loss": 1.0},
+            (EarlyStopping("val_acc", mode="max"),),
+            r"EarlyStopping\(metric='val_acc'\): validation gave val_loss",
+        ),
     ],
 )
 def test_a_mistake_in_validation_shows_before_the_first_step(returned: Any, plugins: Any, message: str) -> None:
@@ -76,9 +80,9 @@ def test_a_mistake_in_validation_shows_before_the_first_step(returned: Any, plug
 
 def test_checkpoints_kept_by_a_metric_that_validation_lacks_are_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="keep: validation gives val_loss, and not 'val_acc'"):
-        Trainer(max_epochs=1, progress=False, run_dir=tmp_path, keep={"best": 1, "metric": "val_acc"}).fit(
-            _Validates(), ROWS, ROWS, batch_size=2
-        )
+        Trainer(
+            max_epochs=1, progress=False, run_dir=tmp_path, keep={"best": 1, "metric": "val_acc", "mode": "max"}
+        ).fit(_Validates(), ROWS, ROWS, batch_size=2)
 
 
 class _Validates(NoStep):
