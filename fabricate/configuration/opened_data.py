@@ -7,8 +7,9 @@ Owns how a global batch, a strategy's file and the loading arguments become batc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,6 +21,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.model.compiling import Compilation
 from fabricate.registry.validation import ranks_per_row
 from fabricate.strategies.base import Strategy
+from fabricate.values import Every
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,23 @@ def open_data(
         str(name): _validation_source(resolved, data, f"val[{name!r}]" if name else "val", loading, limit)
         for name, data in sets.items()
     }
+    if train is not None:
+        _refuse_one_pass(settings, train, sets)
     return Data(source, validation, accumulation)
+
+
+def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object]) -> None:
+    """Refuse an iterator that can be read once where it is known that the fit reads it again."""
+    again = "give an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__)"
+    if settings.max_steps is not None or (settings.max_epochs or 0) <= 1:
+        return
+    every_epoch = settings.validate_every == Every(epochs=1)
+    named = {f"val[{str(name)!r}]" if name else "val": data for name, data in val.items() if every_epoch}
+    for where, data in {"train": train, **named}.items():
+        if isinstance(data, Iterator):
+            raise ConfigurationError(
+                f"{where} is a one-shot iterator ({type(data).__name__}), and max_epochs={settings.max_epochs} reads it again; {again}"
+            )
 
 
 def _training_source(

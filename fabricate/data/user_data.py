@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -112,6 +113,16 @@ def _refuse_other_kinds(data: Any, setup: Setup) -> None:
         raise setup.error(
             f"is a {type(data).__name__}, which joins several loaders; pass one data set: torch.utils.data.StackDataset(a=..., b=...) "
             "gives a row of each per batch, ConcatDataset one after the other, and an iterable of batches whatever it joins"
+        )
+    if isinstance(data, tuple) and data and all(isinstance(part, torch.Tensor | np.ndarray) for part in data):
+        raise setup.error(
+            f"is a tuple of {len(data)} tensors or arrays, each of which would be one row; "
+            "pass torch.utils.data.TensorDataset(*tensors), of tensors: torch.as_tensor(array)"
+        )
+    if type(data).__module__.partition(".")[0] in ("pandas", "polars"):
+        raise setup.error(
+            f"is a {type(data).__name__}, whose rows are not read by their number; pass datasets.Dataset.from_pandas(frame) "
+            "(from_polars), or a TensorDataset of its columns"
         )
     if isinstance(data, Mapping | str | bytes) or data is None:
         raise setup.error(

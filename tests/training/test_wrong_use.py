@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import pandas
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -124,6 +125,12 @@ def test_a_plateau_scheduler_without_val_loss_is_an_error() -> None:
         (torch.utils.data.TensorDataset(torch.zeros(4, 3)), {}, "train is a dataset: pass batch_size=..."),
         (torch.utils.data.DataLoader(ROWS, batch_size=2), {"batch_size": 4}, "batch_size=4 has no effect"),
         ({"a": 1}, {}, "train is a dict, which holds no rows to read"),
+        ((torch.zeros(4, 3), torch.zeros(4, 1)), {"batch_size": 2}, "train is a tuple of 2 tensors or arrays"),
+        (
+            pandas.DataFrame({"a": [1.0, 2.0]}),
+            {"batch_size": 2},
+            "train is a DataFrame, whose rows are not read by their",
+        ),
         ("train.csv", {}, "train is a str, which holds no rows to read"),
         (3, {}, "train is a int"),
         (ROWS, {"batch_size": 0}, "batch_size=0 (for train) must be a whole number, 1 or more"),
@@ -141,6 +148,14 @@ def test_an_iterator_that_gives_nothing_is_an_error() -> None:
 def test_an_iterator_that_is_used_up_is_an_error() -> None:
     batches = iter([(torch.zeros(2, 3), torch.zeros(2, 1))])
     refused("train is a one-shot iterator (list_iterator), which its first pass uses up", train=batches, forwards=1)
+
+
+def test_an_iterator_that_later_epochs_would_read_again_is_refused_before_the_first_step() -> None:
+    batches = [(torch.zeros(2, 3), torch.zeros(2, 1))]
+    message = "is a one-shot iterator (list_iterator), and max_epochs=2 reads it again"
+    refused(f"train {message}", train=iter(batches), max_steps=None, max_epochs=2)
+    module = wrong_module(validation_step=lambda self, batch: None)
+    refused(f"val {message}", module=module, train=batches, val=iter(batches), max_steps=None, max_epochs=2)
 
 
 def test_validation_data_without_validation_step_is_refused() -> None:
