@@ -6,13 +6,13 @@ Must not know: strategies, the loop.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import lr_scheduler
 
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, few
 from fabricate.optim.named_schedules import named_schedule, schedule_names
 from fabricate.optim.schedules import Schedule, own_lengths, takes_metric
 
@@ -161,6 +161,39 @@ def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[st
         if left_out := before - sum(len(group["params"]) for group in optimizer.param_groups):
             notes.append(f"optimizer {name!r}: {left_out} of {before} parameters are frozen and left out")
     return notes
+
+
+def notes_of_untrained(module: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
+    """Notes for the plan about what looks as if it were to be trained and is not."""
+    held = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    notes = (
+        [
+            f"in no optimizer, so that they stay as they are: {few(left)}; pass them to one in configure_optimizers, or freeze them with "
+            "requires_grad_(False)"
+        ]
+        if left
+        else []
+    )
+    registered = {id(p) for p in module.parameters()}
+    for place, kind, layers in _layers_in_containers(module):
+        if any(p.requires_grad and id(p) not in registered for layer in layers for p in layer.parameters()):
+            notes.append(
+                f"{place} is a {kind} of layers, which torch does not see: they are not trained, moved or saved; use "
+                f"torch.nn.{'ModuleDict' if kind == 'dict' else 'ModuleList'}, or freeze them if that is meant"
+            )
+    return notes
+
+
+def _layers_in_containers(module: torch.nn.Module) -> Iterator[tuple[str, str, list[torch.nn.Module]]]:
+    """The layers in plain lists, tuples and mappings that are public attributes: where, in what kind, and they."""
+    for name, child in module.named_modules():
+        for attribute, value in vars(child).items():
+            if isinstance(value, list | tuple | dict) and not attribute.startswith("_"):
+                inside = value.values() if isinstance(value, dict) else value
+                if layers := [each for each in inside if isinstance(each, torch.nn.Module)]:
+                    where = ".".join(filter(None, (type(module).__name__, name, attribute)))
+                    yield where, type(value).__name__, layers
 
 
 def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, max_epochs: int | None) -> list[str]:

@@ -195,7 +195,7 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
                 run.now.batch_idx = batch_idx
                 run.now.batch = batch = run.engine.to_device(item.batch)
                 yield item, batch
-        run.now.batch = None  # what follows has none
+                run.now.batch = None  # while the next one is read, and in what follows
     finally:
         moment.uneven = False
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fabricate.data.transfer import tensors
-from fabricate.errors import few
+from fabricate.errors import ConfigurationError, few
 from fabricate.training.halves import compare_halves
 from fabricate.training.losses import WindowLosses
 from fabricate.training.run_state import Run
@@ -70,11 +70,36 @@ class FirstUpdate:
         self._run = run
         self._activations: Activations | None = Activations(run.module)
         run.closing.callback(self._activations.close)
+        self._trains = run.module.training
         self._without_gradient: dict[str, torch.nn.Parameter] = {}
         """Trainable parameters that received no gradient in any update so far, until that is reported."""
 
+    def after_forward(self, micro_step: int) -> None:
+        """Refuse gradients that somebody else than the loop made or cleared, in the first update. No wait for the device."""
+        strategy = self._run.engine.strategy
+        if self._activations is None or not strategy.exposes_gradients:
+            return
+        there = any(p.grad is not None for p in self._run.module.parameters())
+        step = f"{type(self._run.module).__name__}.training_step"
+        if micro_step == 0 and there:
+            raise ConfigurationError(
+                f"gradients are there before the loop has called backward: {step}, or a hook before it, calls backward itself, and the "
+                "update would be of both; return the loss, and the loop does the rest"
+            )
+        if micro_step and not there and not strategy.shards_parameters:  # shards may keep them elsewhere meanwhile
+            raise ConfigurationError(
+                f"the gradients of the micro-batches before are gone: {step}, or on_accumulate, clears them (zero_grad); leave that to "
+                "the loop, which clears them after each update"
+            )
+
     def look(self, losses: WindowLosses, applied: bool) -> None:
         """Look at an update, before its gradients are cleared. No wait for the device."""
+        if self._trains and not self._run.module.training:
+            self._trains = False
+            self._run.journal.note(
+                f"{type(self._run.module).__name__} is in eval mode since step {self._run.progress.step}: a step or a hook called "
+                "self.eval() and not self.train() afterwards, so that dropout and batch normalisation work as in an evaluation"
+            )
         if self._activations is not None and applied:
             layers, whole = self._activations.close(), self._activations.whole
             self._activations = None

@@ -103,6 +103,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
     run = state.run
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
     losses = WindowLosses(state.losses, window, state.wants_loss)
+    run.now.batch = None  # while the next one is read
     for micro_step, (batch, rows) in enumerate(
         run.journal.stopwatch.timed(_interruptible(run, window.micro_batches, 1 if window.first_turn else 0))
     ):
@@ -112,6 +113,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
         with engine.gradient_sync(is_last):
             wrapped = calls.train_step  # None: nothing wraps the forward
             output = wrapped(trainer, module, batch) if wrapped else engine.forward(batch, progress.micro_step)
+            state.first_update.after_forward(micro_step)
             for_backward, loss, weight, logged_weight = losses.add(output, batch, rows)
             if is_last:
                 losses.begin_sums()
@@ -121,6 +123,8 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
             calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, window.num_micro_steps, is_last)
         run.metrics.take(module._logged, logged_weight)
         progress.micro_step += 1
+        if not is_last:
+            run.now.batch = None
     return losses
 
 

@@ -31,7 +31,13 @@ from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
 from fabricate.module import takes_turns
 from fabricate.optim.configured import configured
-from fabricate.optim.optimizers import configured_optimizers, leave_out_frozen, notes_of_length, read_optimizers
+from fabricate.optim.optimizers import (
+    configured_optimizers,
+    leave_out_frozen,
+    notes_of_length,
+    notes_of_untrained,
+    read_optimizers,
+)
 from fabricate.optim.pace import notes_of_pace
 from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
@@ -72,6 +78,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         start_trackers(run, settled, path)
     if run.calls.on_fit_start is not None:
         run.calls.on_fit_start(run.trainer, run.module)
+        optimizer_groups(run.module, run.optim.optimizers, engine.strategy)  # an error where it replaced a parameter
     if path is not None:
         resuming.resume(run, path)
     train_mode(run)
@@ -142,6 +149,7 @@ def _configure_optimizers(run: Run) -> None:
         raise ConfigurationError("; ".join(dict.fromkeys(problems)))
     optim.configured = configured(optim.optimizers, optim.schedules)
     run.notes.extend(leave_out_frozen(optim.optimizers))
+    run.notes.extend(notes_of_untrained(module, optim.optimizers))
     optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     _check_schedules(run, where)
     for parameter in module.parameters():

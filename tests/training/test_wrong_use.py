@@ -300,3 +300,86 @@ def test_a_launcher_that_tells_another_strategy_is_named(monkeypatch: pytest.Mon
 def test_a_launcher_that_tells_another_accumulation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     refused("gradient_accumulation_steps=2", gradient_accumulation_steps=2)
+
+
+# ------------------------------------------------------------------------------------------------ what the loop does and users may not
+
+
+def _own_backward(self: Any, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def _own_zero_grad(self: Any, loss: torch.Tensor) -> torch.Tensor:
+    self.zero_grad()
+    return loss
+
+
+def test_a_backward_of_the_users_own_is_refused() -> None:
+    message = "Wrong.training_step, or a hook before it, calls backward itself, and the update would be of both"
+    refused(message, module=answering(_own_backward), forwards=1)
+
+
+def test_gradients_that_are_cleared_between_micro_batches_are_refused() -> None:
+    message = "the gradients of the micro-batches before are gone: Wrong.training_step, or on_accumulate, clears them"
+    refused(message, module=answering(_own_zero_grad), forwards=2, gradient_accumulation_steps=2)
+    Trainer(max_steps=2, progress=False).fit(
+        answering(_own_zero_grad), ROWS, batch_size=2
+    )  # nothing is lost without accumulation
+
+
+def test_a_module_that_stays_in_eval_mode_gets_a_note_once(capsys: pytest.CaptureFixture[str]) -> None:
+    module = answering(lambda self, loss: self.eval() and loss)
+    Trainer(max_steps=3, progress=False).fit(module, ROWS, batch_size=2)
+    assert (
+        capsys.readouterr().err.count("note: Wrong is in eval mode since step 1: a step or a hook called self.eval()")
+        == 1
+    )
+
+
+def test_a_parameter_that_on_fit_start_replaces_is_refused() -> None:
+    def on_fit_start(self: Any) -> None:
+        self.layer = torch.nn.Linear(3, 1)
+
+    refused(
+        "that is not a parameter of the module; make it an attribute of the module",
+        module=wrong_module(on_fit_start=on_fit_start),
+    )
+
+
+def test_what_looks_trained_and_is_not_is_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    def training_step(self: Any, batch: Any) -> torch.Tensor:
+        return self.loss(batch) + self.head(self.towers[0](batch[0])).square().mean()
+
+    module = wrong_module(training_step=training_step, configure_optimizers=lambda self: _sgd(self.layer.parameters()))
+    module.head, module.towers, module.teachers = (
+        torch.nn.Linear(3, 1),
+        [torch.nn.Linear(3, 3)],
+        {"a": torch.nn.Linear(3, 3)},
+    )
+    module.teachers["a"].requires_grad_(False)
+    Trainer(max_steps=1, progress=False).fit(module, ROWS, batch_size=2)
+    printed = capsys.readouterr().out
+    assert "note: in no optimizer, so that they stay as they are: head.weight, head.bias; pass them to one" in printed
+    assert (
+        "note: Wrong.towers is a list of layers, which torch does not see: they are not trained, moved or saved"
+        in printed
+    )
+    assert "teachers" not in printed
+
+
+def test_a_row_that_cannot_be_read_is_not_blamed_on_the_batch_before() -> None:
+    class Broken(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                raise ValueError("row 3")
+            return ROWS[index]
+
+    with pytest.raises(ValueError, match="row 3") as caught:
+        Trainer(max_steps=2, progress=False, gradient_accumulation_steps=2).fit(
+            Regression(), Broken(), batch_size=1, shuffle=False
+        )
+    assert caught.value.__notes__ == ["while training: rank 0, epoch 0, step 2, micro-batch 3"]
