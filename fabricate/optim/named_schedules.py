@@ -91,9 +91,14 @@ def _refuse_unknown(where: str, name: str, options: Mapping[str, str], known: se
 
 def _number(schedule: str, option: str, text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError as exc:
         raise ConfigurationError(f"schedule {schedule!r}: {option}={text!r} is not a number") from exc
+    if option in ("warmup", "decay") and number >= 1 and number.is_integer() and "." in text:
+        raise ConfigurationError(
+            f"schedule {schedule!r}: {option}={text}: a share is below 1, and a number of updates is written without a point"
+        )
+    return number
 
 
 def _checked(schedule: str, given: dict[str, float], total: int | None) -> dict[str, Any]:

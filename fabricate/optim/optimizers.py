@@ -20,7 +20,7 @@ from fabricate.optim.schedules import Schedule, own_lengths, takes_metric
 def configured_optimizers(where: str, module: Any) -> Any:
     """What `module.configure_optimizers()` returns; torch's word for "no parameters" is explained."""
     try:
-        return module.configure_optimizers()
+        made = module.configure_optimizers()
     except ValueError as exc:
         if "empty parameter list" not in str(exc):
             raise
@@ -29,6 +29,16 @@ def configured_optimizers(where: str, module: Any) -> Any:
             f"{where} makes an optimizer over no parameters ({exc}), and the module has {count} trainable ones; pass self.parameters() "
             "or a list of them: an iterator that was read once is empty"
         ) from exc
+    of_lightning = isinstance(made, Mapping) and "lr_scheduler" in made
+    parts = made if isinstance(made, tuple | list) else ()
+    if len(parts) == 2 and all(isinstance(part, list) for part in parts):  # a list of optimizers and one of schedulers
+        of_lightning = not any(isinstance(each, torch.optim.Optimizer) for each in parts[1])
+    if of_lightning or any(isinstance(part, Mapping) and "scheduler" in part for part in parts):
+        raise ConfigurationError(
+            f"{where} returned what Lightning takes; return (optimizer, scheduler), advanced once per update, (optimizer, scheduler, "
+            "'epoch'), or a mapping of names to those"
+        )
+    return made
 
 
 class Optimizers(NamedTuple):

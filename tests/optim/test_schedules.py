@@ -235,6 +235,7 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
         (("cosin",), "is 'cosin'; did you mean 'cosine'?; give constant, linear, cosine, wsd, "),
         (("cosine:warm=3",), "has no option 'warm'; did you mean 'warmup'?"),
         (("cosine:warmup=1.5",), "warmup=1.5: give a share below 1, or a whole number of updates"),
+        (("cosine:warmup=1.0",), "warmup=1.0: a share is below 1, and a number of updates is written without a point"),
         (("cosine:warmup=-1",), "warmup=-1: give a share below 1"),
         (("cosine:minimum=2",), "minimum=2: give a share of the learning rate"),
         (("wsd:warmup=10,decay=10",), "warmup=10 and decay=10 are more than all 15 updates"),

@@ -37,6 +37,15 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
         (lambda self: {}, "configure_optimizers returned no optimizer"),
         (lambda self: [_sgd(self.parameters())] * 3, "optimizer 'main.SGD2' is listed twice"),
         (lambda self: [_sgd(self.parameters()), 0.5, 1, 2], "configure_optimizers returned list"),
+        (
+            lambda self: {"optimizer": _sgd(self.parameters()), "lr_scheduler": {}},
+            "returned what Lightning takes; return (opt",
+        ),
+        (lambda self: ([_sgd(self.parameters())], []), "configure_optimizers returned what Lightning takes"),
+        (
+            lambda self: (_sgd(self.parameters()), {"scheduler": 1}),
+            "configure_optimizers returned what Lightning takes",
+        ),
         (lambda self: {"a": "adam"}, "configure_optimizers returned str for 'a'"),
         (lambda self: (_sgd(self.parameters()), 0.5), "the scheduler of 'main' is float; it needs step()"),
         (lambda self: torch.optim.LBFGS(self.parameters()), "LBFGS evaluates the loss several times per update"),
