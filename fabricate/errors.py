@@ -42,7 +42,8 @@ class RankError(FabricateError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest of `known`, or the empty string."""
-    near = difflib.get_close_matches(word, sorted(known), n=1)
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -234,6 +234,10 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(self, "_uses_trainer", True)
         return self._trainer
 
+    @trainer.setter
+    def trainer(self, value: object) -> None:
+        raise self._taken("trainer")
+
     def __getattr__(self, name: str) -> Any:
         """Attributes that torch does not find either: those of other frameworks are an error that says what to use."""
         child = self.__dict__.get("_modules", {}).get(name)
@@ -256,6 +260,16 @@ class TrainModule(torch.nn.Module, Listener):
             return device
         parameter = next(self.parameters(), None)
         return parameter.device if parameter is not None else torch.device("cpu")
+
+    @device.setter
+    def device(self, value: object) -> None:
+        raise self._taken("device")
+
+    def _taken(self, name: str) -> ConfigurationError:
+        kind = type(self).__name__
+        return ConfigurationError(
+            f"{kind}.{name} is set by the Trainer that runs the module; give your attribute another name"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """What copying and pickling take: the module without the Trainer that happens to run it."""
@@ -419,16 +433,10 @@ def check_methods(module: object) -> None:
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name.startswith("_"):
                 continue
-            if (known := foreign_names.COMMON_NAMES.get(name)) and _begins_with(value, known[0]):
+            if (known := foreign_names.COMMON_NAMES.get(name)) and foreign_names.begins_with(value, known[0]):
                 raise ConfigurationError(
                     f"{base.__name__}.{name} is a hook of another framework that fabricate does not call; use {known[1]}"
                 )
             near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.9)
             if near and name not in _METHODS and not hasattr(torch.nn.Module, name):
                 raise ConfigurationError(f"{base.__name__}.{name} would never be called; did you mean {near[0]!r}?")
-
-
-def _begins_with(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
-    """Whether a method takes these arguments after self; those of a helper that has none are just self."""
-    given = tuple(inspect.signature(method).parameters)[1:]
-    return given[: len(arguments)] == arguments if arguments else not given

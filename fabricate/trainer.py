@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from fabricate.configuration.arguments import Settings
+from fabricate.configuration.arguments import CHECKS, Settings
 from fabricate.configuration.launched import with_launched
 from fabricate.configuration.opened_data import Data, open_data, settle
 from fabricate.configuration.plan import Plan
@@ -143,6 +143,10 @@ class Trainer:
         if name in foreign_names.TRAINER_SETTINGS:
             raise ConfigurationError(
                 f"trainer.{name} is not read{foreign_names.use(name, foreign_names.TRAINER_SETTINGS)}"
+            )
+        if name in CHECKS:
+            raise ConfigurationError(
+                f"trainer.{name} is not read; give it when the Trainer is made: Trainer({name}=...)"
             )
         super().__setattr__(name, value)
 
@@ -360,6 +364,10 @@ class Trainer:
             return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
         self._check_fit(module, train)
+        if not isinstance(resume, str | os.PathLike):
+            raise ConfigurationError(
+                f"resume={resume!r}: give 'auto' (go on from run_dir, the default), 'never' (begin anew) or the path of a checkpoint"
+            )
         settings = self.settings
         found = resolve(settings, module)
         data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))

@@ -28,6 +28,16 @@ from fabricate.errors import FabricateError
 class _Group(PluginCommands):
     """A group that prints fabricate's own errors as one line; `--debug` lets them through with their traceback."""
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Of what is not a command: a script, and what other launchers call this."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            if not args[0].endswith(".py") and args[0] not in ("launch", "train", "fit"):
+                raise
+            script = args[0] if args[0].endswith(".py") else "SCRIPT"
+            raise click.UsageError(f"No such command {args[0]!r}. Use fabricate run {script}", ctx) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

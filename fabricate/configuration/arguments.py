@@ -33,6 +33,17 @@ def _or_none(check: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
     return lambda name, value: None if value is None else check(name, value)
 
 
+def _or_never(name: str, value: Any) -> Every | None:
+    """None for never."""
+    if value is None:
+        return None
+    if value is False or value == 0:
+        raise ConfigurationError(
+            f"{name}={value!r}: give None for never, or a duration such as '500 steps' or '1 epoch'"
+        )
+    return Every.parse(name, value)
+
+
 def _whole(least: int) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -131,7 +142,9 @@ def parse_keep(name: str, value: Any) -> dict[str, Any]:
 
 
 def _path(name: str, value: Any) -> Path:
-    return Path(os.fspath(value))
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigurationError(f"{name}={value!r}: give the path of a directory, or None to write nothing")
+    return Path(os.fspath(value)).expanduser()
 
 
 def _plugins(name: str, value: Any) -> tuple[object, ...]:
@@ -155,10 +168,17 @@ def _progress(name: str, value: Any) -> bool | tuple[str, ...]:
 
 
 def _trackers(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise ConfigurationError(f"{name}={value!r}: give names, {name}=['tensorboard']")
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _changes(name: str, value: Any) -> tuple[str, ...]:
+    value = (value,) if isinstance(value, str) else value
+    if not isinstance(value, Iterable):
+        raise ConfigurationError(
+            f"{name}={value!r}: name what may differ, {name}=('optimizer',); known: {', '.join(CHANGES)}"
+        )
     for change in value:
         if change not in CHANGES:
             raise ConfigurationError(f"{name}={change!r}{did_you_mean(change, CHANGES)}; known: {', '.join(CHANGES)}")
@@ -185,11 +205,11 @@ class Settings:
     compile: Annotated[str | Mapping[str, Any] | None, _compile]
     run_dir: Annotated[Path | None, _or_none(_path)]
     save: Annotated[str, _one_of("sync", "async")]
-    save_every: Annotated[Every | None, _or_none(Every.parse)]
+    save_every: Annotated[Every | None, _or_never]
     keep: Annotated[dict[str, Any], parse_keep]
     load_best: Annotated[bool, _boolean]
     save_frozen: Annotated[bool, _boolean]
-    validate_every: Annotated[Every | None, _or_none(Every.parse)]
+    validate_every: Annotated[Every | None, _or_never]
     validate_first: bool
     sanity_batches: Annotated[int, _whole(0)]
     log_every: Annotated[Every, Every.parse]

@@ -24,18 +24,19 @@ _LAUNCHER = "the launcher (fabricate run --nproc N)"
 _OPTIMIZER = "configure_optimizers, which returns the optimizer with its options"
 _SCHEDULE = "configure_optimizers: return (optimizer, 'cosine:warmup=0.1') or any scheduler"
 _BEST = "keep={'last': 1, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}"
-_PRINTED = "nothing: the plan that is printed before the first step says it"
+_SUMMARY = "plugins=[ModelSummary()]; the plan counts parameters in any case"
 _RESUME = "fit(..., resume='path of a checkpoint'); with a run_dir, the same call resumes"
 
 ARGUMENTS = {
     # Lightning
     "callbacks": "plugins=[...]",
+    "callback": "plugins=[...]",
     "logger": "trackers=[...]",
     "loggers": "trackers=[...]",
     "accumulate_grad_batches": "gradient_accumulation_steps=",
     "gradient_clip_val": "max_grad_norm=",
     "gradient_clip_algorithm": "max_grad_norm= or max_grad_value=",
-    "track_grad_norm": "on_step(self, grad_norm) and self.log('grad_norm', grad_norm)",
+    "track_grad_norm": "plugins=[GradientNorms()]",
     "devices": _LAUNCHER,
     "gpus": _LAUNCHER,
     "num_processes": _LAUNCHER,
@@ -57,13 +58,13 @@ ARGUMENTS = {
     "min_epochs": "max_epochs alone: nothing ends a fit earlier but what you ask for; EarlyStopping counts with patience=",
     "min_steps": "max_steps alone: nothing ends a fit earlier but what you ask for; EarlyStopping counts with patience=",
     "overfit_batches": "a torch.utils.data.Subset of the data as train, which is read again in each epoch",
-    "enable_model_summary": _PRINTED,
-    "weights_summary": _PRINTED,
-    "model_summary": _PRINTED,
+    "enable_model_summary": _SUMMARY,
+    "weights_summary": _SUMMARY,
+    "model_summary": _SUMMARY,
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(layers) where the module builds them",
     "benchmark": "torch.backends.cudnn.benchmark = True in the script",
     "detect_anomaly": "torch.autograd.set_detect_anomaly(True) in the script",
-    "profiler": "torch.profiler.profile, started in on_fit_start and stopped in on_fit_end",
+    "profiler": "plugins=[Profiler()]",
     "inference_mode": "nothing: evaluations run without gradients",
     "use_distributed_sampler": "nothing: data is divided over the ranks, and a sampler of yours is respected",
     "replace_sampler_ddp": "nothing: data is divided over the ranks, and a sampler of yours is respected",
@@ -82,6 +83,15 @@ ARGUMENTS = {
     "fp16": "precision='fp16'",
     "tf32": "precision='tf32'",
     "num_train_epochs": "max_epochs=",
+    "epochs": "max_epochs=",
+    "num_epochs": "max_epochs=",
+    "n_epochs": "max_epochs=",
+    "steps": "max_steps=",
+    "args": "the arguments themselves: Trainer(max_epochs=3, run_dir='runs/one')",
+    "overwrite_output_dir": "fit(..., resume='never'), which moves what is there aside",
+    "remove_unused_columns": "nothing: every column is passed on; leave some out in collate_fn",
+    "label_names": "nothing: training_step takes from the batch what it needs",
+    "neftune_noise_alpha": "a forward hook on the embedding, in the module",
     "learning_rate": "configure_optimizers",
     "lr": "configure_optimizers",
     "weight_decay": _OPTIMIZER,
@@ -154,6 +164,10 @@ ARGUMENTS = {
     "deepspeed_plugin": "strategy='zero2' or 'zero3'",
     "gradient_accumulation_plugin": "gradient_accumulation_steps=",
     "dynamo_backend": "compile={'backend': ...}",
+    "split_batches": "nothing: batch_size is per rank; global_batch_size= is that of all ranks",
+    "even_batches": "nothing: every row is used once, on any number of ranks",
+    "dataloader_config": "nothing: fabricate divides the data over the ranks",
+    "step_scheduler_with_optimizer": "nothing: a schedule advances once per update, or per epoch: (optimizer, scheduler, 'epoch')",
     "kwargs_handlers": "options of the strategy or the precision: 'ddp:find_unused_parameters=true'",
 }
 """Arguments of a trainer."""
@@ -168,6 +182,11 @@ FIT = {
     "val_dataloader": "val=, or the third position",
     "val_dataloaders": "val=, or the third position",
     "eval_dataset": "val=, or the third position",
+    "val_dataset": "val=, or the third position",
+    "val_loader": "val=, or the third position",
+    "validation_data": "val=, or the third position",
+    "train_loader": "train=, or the second position",
+    "callbacks": "Trainer(plugins=[...])",
     "datamodule": _DATAMODULE,
     "ckpt_path": "resume='path of a checkpoint'; with a run_dir, the same call resumes",
     "resume_from_checkpoint": "resume='path of a checkpoint'; with a run_dir, the same call resumes",
@@ -334,10 +353,27 @@ PRECISIONS = {
 NO_PRECISION = {
     "16-true": "parameters in float16 do not train stably; use precision='fp16' (autocast and loss scaling) or 'bf16-true'",
     "fp16-true": "parameters in float16 do not train stably; use precision='fp16' (autocast and loss scaling) or 'bf16-true'",
+    **dict.fromkeys(
+        ("64-true", "fp64", "float64", "double"),
+        "for float64 call module.double() before fit, with precision='fp32', and give batches in float64",
+    ),
     "64": "for float64 call module.double() before fit, with precision='fp32', and give batches in float64",
-    "64-true": "for float64 call module.double() before fit, with precision='fp32', and give batches in float64",
 }
 """Precisions that do not exist here, and the way to what is meant."""
+
+_SAVED = "run_dir=, with save_every= and keep= for what is saved and kept"
+
+PLUGINS = {
+    "EarlyStopping": "the object: plugins=[EarlyStopping('val_loss', patience=3)]",
+    "early_stopping": "the object: plugins=[EarlyStopping('val_loss', patience=3)]",
+    "ModelSummary": "the object: plugins=[ModelSummary()]",
+    "Profiler": "the object: plugins=[Profiler()]",
+    "GradientNorms": "the object: plugins=[GradientNorms()]",
+    "ModelCheckpoint": _SAVED,
+    "model_checkpoint": _SAVED,
+    "LearningRateMonitor": "nothing: learning rates are logged",
+}
+"""Names of callbacks, of fabricate and of Lightning."""
 
 TRACKERS = {
     "csv": "nothing: metrics.jsonl in run_dir has every value, a JSON object per line",
@@ -501,6 +537,20 @@ COMMON_NAMES = {
 }
 """Methods whose names are usual for helpers: Lightning's or transformers' only with these first arguments (and what to use)."""
 
+CALLBACK_NAMES = {
+    "setup": (("trainer",), "on_fit_start()"),
+    "teardown": (("trainer",), "on_teardown()"),
+    "state_dict": ((), "on_save(self, state), which puts values into `state`"),
+    "load_state_dict": (("state_dict",), "on_load(self, state)"),
+}
+"""The same of callbacks."""
+
+
+def begins_with(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    """Whether a method takes these arguments after self; those of a helper that has none are just self."""
+    given = tuple(inspect.signature(method).parameters)[1:]
+    return given[: len(arguments)] == arguments if arguments else not given
+
 
 def use(name: str, names: Mapping[str, str]) -> str:
     """The remedy for `name` as the end of an error, empty for a name that is not in `names`: "; use max_grad_norm="."""
@@ -523,8 +573,14 @@ def translated(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[
         known = [name for name in inspect.signature(function).parameters if name != "self"]
         where = function.__qualname__.removesuffix(".__init__").removeprefix("TrainModule.")
 
+        keywords_only = all(p.kind is p.KEYWORD_ONLY for p in list(inspect.signature(function).parameters.values())[1:])
+
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if keywords_only and len(args) > 1:
+                raise ConfigurationError(
+                    f"{where} takes keyword arguments only, and fit takes module and data: {where}(max_epochs=3).fit(module, train, val)"
+                )
             for name in kwargs:
                 if name not in known:
                     raise ConfigurationError(f"{where} has no argument {name!r}{hint(name, names, known)}")

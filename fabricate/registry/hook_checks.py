@@ -94,8 +94,19 @@ def _check_hook(
         raise PluginError(f"{where} is not a hook of fabricate{foreign_names.use(hook, foreign_names.HOOKS)}")
     elif hook.startswith("on_") or marked is not None:
         raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(hook, HOOKS)}")
+    elif _never_called(plugin, method):
+        raise PluginError(f"{where} would never be called; use {foreign_names.CALLBACK_NAMES[method][1]}")
     elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):
         raise PluginError(f"{where} is not a hook of fabricate; did you mean {near[0]!r}?")
+
+
+def _never_called(plugin: object, method: str) -> bool:
+    """Whether a callback's method is one of Lightning's that has no other meaning here."""
+    known = foreign_names.CALLBACK_NAMES.get(method)
+    of_callback = isinstance(plugin, Callback) and not hasattr(
+        plugin, "named_parameters"
+    )  # a torch module has a state_dict
+    return known is not None and of_callback and foreign_names.begins_with(getattr(type(plugin), method), known[0])
 
 
 _REPLACES = {

@@ -175,7 +175,8 @@ class Registry:
         if not points:
             known = sorted(self._points)
             raise PluginError(
-                f"plugins={name!r}: no installed plugin has this name{did_you_mean(name, known)}; installed: {', '.join(known) or 'none'}"
+                f"plugins={name!r}: no installed plugin has this name"
+                f"{foreign_names.use(name, foreign_names.PLUGINS) or did_you_mean(name, known)}; installed: {', '.join(known) or 'none'}"
             )
         if len(points) > 1:
             owners = " and ".join(str(_origin(p)) for p in points)

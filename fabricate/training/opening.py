@@ -98,7 +98,10 @@ def opened(
 
     began: the monotonic time at which the user called, from which `max_time` counts."""
     if trainer._run is not None:
-        raise FabricateError("this Trainer is running already; one fit at a time")
+        raise FabricateError(
+            "this Trainer is running already; one fit at a time. A hook asks for an evaluation with trainer.request_eval(); for anything "
+            "else take another Trainer"
+        )
     settle(trainer.settings, found, data)
     with contextlib.ExitStack() as stack:
         run_dir, engine = _open_engine(stack, trainer.settings, found, data, training="train" in stages)

@@ -421,3 +421,10 @@ def test_one_checkpoint_is_verified_by_its_path(run_dir: Path) -> None:
     _alter(path / "progress.json")
     assert _invoke("ckpt", "verify", str(path)).exit_code == 1
     assert _invoke("ckpt", "verify", str(run_dir / "checkpoints/step-00001000")).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["train.py", "launch", "train"])
+def test_what_is_meant_as_run_names_it(command: str) -> None:
+    shown = CliRunner().invoke(main, [command])
+    script = command if command.endswith(".py") else "SCRIPT"
+    assert (shown.exit_code, f"No such command '{command}'. Use fabricate run {script}" in shown.output) == (2, True)

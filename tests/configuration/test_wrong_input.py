@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.support.wrong import ROWS, Regression, answering, refused, wrong_modu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"strategy": "DDP"}, "strategy='DDP' is not known; did you mean 'ddp'?; known: "),
+        ({"precision": "double"}, "precision='double' is not known; for float64 call module.double() before fit"),
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'?; known: "),
         (
             {"strategy": 3},
@@ -65,6 +68,8 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"devices": 2}, "use the launcher (fabricate run --nproc N)"),
         ({"output_dir": "x"}, "use run_dir="),
         ({"max_step": 2}, "Trainer has no argument 'max_step'; did you mean 'max_steps'?"),
+        ({"epochs": 2}, "Trainer has no argument 'epochs'; use max_epochs="),
+        ({"profiler": "simple"}, "Trainer has no argument 'profiler'; use plugins=[Profiler()]"),
         ({"nonsense": 2}, "Trainer has no argument 'nonsense'"),
         ({"max_steps": -1}, "max_steps=-1: give a whole number of at least 0, or None"),
         ({"max_steps": 1.5}, "max_steps=1.5: give a whole number"),
@@ -87,7 +92,18 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"seed": 1.0}, "seed=1.0: give a whole number"),
         ({"seed": True}, "seed=True: give a whole number"),
         ({"save_every": "weekly"}, "save_every='weekly' is not a duration: write '500 steps'"),
-        ({"save_every": 0}, "save_every=0: Every(steps=0): the number has to be positive"),
+        ({"save_every": 0}, "save_every=0: give None for never, or a duration such as '500 steps'"),
+        ({"validate_every": False}, "validate_every=False: give None for never"),
+        ({"log_every": "0 steps"}, "log_every='0 steps': Every(steps=0): the number has to be positive"),
+        ({"run_dir": ""}, "run_dir='': give the path of a directory, or None to write nothing"),
+        ({"run_dir": 3}, "run_dir=3: give the path of a directory"),
+        ({"trackers": True}, "trackers=True: give names, trackers=['tensorboard']"),
+        ({"accept_changes": True}, "accept_changes=True: name what may differ, accept_changes=('optimizer',)"),
+        ({"accept_changes": "lr"}, "accept_changes='lr'; known: global_batch_size"),
+        (
+            {"keep": {"best": 1, "metric": "val_acc"}},
+            "keep={'best': 1, 'metric': 'val_acc'}: is a higher or a lower 'val_acc' better?",
+        ),
         ({"validate_every": "1.5 epochs"}, "validate_every='1.5 epochs': Every(epochs=1.5): epochs are whole numbers"),
         ({"log_every": None}, "log_every=None is not a duration"),
         ({"keep": 0}, "keep=0: give a number of at least 1, 'all', or a mapping such as {'last': 2,"),
@@ -109,16 +125,52 @@ def test_a_wrong_argument_is_refused_when_the_trainer_is_built(arguments: dict[s
         Trainer(**arguments)
 
 
+def test_positional_arguments_are_refused_with_where_they_belong() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^Trainer takes keyword arguments only, and fit takes module and data: "
+    ):
+        Trainer(Regression())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("resume", [True, False, None])
+def test_a_resume_that_is_no_path_is_refused(resume: Any) -> None:
+    refused(f"resume={resume}: give 'auto' (go on from run_dir, the default), 'never'", fit={"resume": resume})
+
+
+def test_a_run_dir_may_begin_with_the_home_directory() -> None:
+    assert Trainer(run_dir="~/runs").run_dir == Path.home() / "runs"
+
+
+def test_an_argument_that_is_set_on_a_trainer_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^trainer.max_epochs is not read; give it when the Trainer is made"):
+        Trainer(max_epochs=1).max_epochs = 5
+
+
 def test_an_unknown_plugin_is_refused_before_the_first_step() -> None:
     refused(
         "plugins='no_such_plugin': no installed plugin has this name", error=PluginError, plugins=["no_such_plugin"]
     )
+    message = "no installed plugin has this name; use the object: plugins=[EarlyStopping('val_loss', patience=3)]"
+    refused(message, error=PluginError, plugins=["EarlyStopping"])
 
 
 def test_a_misspelt_hook_is_refused_before_the_first_step() -> None:
     plugin = type("Watch", (Callback,), {"on_stepp": lambda self: None})()
     refused("Watch.on_stepp is not a hook of fabricate; did you mean 'on_step'?", error=PluginError, plugins=[plugin])
     refused("Wrong.on_stepp is not a hook", error=PluginError, module=wrong_module(on_stepp=lambda self: None))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"setup": lambda self, trainer, module, stage: None}, "Watch.setup would never be called; use on_fit_start()"),
+        ({"state_dict": lambda self: {}}, "Watch.state_dict would never be called; use on_save(self, state)"),
+        ({"load_state_dict": lambda self, state_dict: None}, "would never be called; use on_load(self, state)"),
+    ],
+)
+def test_a_method_of_lightnings_callbacks_is_refused(method: dict[str, Any], message: str) -> None:
+    plugin = type("Watch", (Callback,), {"on_step": lambda self: None, **method})()
+    refused(message, error=PluginError, plugins=[plugin])
 
 
 def test_a_class_as_plugin_is_refused() -> None:
@@ -158,6 +210,12 @@ def test_a_module_without_super_init_is_refused() -> None:
         ConfigurationError, match=r"^Forgets.__init__ does not call super\(\).__init__\(\); call it first$"
     ):
         Trainer(max_steps=1).fit(module, ROWS, batch_size=2)
+
+
+@pytest.mark.parametrize("name", ["device", "trainer"])
+def test_an_attribute_that_the_trainer_sets_cannot_be_the_users(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Regression.{name} is set by the Trainer that runs the module"):
+        setattr(Regression(), name, "cpu")
 
 
 def test_a_lazy_layer_without_a_shape_is_refused() -> None:

@@ -230,6 +230,11 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_weights_of_no_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is neither a checkpoint nor a run directory with one"):
         Regression.load_from_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"it holds weights only, of which import_checkpoint\(path, out\) makes a"
+    ):
+        Regression.load_from_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
@@ -286,7 +291,12 @@ def test_a_fit_inside_a_fit_is_refused() -> None:
         def on_step(self, trainer: Trainer) -> None:
             trainer.fit(Regression(), ROWS, batch_size=2)
 
-    refused("this Trainer is running already; one fit at a time", error=FabricateError, plugins=[Nests()], forwards=1)
+    refused(
+        "one fit at a time. A hook asks for an evaluation with trainer.request_eval()",
+        error=FabricateError,
+        plugins=[Nests()],
+        forwards=1,
+    )
 
 
 def test_a_loader_that_accelerate_prepared_is_refused() -> None:

@@ -156,8 +156,12 @@ def find(path: Path, files: Files = LOCAL) -> Path:
         return path
     checkpoints = committed(path / "checkpoints", files)
     if not checkpoints:
+        weights = any(name.endswith(".safetensors") for name in _names(path, files))
+        of_weights = (
+            "; it holds weights only, of which import_checkpoint(path, out) makes a checkpoint" if weights else ""
+        )
         raise CheckpointError(
-            f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-..."
+            f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-...{of_weights}"
         )
     return checkpoints[-1]
 
