@@ -71,8 +71,9 @@ class Trainer:
     save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
     save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens", or 0.25
-    for a quarter of an epoch).
-    keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}.
+    for a quarter of an epoch; a whole number counts steps).
+    keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}; a metric
+    whose name says that higher is better (accuracy, f1, ...) needs its mode.
     load_best: True: a fit that is complete ends with the weights of its best checkpoint, in the module and in model/; `keep` says
     by which metric and needs "best".
     save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
@@ -352,7 +353,8 @@ class Trainer:
         """Train `module` on `train` and return the result. All ranks call it.
 
         train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (then `batch_size` per rank,
-        `num_workers`, `collate_fn`, `shuffle` count), any iterable of batches; `val` also a mapping of named sets.
+        `num_workers`, `collate_fn`, `shuffle` count; `train` is shuffled unless `shuffle=False`), any iterable of batches; `val` also a
+        mapping of named sets.
         resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint.
         SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank: after the update under way the state is saved and
         `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further
