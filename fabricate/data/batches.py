@@ -62,10 +62,18 @@ def rows_of(batch: Any) -> int:
 
 
 def rows_that_came(batch: Any, planned: int) -> int:
-    """The rows of a batch that was to have `planned` ones: a collate_fn may leave some out. What else it does to the leading
-    dimension (it may pack rows, or make graphs of them) changes nothing."""
-    rows = visible_rows(batch)
-    return planned if rows is None else min(rows, planned)
+    """The rows of a batch that was to have `planned` ones: a collate_fn may leave some out. It may do more to leading dimensions: put
+    time first, pack rows, make graphs of them. So of several the largest that is not above `planned` counts, and a tensor whose second
+    dimension is `planned` says nothing.
+
+    >>> rows_that_came((torch.zeros(7, 3), torch.zeros(7)), 8), rows_that_came((torch.zeros(5, 8), torch.zeros(8)), 8)
+    (7, 8)
+    """
+    shapes = list(_shapes(batch))
+    if not shapes:
+        return min(_num_listed(batch) or planned, planned)
+    leading = [shape[0] for shape in shapes if shape[0] == planned or shape[1:2] != (planned,)]
+    return max((rows for rows in leading if rows <= planned), default=planned)
 
 
 _INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask"})
@@ -92,12 +100,25 @@ def visible_rows(batch: Any) -> int | None:
 
 
 def _leading_dimension(batch: Any) -> int | None:
+    return next((shape[0] for shape in _shapes(batch)), None)
+
+
+def leading_dimensions(batch: Any) -> list[int]:
+    """Those of the tensors and arrays in a batch, each once."""
+    return list(dict.fromkeys(shape[0] for shape in _shapes(batch)))
+
+
+def _shapes(batch: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of the tensors and arrays in a batch that have a leading dimension."""
     if isinstance(batch, torch.Tensor | np.ndarray):
-        return int(batch.shape[0]) if batch.ndim else None
+        if batch.ndim:
+            yield (len(batch),) if getattr(batch, "is_nested", False) else tuple(map(int, batch.shape))
     # A list of mappings is a list of samples: a dimension found inside one of them is not the batch's.
-    if isinstance(batch, list | tuple) and batch and all(isinstance(part, Mapping) for part in batch):
-        return len(batch)
-    return next((rows for part in _parts(batch) if (rows := _leading_dimension(part)) is not None), None)
+    elif isinstance(batch, list | tuple) and batch and all(isinstance(part, Mapping) for part in batch):
+        yield (len(batch),)
+    else:
+        for part in _parts(batch):
+            yield from _shapes(part)
 
 
 def _num_listed(batch: Any) -> int | None:

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fabricate.errors import ConfigurationError
+from fabricate.metrics.reading import on_device
 
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 _UNCHANGED = frozenset(
@@ -31,10 +32,10 @@ _UNCHANGED = frozenset(
 )
 """Operations that hand a loss on as it is, apart from its sign: what DDP and DeepSpeed put around outputs, copies, changes of dtype
 and of shape."""
-_SCALED = ("MulBackward0", "DivBackward0")
+_SCALED = ("MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1")  # those with 1 are by numbers of torch's own code
 _ADDED = ("AddBackward0", "SubBackward0")
 _REDUCED = ("MeanBackward0", "SumBackward0")
-_MASKED = ("IndexBackward0", "MaskedSelectBackward0")
+_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
 class Counted(NamedTuple):
@@ -49,7 +50,7 @@ def counted(loss: torch.Tensor) -> Counted | None:
     """What `loss` is the mean of, if it is a cross-entropy (or nll_loss) with reduction="mean", times a number and nothing else;
     call it before backward. None for any other loss: a sum of terms, label smoothing, a compiled or hand-written kernel."""
     node = _origin(loss)
-    if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != _MEAN:
+    if type(node).__name__ not in _CROSS_ENTROPIES or node._saved_reduction != _MEAN:
         return None
     classes = node._saved_weight
     weight: torch.Tensor = node._saved_total_weight
@@ -65,39 +66,86 @@ def last_operation(loss: torch.Tensor) -> str:
     return type(loss.grad_fn if node is None else node).__name__.rstrip("0123456789").removesuffix("Backward")
 
 
-def is_sum(loss: torch.Tensor) -> bool:
-    """Whether `loss` is a sum over its batch, or a sum of terms of which one has reduction="sum"."""
-    origin = _origin(loss, scaled=False)  # a sum times a number is most likely a mean: sum() / len(batch)
-    if type(origin).__name__ == "SumBackward0":
-        return True
-    nodes = [origin]
-    while nodes:
-        node = nodes.pop()
-        if getattr(node, "_saved_reduction", None) == _SUM:
-            return True
-        if type(node).__name__ in _ADDED:
-            nodes += [_through(each, scaled=False) for each, _ in node.next_functions if each is not None]
-    return False
+def is_sum(loss: torch.Tensor, rows: int | None = None) -> bool:
+    """Whether `loss` is a sum over its batch of `rows`, or a sum of terms of which one is. A sum that is divided by its rows, or by a
+    number when they are not known, is most likely a mean."""
+    terms = _terms(loss)
+    return any(_is_sum(node, divisors, rows, alone=len(terms) == 1) for node, divisors in terms)
+
+
+def _is_sum(node: Any, divisors: list[float], rows: int | None, alone: bool) -> bool:
+    if type(node).__name__ == "SumBackward0":  # of parameters, a penalty
+        if not (alone if rows is None else tuple(node._saved_self_sym_sizes)[:1] == (rows,)):
+            return False
+    elif getattr(node, "_saved_reduction", None) != _SUM:
+        return False
+    return not (divisors if rows is None else any(_is_multiple(divisor, rows) for divisor in divisors))
+
+
+def _is_multiple(number: float, of: int) -> bool:
+    times = number / of
+    return round(times) >= 1 and math.isclose(times, round(times), rel_tol=1e-5)
 
 
 def is_over_a_part(loss: torch.Tensor) -> bool:
-    """Whether `loss` is a mean over what a mask selects, or a sum that is divided by a tensor: by a count, most likely."""
-    node = _origin(loss)
+    """Whether `loss`, or one of the terms that it is a sum of, is a mean over what a mask selects, or a sum that is divided by a tensor:
+    by a count, most likely."""
+    return any(_is_over_a_part(node) for node, _ in _terms(loss))
+
+
+def _is_over_a_part(node: Any) -> bool:
     name = type(node).__name__
-    if name == "MeanBackward0":
-        return type(node.next_functions[0][0]).__name__ in _MASKED
+    if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN:
+        return _is_masked(_through(node.next_functions[0][0]))
     return name == "DivBackward0"
 
 
-def _origin(loss: torch.Tensor, scaled: bool = True) -> Any:
-    """The operation that `loss` comes from, apart from copies, numbers added to it and (`scaled`) numbers that scale it."""
+def _is_masked(node: Any) -> bool:
+    """Whether an operation selects by a mask of truth values. An index of whole numbers is mostly of one value per row."""
+    if type(node).__name__ == "IndexBackward0":
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in node._saved_indices)
+    return type(node).__name__ == "MaskedSelectBackward0"
+
+
+def terms_over_labels(loss: torch.Tensor) -> list[tuple[bool, torch.Tensor, int]]:
+    """Of each cross-entropy among the terms of `loss`: whether it has class weights, the labels or weights that it counted (0-dim, on the
+    device), and how many labels there were."""
+    found = []
+    for node, _ in _terms(loss):
+        if type(node).__name__ in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
+            found.append(
+                (node._saved_weight is not None, node._saved_total_weight.detach(), node._saved_target.numel())
+            )
+    return found
+
+
+def _terms(loss: torch.Tensor) -> list[tuple[Any, list[float]]]:
+    """The operations whose results add up to `loss`, each with the numbers that it is divided by."""
+    found = []
+    divisors: list[float] = []
+    nodes = [(_origin(loss, divisors=divisors), divisors)]
+    while nodes:
+        node, divisors = nodes.pop()
+        if type(node).__name__ not in _ADDED:
+            found.append((node, divisors))
+            continue
+        for each, _ in node.next_functions:
+            if each is not None:
+                own = list(divisors)
+                nodes.append((_through(each, divisors=own), own))
+    return found
+
+
+def _origin(loss: torch.Tensor, divisors: list[float] | None = None) -> Any:
+    """The operation that `loss` comes from, apart from copies, numbers added to it and numbers that scale it. Those by which it is
+    divided go to `divisors`."""
     node: Any = loss.grad_fn
     if type(node).__name__ == "_DDPSinkBackward":
         node = node.next_functions[loss.output_nr][0]
-    return _through(node, scaled)
+    return _through(node, divisors)
 
 
-def _through(node: Any, scaled: bool) -> Any:
+def _through(node: Any, divisors: list[float] | None = None) -> Any:
     while node is not None:
         name = type(node).__name__
         if name in _ADDED:
@@ -105,7 +153,9 @@ def _through(node: Any, scaled: bool) -> Any:
             if len(terms) != 1:
                 return node
             node = terms[0]
-        elif name in _UNCHANGED or (scaled and _is_scaled(name, node)) or (name in _REDUCED and not _several(node)):
+        elif name in _UNCHANGED or _is_scaled(name, node) or (name in _REDUCED and not _several(node)):
+            if divisors is not None and name in _SCALED and (factor := float(node._saved_other)):
+                divisors.append(factor if name.startswith("Div") else 1 / factor)
             node = node.next_functions[0][0]
         else:
             return node
@@ -117,7 +167,9 @@ def _is_scaled(name: str, node: Any) -> bool:
     if name not in _SCALED or node.next_functions[0][0] is None:
         return False
     factor = node._saved_other
-    if factor is None or factor.ndim:
+    if not isinstance(factor, torch.Tensor):
+        return factor is not None
+    if factor.ndim:
         return False
     small = torch.float16 if factor.is_floating_point() else torch.int8
     # Of a number and a tensor without dimensions torch takes the tensor's dtype, of two such tensors the larger one.
@@ -138,14 +190,30 @@ def _count(target: torch.Tensor, classes: torch.Tensor | None, ignored: int) -> 
     return Counted(torch.where(counts, each, 0.0).sum(), labels)
 
 
+class _Remembered(NamedTuple):
+    """A mean cross-entropy that was computed."""
+
+    result: torch.Tensor
+    version: int | None
+    over: Counted
+    elements: int
+    """Labels, those that did not count too."""
+
+    def is_here(self, value: torch.Tensor) -> bool:
+        """Whether `value` is this result in the same memory, and nothing was added to it there."""
+        return value.data_ptr() == self.result.data_ptr() and _version(self.result) == self.version
+
+
 class CrossEntropies(TorchFunctionMode):
-    """While entered, remembers every mean cross-entropy that is computed. Costs a Python call per call of torch."""
+    """While entered, remembers every mean cross-entropy (or nll_loss) that is computed. Costs a Python call per call of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[tuple[torch.Tensor, Counted]] = []
+        self._found: list[_Remembered] = []
         self._weighed: set[str] = set()
         """The names of the metrics that were weighed."""
+        self._decided = False
+        """Whether a batch was weighed before."""
 
     def __torch_function__(
         self,
@@ -156,7 +224,7 @@ class CrossEntropies(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is torch.nn.functional.cross_entropy:
+        if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
             self._remember(result, *args, **kwargs)
         return result
 
@@ -173,25 +241,58 @@ class CrossEntropies(TorchFunctionMode):
         label_smoothing: float = 0.0,
     ) -> None:
         if reduction == "mean" and size_average is reduce is None and not target.is_floating_point():
-            self._found.append((result, _count(target, weight, ignore_index)))
+            count = _count(target, weight, ignore_index)
+            self._found.append(_Remembered(result, _version(result), count, target.numel()))
 
     def weigh(self, logged: list[Any]) -> torch.Tensor | None:
         """Give every one of `logged` (name, value, weight, reduce) that is a remembered cross-entropy its weight, and return the
         labels that the first of them counted, for the rest. None if there is none; `ConfigurationError` if a metric was one in
         the batches before."""
-        found = {result.data_ptr(): count for result, count in self._found}
-        self._found = []
         labels, weighed = None, set()
         for place, (name, value, weight, reduce) in enumerate(logged):
-            if isinstance(value, torch.Tensor) and (count := found.get(value.data_ptr())) is not None:
+            if (count := self._count_of(name, value)) is not None:
                 logged[place] = (name, value, count.weight if weight is None else weight, reduce)
                 weighed.add(name)
                 labels = count.labels if labels is None else labels
         missing = self._weighed - weighed
         self._weighed |= weighed
+        self._decided = True
         if missing & {name for name, *_ in logged} or (missing and not weighed):
             raise ConfigurationError(
                 "an evaluation step returned no plain cross-entropy, which weighs the labels that it counts, but did so for the batches "
                 "before; one unit has to hold throughout: return 'weight' with the metrics every time"
             )
+        if labels is not None:
+            self._found = []
         return labels
+
+    def _count_of(self, name: str, value: Any) -> Counted | None:
+        """What a metric counted that is a remembered result, or a number on the host that equals one."""
+        if isinstance(value, torch.Tensor) and (it := next(filter(lambda it: it.is_here(value), self._found), None)):
+            return it.over
+        if on_device(value) or not isinstance(value, torch.Tensor | float):
+            return None
+        number = float(value)
+        # Which of them are is decided once: on a device each comparison would be a wait. And much is 0.
+        if name not in self._weighed and (self._decided or not number):
+            return None
+        same = (
+            it.over
+            for it in self._found
+            if repr(number) == repr(float(it.result)) and _version(it.result) == it.version
+        )
+        return next(same, None)
+
+    def of_other_than_rows(self) -> str:
+        """Which cross-entropy of the batch, none of which was logged as it is, is a mean over something else than its rows; empty if none
+        is. Waits for the device."""
+        for _, _, count, elements in self._found:
+            if count.weight is not count.labels:
+                return "a cross-entropy with class weights"
+            if int(count.labels) < elements:
+                return f"a cross-entropy that counts {int(count.labels)} of {elements} labels"
+        return ""
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

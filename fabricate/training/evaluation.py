@@ -126,10 +126,12 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
             continue
         weight = _log_output(module, output, stage, prefix)
         _keep_outputs(rows, output, item, f"{type(module).__name__}.{STEPS[stage]}")
-        if weight is None and watch is not None:
+        if weight is not None:
+            watch = None
+        elif watch is not None:
             weight = watch.weigh(module._logged)
             if weight is None:
-                _note_rows(run, stage, item.batch)
+                _note_rows(run, stage, item.batch, watch.of_other_than_rows())
                 watch = None
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
     check_first(run, source)
@@ -229,12 +231,16 @@ def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> An
     return None if weight is None else one_weight(weight)
 
 
-def _note_rows(run: Run, stage: str, batch: Any) -> None:
-    if (shape := several_labels(batch)) is not None:
+def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
+    """Note metrics that weigh rows and are likely means over something else. `computed`: by what the step seems to have made them."""
+    shape = several_labels(batch)
+    why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
+    if computed:
+        why = f"{STEPS[stage]} computes {computed},"
+    if why:
         run.journal.note(
-            f"a batch holds whole numbers of the shape {shape}, several per row, and {STEPS[stage]} returns no plain cross-entropy, so its "
-            "metrics weigh the rows of their batches. Where rows have unequal numbers of labels, return a weight too: {..., 'weight': what "
-            "the means were taken over}"
+            f"{why} and {STEPS[stage]} returns no plain cross-entropy, so its metrics weigh the rows of their batches. Where rows have "
+            "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
         )
 
 

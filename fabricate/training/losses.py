@@ -213,8 +213,10 @@ class WindowLosses:
         if chosen is not None or self.optimizer is None:
             self.optimizer = choose(self._losses.run, self.optimizer, chosen, len(self.values))
         if self.rule is None or self._first is not None:
-            self._settle(loss, given)
+            self._settle(loss, given, rows)
         weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
+        if self._first is not None:
+            self._note_missing_rows(weight, rows)
         if not self._expected:
             self._expected = self._rows * self._weight_per_row(weight, 1 if rows is None else rows)
         for_backward = self.rule.share(loss, weight, self._expected)
@@ -223,17 +225,25 @@ class WindowLosses:
         self._weights.append(weight)
         return Weighed(for_backward, loss, weight, logged_weight)
 
-    def _settle(self, loss: torch.Tensor, given: Any) -> None:
+    def _settle(self, loss: torch.Tensor, given: Any, rows: int | None) -> None:
         """Choose what weighs the losses; and check them where these optimizers never had a window."""
         rule = self._losses.rules.get(self.optimizer)
         if rule is None:
             check_loss(self._losses.run, loss)
             check_not_negative(given)
             check_logged(self._losses.run, loss)
-            self._first = Made.by(loss)
+            self._first = Made.by(loss, rows)
         if self.rule is None:
             self._optimizers_rule = rule or self._losses.new_rule(loss, given)
             self.rule = self._optimizers_rule.for_one_micro_batch() if self._one_micro_batch else self._optimizers_rule
+
+    def _note_missing_rows(self, weight: Any, rows: int | None) -> None:
+        """Of a batch in which a collate_fn of the user's left rows out, or so it seems."""
+        if rows and self.rule.source == "rows" and weight < rows:
+            self._losses.run.journal.note(
+                f"collate_fn made a batch of {weight} rows of the {rows} that were read, so its loss weighs so many; where these "
+                "are something else than rows, return {'loss': loss, 'weight': what its mean was taken over} from training_step"
+            )
 
     def _weight_per_row(self, weight: Any, rows: int) -> float:
         """What these optimizers' losses weigh per row of a window, a power of two: agreed by all ranks in the first window, the largest of

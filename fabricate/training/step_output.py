@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fabricate.data.batches import several_labels
+from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation
+from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation, terms_over_labels
 from fabricate.training.run_state import Run
 
 
@@ -61,11 +61,22 @@ class Made(NamedTuple):
     operation: str
     is_sum: bool
     over_a_part: bool
+    cross_entropies: list[tuple[bool, torch.Tensor, int]]
+    """Those among its terms; see `terms_over_labels`."""
 
     @classmethod
-    def by(cls, loss: torch.Tensor) -> Made:
-        """Read off `loss`, before backward."""
-        return cls(last_operation(loss), is_sum(loss), is_over_a_part(loss))
+    def by(cls, loss: torch.Tensor, rows: int | None) -> Made:
+        """Read off `loss`, before backward. `rows`: of its batch, where they are known."""
+        return cls(last_operation(loss), is_sum(loss, rows or None), is_over_a_part(loss), terms_over_labels(loss))
+
+    def part(self) -> str:
+        """Why it seems to be a mean over something else than rows; empty if it does not. Waits for the device."""
+        for has_weights, counted, labels in self.cross_entropies:
+            if has_weights:
+                return "a term of the loss is a cross-entropy with class weights, a mean over these,"
+            if float(counted) < labels:
+                return f"a term of the loss is a cross-entropy that counts {float(counted):g} of {labels} labels,"
+        return "the loss seems to be a mean over a part of its batch" if self.over_a_part else ""
 
 
 def check_loss(run: Run, loss: Any) -> None:
@@ -128,13 +139,12 @@ def _note_rows(run: Run, made: Made) -> None:
         )
         return
     shape = several_labels(run.now.batch)
-    if shape is None and not made.over_a_part:
+    why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else made.part()
+    leading = leading_dimensions(run.now.batch)
+    if not why and run.source is not None and run.source.kind == "iterable" and len(leading) > 1:
+        why = f"the tensors of a batch begin with the dimensions {', '.join(map(str, leading))}, of which the first is taken for its rows,"
+    if not why:
         return
-    why = (
-        f"a batch holds whole numbers of the shape {shape}, several per row,"
-        if shape is not None
-        else "the loss seems to be a mean over a part of its batch"
-    )
     run.journal.note(
         f"{why} and the loss is no plain cross-entropy (it comes from {made.operation}), so it weighs the rows of its batch. Where rows "
         "have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was taken over} from training_step"

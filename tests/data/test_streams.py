@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from fabricate.data.batches import rows_of
+from fabricate.data.batches import rows_of, rows_that_came
 from fabricate.data.source import Loading, Source
 from fabricate.errors import ConfigurationError
 from tests.support.sources import Numbers, Rereadable, Stream, flat, opened, ranks, updates
@@ -216,3 +216,24 @@ def test_a_batch_without_visible_rows_is_an_error_that_asks_for_the_weight(batch
         ConfigurationError, match=r'cannot tell how many rows .* Return \{"loss": loss, "weight": weight\}'
     ):
         rows_of(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        ((torch.zeros(7, 3), torch.zeros(7)), 7),
+        ({"x": torch.zeros(7, 3), "classes": torch.zeros(100)}, 7),
+        (torch.zeros(0, 3), 0),
+        ([{"x": 1}] * 7, 7),
+        (["a"] * 7, 7),
+        ((torch.zeros(5, 8, 4), torch.zeros(8)), 8),  # time first
+        (torch.zeros(5, 8, 4), 8),
+        ((torch.zeros(5, 7, 4), torch.zeros(7)), 7),
+        ((torch.zeros(2, 40), torch.zeros(30, 3), torch.zeros(8)), 8),  # the edges, nodes and labels of graphs
+        ({"classes": torch.zeros(3), "x": torch.zeros(8, 3)}, 8),
+        ((torch.zeros(31, 3),), 8),  # packed
+        (object(), 8),
+    ],
+)
+def test_the_rows_that_came_of_eight(batch: Any, rows: int) -> None:
+    assert rows_that_came(batch, 8) == rows

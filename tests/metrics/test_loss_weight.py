@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
 from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_part, is_sum, last_operation
+from fabricate.training.step_output import Made
 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(6, 5, generator=GENERATOR).requires_grad_()
@@ -113,6 +114,46 @@ def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
     assert (is_sum(loss()), is_over_a_part(loss())) == (a_sum, over_a_part)
 
 
+@pytest.mark.parametrize(
+    ("loss", "rows", "a_sum"),
+    [
+        (lambda: cross_entropy(LOGITS, TARGET) + 0.1 * LOGITS.square().sum(), 6, True),
+        (lambda: cross_entropy(LOGITS, TARGET) + 0.1 * LOGITS.square().sum(), 4, False),  # of parameters, most likely
+        (lambda: 0.5 * LOGITS.square().sum(), 6, True),
+        (lambda: LOGITS.square().sum() / 6, 6, False),
+        (lambda: 0.1 * LOGITS.square().sum() / 30, 6, False),
+        (lambda: mse_loss(LOGITS, LOGITS.detach() + 1, reduction="sum") / 6 + LOGITS.mean(), 6, False),
+    ],
+)
+def test_a_sum_over_rows_that_are_known_is_told_from_a_mean(
+    loss: Callable[[], torch.Tensor], rows: int, a_sum: bool
+) -> None:
+    assert is_sum(loss(), rows) == a_sum
+
+
+MEASURED = torch.tensor([[0.0, torch.nan], [1.0, 2.0], [torch.nan, 0.5]])
+OUTPUTS = torch.zeros(3, 2, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "part"),
+    [
+        (lambda: mse_loss(OUTPUTS[~MEASURED.isnan()], MEASURED[~MEASURED.isnan()]), "a mean over a part of its batch"),
+        (lambda: OUTPUTS.mean() + OUTPUTS[MEASURED > 0].square().sum() / (MEASURED > 0).sum(), "a mean over a part"),
+        (lambda: mse_loss(OUTPUTS[torch.arange(3), torch.tensor([0, 1, 1])], torch.ones(3)), ""),
+        (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), weight=CLASSES) + LOGITS.square().mean(), "class weights"),
+        (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), weight=CLASSES, label_smoothing=0.1), "class weights"),
+        (lambda: 0.5 * cross_entropy(LOGITS, TARGET) + LOGITS.square().mean(), "that counts 4 of 6 labels"),
+        (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0)) + LOGITS.square().mean(), ""),
+    ],
+)
+def test_a_term_that_is_a_mean_over_something_else_than_rows_is_seen(
+    loss: Callable[[], torch.Tensor], part: str
+) -> None:
+    found = Made.by(loss(), 6).part()
+    assert part in found if part else not found
+
+
 @pytest.mark.parametrize("classes", [None, CLASSES])
 def test_watching_finds_the_cross_entropy_among_what_was_logged(classes: torch.Tensor | None) -> None:
     watch = CrossEntropies()
@@ -145,10 +186,33 @@ def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:
         logged = [
             ("sum", cross_entropy(LOGITS, TARGET, reduction="sum"), None, "mean"),
             ("soft", cross_entropy(LOGITS, LOGITS.softmax(1)), None, "mean"),
-            ("nll", nll_loss(LOGITS.log_softmax(1), TARGET), None, "mean"),
             ("number", 1.0, None, "mean"),
         ]
     assert watch.weigh(list(logged)) is None
+
+
+def test_watching_finds_a_result_of_nll_loss_and_one_that_is_a_number_by_now() -> None:
+    watch = CrossEntropies()
+    with torch.no_grad(), watch:
+        nll = nll_loss(LOGITS.log_softmax(1), TARGET.clamp(min=0), weight=CLASSES)
+        number = cross_entropy(LOGITS, TARGET).item()
+    logged: list[Any] = [
+        ("nll", nll * 1.0, None, "mean"),
+        ("number", number, None, "mean"),
+        ("zero", 0.0, None, "mean"),
+    ]
+    watch.weigh(logged)
+    counted_by_hand = float(CLASSES[TARGET.clamp(min=0)].sum())
+    assert [None if weight is None else float(weight) for _, _, weight, _ in logged] == [counted_by_hand, 4, None]
+
+
+def test_what_is_made_of_a_cross_entropy_in_its_place_is_another_metric_and_is_named() -> None:
+    watch = CrossEntropies()
+    with torch.no_grad(), watch:
+        loss = cross_entropy(LOGITS, TARGET)
+        loss += 1
+    assert watch.weigh([("loss", loss, None, "mean")]) is None
+    assert watch.of_other_than_rows() == "a cross-entropy that counts 4 of 6 labels"
 
 
 def test_watching_refuses_a_step_that_changes_its_mind() -> None:
