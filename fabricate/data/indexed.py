@@ -24,7 +24,7 @@ from torch.utils.data import (
 from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.digests import digest
 from fabricate.data.order import Share, batch_seed, plan_window
-from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators
+from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators, set_epoch
 from fabricate.data.source import Setup, Source
 from fabricate.data.workers import Workers, WorkerStart, iterate
 
@@ -128,6 +128,7 @@ class Indexed(Source):
         order, stop = self._order(epoch)
         first = order.unit(start)
         if first is None or first > stop:
+        set_epoch(self.data, epoch)
             raise self._setup.error(
                 f"cannot resume at row {start}: an epoch has {order.position(stop)} rows and no batch begins there. "
                 "The data, its sampler or the limit changed since the checkpoint was written"

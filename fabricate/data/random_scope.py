@@ -67,9 +67,14 @@ def begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> list[torch.Gener
     """Set the epoch of samplers, loaders and data sets, and seed their own generators, which are returned."""
     generators = []
     for part in parts:
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
+        set_epoch(part, epoch)
         if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(batch_seed(seed, epoch))
             generators.append(generator)
     return generators
+
+
+def set_epoch(part: Any, epoch: int) -> None:
+    """Call `part.set_epoch`, where it has one."""
+    if callable(method := getattr(part, "set_epoch", None)):
+        method(epoch)

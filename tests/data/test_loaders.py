@@ -251,3 +251,24 @@ def test_a_loader_that_accelerate_prepared_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="train is a DataLoaderShard that accelerate has already split"):
         opened(DataLoaderShard(Numbers(4), batch_size=2))
     GradientState._reset_state()  # a DataLoaderShard makes one for the process
+
+
+class Grows(Dataset[int]):
+    """Rows that depend on the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * self.epoch + index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_gets_the_epoch_as_a_sampler_does(workers: int) -> None:
+    source = opened(DataLoader(Grows(), batch_size=2, num_workers=workers))
+    assert [flat(updates([source], epoch=epoch)) for epoch in (0, 3)] == [[0, 1, 2, 3], [30, 31, 32, 33]]
