@@ -100,10 +100,13 @@ class Indexed(Source):
         units: int,
         shuffle: bool | None,
         options: dict[str, Any],
+        samplers: tuple[Any, ...] = (),
     ) -> None:
+        """`samplers`: the objects of the user's that `draw` asks."""
         resumes = "exactly, by position"
         super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=shuffle)
         self.data = dataset
+        self.samplers = samplers
         self._draw = draw
         self._options = options
         self.in_workers = options["num_workers"] > 0
@@ -125,10 +128,10 @@ class Indexed(Source):
         return found.pop() if len(found) == 1 else ""
 
     def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
+        set_epoch(self.data, epoch)
         order, stop = self._order(epoch)
         first = order.unit(start)
         if first is None or first > stop:
-        set_epoch(self.data, epoch)
             raise self._setup.error(
                 f"cannot resume at row {start}: an epoch has {order.position(stop)} rows and no batch begins there. "
                 "The data, its sampler or the limit changed since the checkpoint was written"

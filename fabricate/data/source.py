@@ -105,6 +105,8 @@ class Source(ABC):
     """
 
     data: Any
+    samplers: tuple[Any, ...] = ()
+    """What gives the order of the rows, where these are objects of the user's."""
     state: Any = None
     first: str = ""
     in_workers: bool = False

@@ -213,7 +213,15 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     if loader.pin_memory_device:  # naming it at all is deprecated in torch
         options["pin_memory_device"] = loader.pin_memory_device
     return Indexed(
-        setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, shuffle=shuffle, options=options
+        setup,
+        "dataloader",
+        loader.dataset,
+        draw,
+        batch_size=batch_size,
+        units=units,
+        shuffle=shuffle,
+        options=options,
+        samplers=(sampler, getattr(sampler, "sampler", None)),
     )
 
 

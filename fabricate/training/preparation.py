@@ -50,7 +50,7 @@ from fabricate.training.run_state import Run
 from fabricate.training.saved_state import data_identity, versions
 from fabricate.training.stepping import prepare_updates
 from fabricate.training.tracking import start_trackers
-from fabricate.training.unsaved import generator_notes, remember
+from fabricate.training.unsaved import remember, unsaved_notes
 from fabricate.values import Every
 
 
@@ -204,7 +204,7 @@ def _plan(run: Run, found: Resolved, data: Data) -> Plan:
         check_room_for_copies(needed, engine)
     engine.prepare_optimizers(optim.optimizers)
     found = dataclasses.replace(found, seed=(run.source.seed, found.seed[1]))
-    run.notes.extend(generator_notes(run))
+    run.notes.extend(unsaved_notes(run))
     return make_plan(run.settings, found, module, data, optim.optimizers, optim.schedules, run.notes, needed)
 
 

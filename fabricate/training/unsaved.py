@@ -1,4 +1,4 @@
-"""What a module or a data set holds that no checkpoint has, named with the way to save it.
+"""What the user's objects hold that no checkpoint has, named with the way to save it.
 
 Seen is what lies in the attributes of objects of the user's own classes: random generators when a fit begins, tensors and numbers once they
 have changed. Must not know: what a checkpoint has (`saved_state`).
@@ -18,15 +18,27 @@ from fabricate.module import overrides
 from fabricate.optim.schedules import captured
 from fabricate.training.run_state import Run
 
-_SEEDED = ("generator", torch.Generator)
-"""Of data: seeded for each epoch."""
 _LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
 
 
-def generator_notes(run: Run) -> list[str]:
-    """A note for the plan about the random generators that a resumed run would not find as they were."""
+def unsaved_notes(run: Run) -> list[str]:
+    """Notes for the plan about the random generators and the extra state of layers that a resumed run would not find as they were."""
     if run.run_dir is None:
         return []
+    return [*_generators(run), *_extra_state(run)]
+
+
+def _extra_state(run: Run) -> Iterator[str]:
+    own = torch.nn.Module.get_extra_state
+    layers = [name for name, child in run.module.named_modules() if type(child).get_extra_state is not own]
+    if layers and not overrides(run.module, "on_save"):
+        yield (
+            f"not in checkpoints: what get_extra_state gives of {few(layers)}. Save it in on_save(self, state) and put it back in "
+            "on_load(self, state)"
+        )
+
+
+def _generators(run: Run) -> list[str]:
     held = [f"{name} ({type(value).__name__})" for name, value in _held(run) if _draws(value)]
     for label, schedule in run.optim.schedules.items():
         for function in getattr(schedule.made, "lr_lambdas", ()):
@@ -47,10 +59,11 @@ def remember(run: Run) -> None:
 
 
 def note_changed(run: Run) -> None:
-    """At a save: name what has changed since the fit began, once."""
-    held, run.optim.held = run.optim.held, {}
-    now = {name: _mark(value) for name, value in _held(run) if _counts(value)} if held else {}
-    if changed := [name for name, mark in now.items() if name in held and held[name] != mark]:
+    """At a save: name what has changed since the fit began, each once."""
+    held = run.optim.held
+    now = {name: _mark(value) for name, value in _held(run) if name in held} if held else {}
+    if changed := [name for name, mark in now.items() if held[name] != mark]:
+        run.optim.held = {name: mark for name, mark in held.items() if name not in changed}
         run.journal.note(
             f"{few(changed)} changed since the fit began and is not in the checkpoint, so that a resumed run begins with what __init__ "
             "sets: use register_buffer for a tensor, or put it into `state` in on_save(self, state) and take it out in on_load(self, state)"
@@ -58,22 +71,32 @@ def note_changed(run: Run) -> None:
 
 
 def _held(run: Run) -> Iterator[tuple[str, Any]]:
-    """The attributes of the module, its submodules and the training data, as far as their classes are not a library's."""
+    """The attributes of the user's objects of which no checkpoint has any: the module with its submodules, plugins without `on_save`,
+    optimizers, the training data and its samplers."""
     if not overrides(run.module, "on_save"):
         for name, child in run.module.named_modules():
             yield from _attributes(f"{type(run.module).__name__}{'.' if name else ''}{name}", child)
-    data = run.source.data if run.source is not None and run.source.resumes != "by its own state" else None
-    if data is not None:
-        yield from _attributes(f"{type(data).__name__} (train)", data)
-        if (inner := getattr(data, "dataset", None)) is not None:
-            yield from _attributes(f"{type(inner).__name__} (train)", inner)
+    saving = {name for name, _ in run.calls.listeners("on_save")}
+    for name, plugin in run.calls.manager.list_name_plugin():
+        if plugin is not run.module and name not in saving:
+            yield from _attributes(name, plugin)
+    for optimizer in run.optim.optimizers.values():
+        yield from _attributes(type(optimizer).__name__, optimizer)
+    if run.source is not None and run.source.resumes != "by its own state":
+        data, in_order = run.source.data, run.source.resumes == "by replay"
+        for part in (data, getattr(data, "dataset", None)):
+            yield from _attributes(f"{type(part).__name__} (train)", part, seeded=in_order)
+        for sampler in run.source.samplers:
+            yield from _attributes(f"{type(sampler).__name__} (train)", sampler, seeded=True)
 
 
-def _attributes(owner: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tuple[str, Any]]:
+    """`seeded`: a generator called "generator" is seeded for each epoch."""
     if type(value).__module__.partition(".")[0] in _LIBRARIES:
         return
+    follows = ("epoch", "_epoch") if callable(getattr(value, "set_epoch", None)) else ()
     for name, attribute in getattr(value, "__dict__", {}).items():
-        if (name, type(attribute)) != _SEEDED:
+        if name not in follows and not (seeded and name == "generator" and type(attribute) is torch.Generator):
             yield f"{owner}.{name}", attribute
 
 
@@ -86,7 +109,7 @@ def _counts(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Another one where a number or a tensor has changed."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return id(value), None if value.is_inference() else value._version
+    """Another one where a number or a tensor has changed, or is something else now."""
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    return value if _counts(value) else None

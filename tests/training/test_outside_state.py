@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,89 @@ def test_what_no_checkpoint_holds_is_named_with_the_way_to_save_it(
     assert f"note: not in checkpoints, so that a resumed run draws other numbers: {generators}. Draw from" in said.out
     assert "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began" in said.err
     assert "register_buffer" in said.err
+
+
+class Order(torch.utils.data.Sampler[int]):
+    def __init__(self) -> None:
+        self.random, self.passes = np.random.default_rng(0), 0
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter(self.random.permutation(len(ROWS)).tolist())
+
+
+class Pausing(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step()
+
+
+class Scaling(torch.nn.Identity):
+    def get_extra_state(self) -> Any:
+        return {"scale": 1}
+
+
+class Late(Regression):
+    """Names as they are in scripts; `stage` changes after the first save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.stage = torch.Generator().manual_seed(0), 1
+        self.scaling = Scaling()
+
+    def on_step(self, step: int) -> None:
+        self.stage = 1 + step // 4
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Pausing(self.parameters(), lr=1e-3)
+        optimizer.steps = 0
+        return optimizer
+
+
+class Counting(Callback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self) -> None:
+        self.steps += 1
+
+
+def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_named_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = torch.utils.data.DataLoader(ROWS, batch_size=2, sampler=Order())  # type: ignore[arg-type]
+    Trainer(max_steps=4, seed=1, progress=False, run_dir=tmp_path, save_every=2, plugins=[Counting()]).fit(Late(), rows)
+    said = capsys.readouterr()
+    assert (
+        "other numbers: Late.generator_of_mine (Generator), Late.generator (Generator), Order (train).random"
+        in said.out
+    )
+    assert "note: not in checkpoints: what get_extra_state gives of scaling. Save it in on_save" in said.out
+    first, second = [line for line in said.err.splitlines() if "changed since the fit began" in line]
+    assert "Late.seen, Late.mean, Counting.steps, Pausing.steps" in first
+    assert "Order (train).passes" in first or "and 1 more" in first
+    assert second.startswith("note: Late.stage changed")
+
+
+def test_modes_that_a_hook_sets_on_the_way_are_those_of_a_resumed_run(tmp_path: Path) -> None:
+    modes = []
+
+    class Settles(Regression):
+        def on_epoch_start(self) -> None:
+            modes.append((self.layer.training, self.training))
+
+        def on_step(self, step: int) -> None:
+            if step == 1:
+                self.layer.eval()
+
+    for steps in (2, 3):
+        fit(Settles(), steps, run_dir=tmp_path)
+    assert modes == [(True, True), (False, True)]
 
 
 def test_nothing_is_named_where_nothing_is_saved_or_the_module_saves_its_own(
