@@ -82,6 +82,11 @@ def _frozen_statistics(layer: torch.nn.Module) -> bool:
     return keeps and bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
+def eval_modes(module: torch.nn.Module) -> list[str]:
+    """The names of the submodules in eval mode, "" for the module."""
+    return sorted(name for name, child in module.named_modules() if not child.training)
+
+
 def _train(module: torch.nn.Module, *, whole: bool) -> None:
     """Train mode for `module` and what is in it; unless it is meant as a `whole`, frozen parts stay as they are."""
     parameters = list(module.parameters())

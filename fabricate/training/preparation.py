@@ -27,6 +27,7 @@ from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.distributed.engine import Engine
 from fabricate.errors import ConfigurationError, size_text
+from fabricate.model.building import eval_modes
 from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
 from fabricate.module import takes_turns
@@ -79,6 +80,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     if run.calls.on_fit_start is not None:
         run.calls.on_fit_start(run.trainer, run.module)
         optimizer_groups(run.module, run.optim.optimizers, engine.strategy)  # an error where it replaced a parameter
+    run.optim.modes = eval_modes(run.module)
     if path is not None:
         resuming.resume(run, path)
     train_mode(run)

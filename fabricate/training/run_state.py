@@ -59,6 +59,8 @@ class Optimization:
     """Parameters that are to be trained, or no longer, from the next update on."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Parameters that were not trainable when the fit began."""
+    modes: list[str] = field(default_factory=list)
+    """The submodules that were in eval mode when the fit began."""
     mode: str = ""
     """Of optimizers with `train()` and `eval()`: which of the two was called last."""
     held: dict[str, Any] = field(default_factory=dict)

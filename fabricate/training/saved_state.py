@@ -34,7 +34,7 @@ from fabricate.checkpoint.state.logical import (
 from fabricate.data.user_data import fingerprint
 from fabricate.errors import CheckpointError
 from fabricate.metrics.torchmetrics_objects import load_torchmetrics_state, torchmetrics_state
-from fabricate.model.building import pretrained_record
+from fabricate.model.building import eval_modes, pretrained_record
 from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.changes import configuration
@@ -96,6 +96,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
             "unrecorded": lost,
             "transient": sorted(transient_names(run.module)),
             "frozen": run.checkpoints.frozen_digests,
+            "modes": [run.optim.modes, eval_modes(run.module)],
             "pretrained": saver.encode(pretrained_record(run.module), "module.pretrained", saver.whole),
         },
         "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optim.optimizers.items()},
@@ -146,6 +147,7 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
     engine, optim = run.engine, run.optim
     groups = optimizer_groups(run.module, optim.optimizers, engine.strategy)
     load_model(reader, run.module, engine.strategy)
+    _restore_modes(run, reader, tree["module"].get("modes", [[], []]))
     for label, optimizer in optim.optimizers.items():
         load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)
     for label, schedule in optim.schedules.items():
@@ -161,6 +163,17 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
             call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, tree["plugins"][name], name))
     _restore_own(run, reader)
     run.checkpoints.restored = True
+
+
+def _restore_modes(run: Run, reader: Reader, saved: Any) -> None:
+    """Put the submodules into the modes that hooks had changed since the fit began; unless the script begins with other modes now."""
+    names = isinstance(saved, list) and len(saved) == 2 and all(isinstance(each, list) for each in saved)
+    if not names or not all(type(name) is str for each in saved for name in each):
+        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: modes: fabricate did not write it so")
+    began, then = saved
+    if began != then and began == run.optim.modes:
+        for name, child in run.module.named_modules():
+            child.training = name not in then
 
 
 def _restore_own(run: Run, reader: Reader) -> None:
