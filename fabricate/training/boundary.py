@@ -17,7 +17,7 @@ from fabricate.training.first_update import FirstUpdate
 from fabricate.training.log_lines import begin_line, may_wait, stop_if_nonfinite, write_line
 from fabricate.training.replicas import compare, compare_now_and_then
 from fabricate.training.run_state import Run, Update
-from fabricate.training.saving import check_weights, finish_background_save, save_requested
+from fabricate.training.saving import check_weights, finish_background_save, request_best, save_requested
 
 _SAVED = "a checkpoint holds what was logged before it; log it in on_step or on_epoch_end, say"
 
@@ -101,7 +101,7 @@ def _log_late(run: Run, epoch: int) -> None:
 def _validate(run: Run, epoch: int) -> None:
     if run.validation:
         with run.journal.stopwatch.apart():
-            validate(run, epoch)
+            request_best(run, validate(run, epoch))
 
 
 def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torch.Tensor | None, last: bool) -> None:

@@ -34,7 +34,7 @@ NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_
 def validate(run: Run, epoch: int) -> dict[str, float]:
     """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
     metrics = evaluate(run, run.validation, "validate")
-    run.journal.validated = frozenset(metrics)
+    run.journal.validated, run.journal.validated_at = frozenset(metrics), run.progress.step
     check_keep(run, metrics)
     run.journal.write_metrics("validate", metrics, epoch)
     for scheduler in run.optim.schedules.values():

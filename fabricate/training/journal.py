@@ -54,8 +54,17 @@ class Journal:
         """The last known value of every metric."""
         self.validated: frozenset[str] = frozenset()
         """The names of the metrics that validation gives; empty while they are not known."""
+        self.validated_at = -1
+        """The step of the last validation."""
         self.rates: dict[str, float] = {}
         """Of the last log boundary; see `Stopwatch.lap` and `_memory`."""
+
+    def current(self) -> dict[str, float]:
+        """The last known values without those of a validation of other weights than these."""
+        if self.validated_at == self._progress.step:
+            return self.latest
+        measured = {name for name in self.latest if name in self.validated or name.startswith(("val_", "val/"))}
+        return {name: value for name, value in self.latest.items() if name not in measured}
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append to events.jsonl."""

@@ -56,7 +56,7 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
         "topology": run.engine.topology(),
         "versions": versions(),
         "progress": run.progress.state(),
-        "metrics": {n: v for n, v in run.journal.latest.items() if math.isfinite(v)},
+        "metrics": {n: v for n, v in run.journal.current().items() if math.isfinite(v)},
     }
     return Content(saver.chunks, shared, own, saver.tensors, manifest, saver.exchanged)
 

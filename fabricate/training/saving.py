@@ -6,13 +6,15 @@ Must not know: the loop's order; what the state consists of (`saved_state`); how
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.files import StorageError
-from fabricate.checkpoint.format.retention import best_checkpoints, kept
+from fabricate.checkpoint.format.retention import among_best, best_checkpoints, kept
 from fabricate.checkpoint.state import commit as committing
 from fabricate.checkpoint.state.contents import Content
 from fabricate.checkpoint.state.finite import not_finite, refusal
@@ -65,6 +67,17 @@ def save(run: Run, *, last: bool = False) -> None:
     run.checkpoints.saved_step = run.progress.step
     if run.checkpoints.background is None or not run.checkpoints.background.busy:
         _saved(run, path, run.progress.step, time.monotonic() - began)
+
+
+def request_best(run: Run, metrics: Mapping[str, float]) -> None:
+    """After a validation that gave `metrics`: request a save if its weights are among the best, so that the best checkpoint has the
+    weights that were measured. Rank 0 requests for all."""
+    keep = run.settings.keep
+    value = metrics.get(keep["metric"], math.nan)
+    if run.run_dir is None or run.engine.rank != 0 or "best" not in keep or not math.isfinite(value):
+        return
+    if among_best(format.committed(checkpoints(run)), keep, value):
+        run.requests.ask(save=True)
 
 
 def save_requested(run: Run) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fabricate import Callback, CheckpointError, Trainer, TrainModule
+from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import Files
 from tests.support.runs import (
     GLOBAL_BATCH,
@@ -312,6 +313,20 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, keep: Any, validate_ever
         trainer.validate(module, Noisy(4), which, batch_size=4)
         saved = Net.load_from_checkpoint(step(tmp_path, number))
         assert torch.equal(module.head.weight, saved.head.weight)
+
+
+def test_the_best_checkpoint_has_the_weights_that_were_measured(tmp_path: Path) -> None:
+    class Table(Net):
+        def validation_step(self, batch: Any) -> dict[str, Any]:
+            return {"loss": 10.0 - self.trainer.step if self.trainer.step < 5 else 9.0}
+
+    keep = {"last": 1, "best": 1}
+    trainer = Trainer(max_steps=7, run_dir=tmp_path, keep=keep, seed=1, progress=False, save_every=3, validate_every=2)
+    result = trainer.fit(Table(), Noisy(), Noisy(4), batch_size=4)
+    assert (result.best_checkpoint, result.best_score) == (step(tmp_path, 4), 6.0)
+    assert steps(tmp_path) == [4, 7]
+    with Reader(step(tmp_path, 7)) as reader:
+        assert "val_loss" not in reader.manifest.metrics, "it was measured at step 6"
 
 
 def test_what_a_kill_left_undeleted_goes_when_the_run_is_resumed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.errors import CheckpointError
 
-__all__ = ["best_checkpoints", "kept"]
+__all__ = ["among_best", "best_checkpoints", "kept"]
 
 
 def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
@@ -31,8 +31,21 @@ def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
 def best_checkpoints(
     checkpoints: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None
 ) -> list[Path]:
-    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first, since a checkpoint between
-    two evaluations repeats the value of the one before it. A damaged one goes to `unreadable`; without it, it is an error."""
+    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first. A damaged one goes to `unreadable`;
+    without it, it is an error."""
+    return [path for _, _, path in _scored(checkpoints, metric, mode, unreadable)]
+
+
+def among_best(checkpoints: Sequence[Path], keep: Mapping[str, Any], value: float) -> bool:
+    """Whether a checkpoint that records `value` would be one of the best that `keep` holds, beside `checkpoints`."""
+    scored = _scored(checkpoints, keep["metric"], keep["mode"], unreadable=[])[: keep["best"]]
+    return len(scored) < keep["best"] or (value if keep["mode"] == "min" else -value) < scored[-1][0]
+
+
+def _scored(
+    checkpoints: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None
+) -> list[tuple[float, int, Path]]:
+    """Score (the lower the better), step and path of the checkpoints that recorded `metric`, in order."""
     scored = []
     for path in checkpoints:
         try:
@@ -46,4 +59,4 @@ def best_checkpoints(
         if metric in metrics:
             value = float(metrics[metric])
             scored.append((value if mode == "min" else -value, step, path))
-    return [path for _, _, path in sorted(scored)]
+    return sorted(scored)
