@@ -32,7 +32,12 @@ _UNCHANGED = frozenset(
 )
 """Operations that hand a loss on as it is, apart from its sign: what DDP and DeepSpeed put around outputs, copies, changes of dtype
 and of shape."""
-_SCALED = ("MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1")  # those with 1 are by numbers of torch's own code
+_SCALED = (
+    "MulBackward0",
+    "DivBackward0",
+    "MulBackward1",
+    "DivBackward1",
+)  # those with 1 are by numbers of torch's own code
 _ADDED = ("AddBackward0", "SubBackward0")
 _REDUCED = ("MeanBackward0", "SumBackward0")
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")

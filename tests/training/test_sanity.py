@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from fabricate import Callback, ConfigurationError, EarlyStopping, Every, FabricateError, Trainer
+from fabricate import Callback, ConfigurationError, EarlyStopping, Every, FabricateError, Trainer, hookimpl
 from fabricate.training.opening import environment_restored
 from tests.support.regression import ROWS, Hears, Regression, equal, fit, weights
 
@@ -53,6 +54,51 @@ def test_batches_before_training_leave_no_trace() -> None:
     assert equal(ends[0][1], ends[1][1])
     assert ends[0][2] == ends[1][2]
     assert len(heard.evaluations) == 2
+
+
+class Table:
+    def __init__(self) -> None:
+        self.rows, self.counts = 0, np.zeros(2)
+
+
+class Seen(torch.nn.Identity):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+
+class Tables(Regression):
+    """Counts validations in all that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.tensor, self.lists = Table(), torch.zeros(1), {"a": [0]}
+        self.seen = Seen()
+
+    def validation_step(self, batch: Any) -> Any:
+        self.table.rows += len(batch[0])
+        self.table.counts += 1
+        self.tensor += 1
+        self.lists["a"].append(1)
+        self.seen.batches.append(1)
+        return {"loss": 1.0}
+
+
+class Wraps(Callback):
+    def __init__(self) -> None:
+        self.batches = 0
+
+    @hookimpl(wrapper=True)
+    def eval_step(self) -> Any:
+        self.batches += 1
+        return (yield)
+
+
+def test_what_lies_in_objects_of_the_module_and_in_wrappers_is_put_back_too() -> None:
+    module, wraps = Tables(), Wraps()
+    fit(module, wraps, val=ROWS, max_steps=4, sanity_batches=2)
+    assert (module.table.rows, float(module.table.counts[0]), float(module.tensor)) == (8, 4, 4)
+    assert (len(module.lists["a"]), len(module.seen.batches), wraps.batches) == (5, 4, 4)
 
 
 class NoStep(Regression):
