@@ -18,7 +18,7 @@ import torch
 
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
 from fabricate.hooks import Listener
-from fabricate.metrics.reduction import check_value
+from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import computes
 from fabricate.optim.optimizers import parameter_groups
 from fabricate.registry import foreign_names
@@ -181,7 +181,7 @@ class TrainModule(torch.nn.Module, Listener):
         raise ConfigurationError(f"{type(self).__name__} has no test_step; define test_step(self, batch)")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`predict_step(self, batch)`: predictions, leading dimension rows: a tensor, a list, or a mapping or tuple of them."""
+        """`predict_step(self, batch)`: predictions, leading dimension rows: a tensor, an array, a list, or a mapping or tuple of them."""
         raise ConfigurationError(f"{type(self).__name__} has no predict_step; define predict_step(self, batch)")
 
     def compute_metrics(self, outputs: list[Any]) -> Mapping[str, float]:
@@ -222,7 +222,7 @@ class TrainModule(torch.nn.Module, Listener):
         elif computes(value):
             reduce = "object"
         else:
-            check_value(name, value)
+            value = one_number(name, value)
         self._logged.append((name, value, weight, reduce))
 
     @property

@@ -129,7 +129,8 @@ def _learning_rates(
     optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mapping[str, Schedule]
 ) -> Iterator[Setting]:
     for name, optimizer in optimizers.items():
-        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        own = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+        rates = ["found by itself" if rate is None else float(rate) for rate in own]
         yield Setting(_of_optimizer("learning_rate", name), rates, f"{type(optimizer).__name__}, never scaled")
     for name, schedule in schedules.items():
         yield Setting(_of_optimizer("schedule", name), schedule.text, "configure_optimizers")

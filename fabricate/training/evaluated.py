@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabricate.errors import ConfigurationError
-from fabricate.metrics.reduction import Metrics, check_value
+from fabricate.metrics.reduction import Metrics, one_number
 from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.training.run_state import Run
 
@@ -68,8 +68,7 @@ class Evaluated:
         written = {}
         for name, value in self.metrics.items():
             if name not in self._own or self._own[name] is not value:
-                check_value(name, value)
-                self.metrics[name] = written[name] = float(value)
+                self.metrics[name] = written[name] = float(one_number(name, value))
         everyone = self._run.engine.gather_json([[name, repr(value)] for name, value in sorted(written.items())])
         different = next((rank for rank, mine in enumerate(everyone) if mine != everyone[0]), None)
         if different is not None:

@@ -18,7 +18,7 @@ from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_l
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
-from fabricate.metrics.reduction import check_value
+from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
@@ -169,8 +169,7 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
         if not isinstance(returned, Mapping):
             raise ConfigurationError(f"{where} returned {type(returned).__name__}; return a mapping of metrics")
         for name, value in returned.items():
-            check_value(name, value)
-            computed[str(name)] = float(value)
+            computed[str(name)] = float(one_number(name, value))
     elif outputs is not None:
         run.journal.note(
             "compute_metrics is not called, because no step returned 'outputs': return {..., 'outputs': what it needs of each row}"

@@ -32,7 +32,8 @@ def begin_line(run: Run, norm: torch.Tensor | None, epoch: int, *, rest: bool = 
     beside: dict[str, Any] = {} if norm is None else {"grad_norm": norm}
     optimizers, progress = run.optim.optimizers, run.progress
     for name, optimizer in optimizers.items():
-        beside["lr" if len(optimizers) == 1 else f"lr_{name}"] = optimizer.param_groups[0]["lr"]
+        if (rate := optimizer.param_groups[0].get("lr")) is not None:  # some find their own
+            beside["lr" if len(optimizers) == 1 else f"lr_{name}"] = rate
     run.metrics.begin([*beside.values(), run.journal.tokens.take()])
     run.journal.begun = Begun(progress.step, progress.samples, epoch, tuple(beside), rest)
 

@@ -24,6 +24,7 @@ from fabricate.training.preparation import take_groups
 from fabricate.training.requests import SignalWhileWaiting
 from fabricate.training.run_state import Run, Update
 from fabricate.training.sanity import check_validation
+from fabricate.training.step_output import leave_out_mean
 from fabricate.training.turns import turn_of, turns
 
 MOST_SKIPPED = 100
@@ -174,6 +175,7 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
         if run.calls.on_step is not None:
             run.calls.on_step(run.trainer, run.module, progress.step, losses.mean, result.norm)
     if run.module._logged:  # in hooks of this update
+        leave_out_mean(run, losses.mean)
         run.metrics.take(run.module._logged, losses.total)
     state.is_whole()
 

@@ -107,6 +107,17 @@ def check_logged(run: Run, loss: torch.Tensor) -> None:
             )
 
 
+def leave_out_mean(run: Run, mean: torch.Tensor | None) -> None:
+    """The "loss" that on_step logs is recorded anyway, so it has to be the `mean` that on_step got."""
+    logged = run.module._logged
+    for name, value, _, reduce in logged:
+        if name == "loss" and reduce != "object" and (mean is None or not _same(float(value), mean)):
+            raise ConfigurationError(
+                f"on_step logs {float(value):g} as 'loss', which is the name of the loss that training_step returns: give it another name"
+            )
+    logged[:] = [entry for entry in logged if entry[0] != "loss" or entry[3] == "object"]
+
+
 def _same(value: float, loss: torch.Tensor) -> bool:
     return math.isclose(value, loss.item(), rel_tol=1e-6) or value != value
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
 
 from fabricate import ConfigurationError
-from fabricate.metrics.reduction import Metrics, check_value
+from fabricate.metrics.reduction import Metrics, one_number
 from fabricate.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -104,6 +105,14 @@ def test_one_name_with_two_reductions_is_refused() -> None:
         _metrics(("a", 1.0, None, "mean"), ("a", 1.0, None, "sum")).reduce()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_logged_is_its_value_at_that_moment(device: str) -> None:
+    buffer, metrics = torch.ones(()), Metrics(Alone(), torch.device(device))
+    metrics.take([("a", buffer, None, "mean")], 1)
+    buffer.fill_(5)
+    assert float(metrics.pending[0][1]) == 1
+
+
 def test_state_and_load_go_on_where_they_were() -> None:
     metrics = _metrics(("a", 1.0, 1, "mean"))
     metrics.reduce()
@@ -118,10 +127,16 @@ def test_state_and_load_go_on_where_they_were() -> None:
 # ------------------------------------------------------------------------------------------------------------- what may be logged
 
 
-@pytest.mark.parametrize("value", [1, 0.5, math.inf, torch.tensor(2.0), torch.tensor([[3.0]]), torch.tensor(True)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, 0.5, math.inf, torch.tensor(2.0), torch.tensor([[3.0]]), torch.tensor(True)),
+        *(np.float32(0.5), np.int64(3), np.array(0.5)),
+    ],
+)
 def test_a_number_may_be_logged(value: Any) -> None:
-    check_value("a", value)
-    assert _metrics(("a", value, None, "mean")).reduce() == {"a": float(value)}
+    logged = one_number("a", value)
+    assert _metrics(("a", logged, None, "mean")).reduce() == {"a": float(value)}
 
 
 @pytest.mark.parametrize(
@@ -132,12 +147,14 @@ def test_a_number_may_be_logged(value: Any) -> None:
         ("0.5", "give a number, a 0-dim tensor or a torchmetrics object, not str"),
         (None, "not NoneType"),
         (True, "not bool"),
+        (np.zeros(2), r"this array has shape \(2,\)"),
+        (np.array("a"), "not str"),
         ([1.0], "not list"),
     ],
 )
 def test_what_is_no_number_is_refused(value: object, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_value("a", value)
+        one_number("a", value)
 
 
 # -------------------------------------------------------------------------------------------------------------- torchmetrics

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from transformers.optimization import Adafactor
 
-from fabricate import Callback, Trainer
+from fabricate import Callback, ConfigurationError, Trainer
 from tests.support.regression import ROWS, Hears, Regression, Scripted, exploding, fit, weights
 
 
@@ -187,3 +188,37 @@ def test_the_first_and_the_last_step_have_a_line_and_no_step_has_two(
 ) -> None:
     fit(max_steps=max_steps, log_every=1, progress=True)
     assert re.findall(r"^step \d+/\d+", capsys.readouterr().out, re.MULTILINE) == shown
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_step"])
+def test_another_value_under_the_name_of_the_loss_is_refused_and_the_same_is_recorded_once(where: str) -> None:
+    class Logs(Regression):
+        wrong = False
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = super().training_step(batch)
+            if where == "training_step":
+                self.log("loss", loss if self.trainer.step < 2 or not self.wrong else 2 * loss)
+            return loss
+
+        def on_step(self, loss: torch.Tensor) -> None:
+            if where == "on_step":
+                self.log("loss", 2 * loss if self.wrong else loss)
+
+    arguments: dict[str, Any] = {"max_steps": 4, "gradient_accumulation_steps": 2, "seed": 1}
+    torch.manual_seed(0)
+    plain = fit(Regression(), **arguments).metrics["loss"]
+    torch.manual_seed(0)
+    assert fit(Logs(), **arguments).metrics["loss"] == pytest.approx(plain)
+    wrong = Logs()
+    wrong.wrong = True
+    with pytest.raises(ConfigurationError, match=r"the loss (which|that) training_step returns"):
+        fit(wrong, **arguments)
+
+
+def test_an_optimizer_without_a_learning_rate_of_its_own_is_logged_without_one() -> None:
+    class Adafactors(Regression):
+        def configure_optimizers(self) -> Any:
+            return Adafactor(self.parameters(), lr=None, relative_step=True)
+
+    assert set(fit(Adafactors()).metrics) == {"loss"}
