@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from fabricate.errors import ConfigurationError
+from fabricate.errors import CheckpointError, ConfigurationError
 from fabricate.hooks import Callback
 from fabricate.values import metric_mode
 
@@ -83,8 +83,15 @@ class EarlyStopping(Callback):
             )
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
-        state.update(best=self.best, waited=self.waited)
+        state.update(best=self.best, waited=self.waited, metric=self.metric, mode=self.mode)
 
     def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
+        then = state.get("metric", self.metric), state.get("mode", self.mode)
+        if then != (self.metric, self.mode):  # several are told apart by their order
+            raise CheckpointError(
+                f"EarlyStopping(metric={self.metric!r}, mode={self.mode!r}) would go on from the state of EarlyStopping("
+                f"metric={then[0]!r}, mode={then[1]!r}): list the plugins in the same order, with the same metrics, or begin anew with "
+                "resume='never'"
+            )
         self.best, self.waited = state["best"], state["waited"]
         self._stop(trainer)  # the run had ended so: it does not train on because its script is started again

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from fabricate.checkpoint.format.codec import decode, encode
@@ -271,7 +272,12 @@ class Rows:
 
     def add(self, output: Any, item: EvalBatch, what: str) -> None:
         """Keep the `output` of one batch, on the CPU. `what`: of which step, for an error."""
-        self._outputs += _rows(output, _rows_in(item), what)
+        if (came := _rows_in(item)) != len(item.indices):
+            raise ConfigurationError(
+                f"{what} something for a batch of {came} rows, and {len(item.indices)} were read for it: which of them the collate_fn left "
+                "out is not known, so what is returned for each row cannot be put in order. Leave rows out of the data set"
+            )
+        self._outputs += _rows(output, came, what)
         self._indices += [int(i) for i in item.indices]
 
     def gather(self) -> list[Any] | None:
@@ -284,11 +290,11 @@ class Rows:
 
 def _rows(output: Any, rows: int, what: str) -> list[Any]:
     """Split what a step returned for a batch into one per row."""
-    if isinstance(output, torch.Tensor | list):
-        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else (len(output),)
+    if isinstance(output, torch.Tensor | np.ndarray | list):
+        shape = (len(output),) if isinstance(output, list) else tuple(output.shape)
         if shape[:1] != (rows,):
             raise ConfigurationError(
-                f"{what} {shape if isinstance(output, torch.Tensor) else len(output)} for a batch of {rows} rows; the leading "
+                f"{what} {len(output) if isinstance(output, list) else shape} for a batch of {rows} rows; the leading "
                 "dimension has to be the rows"
             )
         host = (
@@ -301,7 +307,9 @@ def _rows(output: Any, rows: int, what: str) -> list[Any]:
     if isinstance(output, tuple):
         parts = [_rows(v, rows, what) for v in output]
         return [tuple(part[i] for part in parts) for i in range(rows)]
-    raise ConfigurationError(f"{what} {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them")
+    raise ConfigurationError(
+        f"{what} {type(output).__name__}; return a tensor, an array, a list, or a mapping or tuple of them"
+    )
 
 
 def _on_host(value: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from fabricate import Callback, EarlyStopping, FabricateError, Trainer, hookimpl
+from fabricate import Callback, CheckpointError, ConfigurationError, EarlyStopping, FabricateError, Trainer, hookimpl
 from tests.support.regression import ROWS, Hears, Regression, Scripted, equal, fit, weights
 
 # -------------------------------------------------------------------------------------------------------------------- validation
@@ -190,3 +190,38 @@ def test_early_stopping_on_a_metric_that_is_not_there_says_which_are() -> None:
         FabricateError, match=r"EarlyStopping\(metric='val_acc'\): validation gave val_loss; use one of these"
     ):
         fit(None, EarlyStopping("val_acc", mode="max"), val=ROWS, validate_every=1)
+
+
+def test_states_of_two_early_stoppings_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    def both() -> list[EarlyStopping]:
+        return [EarlyStopping("val_loss"), EarlyStopping("val_gain", mode="max")]
+
+    class Gains(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": 2.0, "gain": 5.0}
+
+    arguments: dict[str, Any] = {"val": ROWS[:2], "run_dir": tmp_path, "validate_every": 1}
+    fit(Gains(), *both(), **arguments)
+    with pytest.raises(
+        CheckpointError, match=r"metric='val_gain', mode='max'\) would go on from the state of EarlyStopping"
+    ):
+        fit(Gains(), *reversed(both()), max_steps=3, **arguments)
+    again = both()
+    fit(Gains(), *again, max_steps=3, **arguments)
+    assert [each.best for each in again] == [2.0, 5.0]
+
+
+def test_predictions_may_be_arrays_and_need_all_rows() -> None:
+    class Arrays(Regression):
+        def predict_step(self, batch: Any) -> Any:
+            return {"x": batch[0].numpy(), "y": batch[1].numpy()[:, 0]}
+
+    found = Trainer(progress=False).predict(Arrays(), ROWS, batch_size=3)
+    assert found is not None
+    assert [(row["x"].tolist(), float(row["y"])) for row in found] == [(x.tolist(), float(y)) for x, y in ROWS]
+
+    def leave_out(rows: list[Any]) -> Any:
+        return torch.utils.data.default_collate([row for row in rows if row[1] != 0.5])
+
+    with pytest.raises(ConfigurationError, match="for a batch of 2 rows, and 3 were read for it"):
+        Trainer(progress=False).predict(Arrays(), ROWS, batch_size=3, collate_fn=leave_out)
