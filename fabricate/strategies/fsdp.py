@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, few
 from fabricate.strategies.base import CAST_COPIES, Strategy
 from fabricate.strategies.sharding import is_sharded
 
@@ -213,6 +213,7 @@ class FSDP(Strategy):
 
         from fabricate.strategies.fsdp_units import kept_in_float32, select
 
+        _refuse_hooks(module)
         self._device, self._division = accelerator.device, self._divide(module)
         options = self._options(module, accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
@@ -512,3 +513,13 @@ def _mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> A
     if (device_type, sizes, names) not in known:
         known[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     return known[device_type, sizes, names]
+
+
+def _refuse_hooks(module: torch.nn.Module) -> None:
+    """FSDP puts other tensors in the place of parameters, and their gradients there itself."""
+    hooked = [name for name, parameter in module.named_parameters() if parameter._backward_hooks]
+    if hooked:
+        raise ConfigurationError(
+            f"strategy='fsdp' would not call the hooks on the gradients of {few(hooked)} (register_hook): change gradients in "
+            "on_before_step(self), or use strategy='ddp'"
+        )

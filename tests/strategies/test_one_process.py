@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch.distributed import checkpoint
 
-from fabricate import Callback, RankError, Trainer
+from fabricate import Callback, ConfigurationError, RankError, Trainer
 from fabricate.testing.ranks import run_alone
 from tests.support.by_hand import BATCH, ROWS, STEPS, TOLERANCE, Net, Seen, by_hand, difference, made
 
@@ -116,6 +116,15 @@ def of_another_size() -> str:
     return str(caught.value)
 
 
+def hooked() -> str:
+    """A hook on a gradient, set before the fit."""
+    module = made(Net, "adamw")
+    next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy="fsdp", max_steps=1, progress=False).fit(module, ROWS, batch_size=BATCH)
+    return str(caught.value)
+
+
 def opened_by_the_script() -> list[Any]:
     """The script's own group: gloo on devices lets several ranks share one."""
     dist.destroy_process_group()
@@ -137,7 +146,7 @@ def job(folder: Path) -> dict[str, Any]:
     jobs |= {f"resumed {each}": lambda each=each: resumed(each, folder) for each in RESUMED}
     jobs |= {f"evaluated {each}": lambda each=each: evaluated(each) for each in EVALUATED}
     jobs |= {"one after another": one_after_another, "talked": lambda: talked(folder / "talked")}
-    jobs |= {"another size": of_another_size, "opened by the script": opened_by_the_script}
+    jobs |= {"another size": of_another_size, "hooked": hooked, "opened by the script": opened_by_the_script}
     found: dict[str, Any] = {}
     for name, run in jobs.items():
         try:
@@ -191,6 +200,10 @@ def test_code_of_the_user_has_the_collectives_of_torch(answers: dict[str, Any]) 
 def test_a_process_group_of_another_size_is_an_error_before_ranks_wait(answers: dict[str, Any]) -> None:
     wanted = "rank 0 of 2 was launched, and this process has a process group of 1 already, from an earlier fit"
     assert answers["another size"].startswith(wanted), answers["another size"]
+
+
+def test_hooks_on_gradients_that_would_not_be_called_are_an_error(answers: dict[str, Any]) -> None:
+    assert answers["hooked"].startswith("strategy='fsdp' would not call the hooks on the gradients of "), answers["hooked"]
 
 
 def test_a_process_group_that_the_script_opened_is_kept(answers: dict[str, Any]) -> None:
