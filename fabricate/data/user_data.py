@@ -196,6 +196,21 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     if units is None:
         return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
     setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
+    return Indexed(
+        setup,
+        "dataloader",
+        loader.dataset,
+        draw,
+        batch_size=batch_size,
+        units=units,
+        shuffle=shuffle,
+        options=_options_of(loader, setup, loading),
+        samplers=(sampler, getattr(sampler, "sampler", None)),
+    )
+
+
+def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict[str, Any]:
+    """What of the user's DataLoader the one that is rebuilt takes over; notes for what it does not."""
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in ("collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context")
@@ -212,17 +227,7 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
         )
     if loader.pin_memory_device:  # naming it at all is deprecated in torch
         options["pin_memory_device"] = loader.pin_memory_device
-    return Indexed(
-        setup,
-        "dataloader",
-        loader.dataset,
-        draw,
-        batch_size=batch_size,
-        units=units,
-        shuffle=shuffle,
-        options=options,
-        samplers=(sampler, getattr(sampler, "sampler", None)),
-    )
+    return options
 
 
 def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, bool | None]:

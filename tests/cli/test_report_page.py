@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fabricate.cli.main import main
-from fabricate.cli.recorded.curves import MOST_POINTS, charts, representative
+from fabricate.cli.recorded.curves import MOST_POINTS, charts, marks, representative
 from fabricate.cli.recorded.files import RunFiles, read_run
 from fabricate.cli.recorded.goodput import KINDS, goodput
 from tests.support.recorded import FAILED, HOSTILE, SAVED, SKIPPED, STEPS, record
@@ -99,6 +99,7 @@ def test_the_curves_are_the_lines_of_the_log(page: Page, run: Path) -> None:
     curves = {curve["name"]: curve for curve in page.chart("loss")["curves"]}
     assert set(curves) == {"loss", "val_loss", "epoch_loss"}
     loss, validated = curves["loss"], curves["val_loss"]
+    assert page.chart("loss")["curves"][0] == loss
     trained = [line for line in recorded if line["stage"] == "train"]
     assert loss["steps"] == [line["step"] for line in trained] == list(range(1, STEPS + 1))
     assert loss["y"] == pytest.approx([line["metrics"]["loss"] for line in trained], rel=1e-5)
@@ -230,6 +231,13 @@ def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
     assert curve.steps == sorted(set(curve.steps))
 
 
+def test_a_run_that_is_never_finite_has_no_more_marks_than_there_is_room_for() -> None:
+    run = many(5000)
+    for line in run.lines:
+        line["metrics"]["loss"] = "nan"
+    assert len(marks([run])) == 1000
+
+
 def test_the_page_says_that_a_curve_is_thinned(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "long")
     with (copy / "metrics.jsonl").open("w") as file:
@@ -241,11 +249,15 @@ def test_few_values_are_all_kept() -> None:
     assert representative([3.0, None, 1.0]) == [0, 1, 2]
 
 
-def test_samples_of_generated_text_are_shown(run: Path, tmp_path: Path) -> None:
+def test_samples_of_generated_text_are_shown_the_newest_first(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "samples")
-    with (copy / "samples.jsonl").open("w") as file:
-        file.write(json.dumps({"step": 4, "samples": [{"prompt": "Once", "text": f"upon {HOSTILE}"}]}) + "\n")
-    assert page_of(copy).texts["pre"] == ["prompt: Once", f"text: upon {HOSTILE}"]
+    with (copy / "samples.jsonl").open("w", encoding="utf-8") as file:
+        for step, text in ((4, "the\u2028end"), (8, f"upon {HOSTILE}"), (8, "and")):
+            line = {"step": step, "prompt": "Once", "text": text, "time": 1.0}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    page = page_of(copy)
+    assert page.texts["pre"] == [f"prompt: Once\ntext: {text}" for text in (f"upon {HOSTILE}", "and", "the\u2028end")]
+    assert page.texts["summary"][-2:] == ["step 8", "step 4"]
 
 
 def test_a_run_of_which_little_is_recorded_has_a_page(run: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fabricate.cli.recorded.files import RunFiles
 
@@ -17,7 +17,11 @@ __all__ = ["MOST_POINTS", "Chart", "Curve", "Mark", "charts", "marks", "represen
 
 MOST_POINTS = 4000
 """Of a curve. Of more, the smallest and the largest value of each of half as many intervals are kept."""
+_MOST_MARKS = 1000
+"""Of a kind and a run."""
 _GIB = 2**30
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -95,7 +99,7 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """What there is to draw of `runs`, in the order in which a reader asks for it. Charts without a point are left out."""
     curves = [curve for number, run in enumerate(runs) for curve in _metrics(number, run)]
     grouped: dict[str, list[Curve]] = {"loss": [], "learning rate": [], "gradient norm": []}
-    for curve in curves:
+    for curve in sorted(curves, key=lambda each: each.name.startswith(("val_", "epoch_"))):  # training first
         grouped.setdefault(_topic(curve.name), []).append(curve)
     health = [Chart(topic, grouped.pop(topic)) for topic in ("loss", "learning rate", "gradient norm")]
     drawn = [
@@ -192,13 +196,17 @@ def _marks(number: int, run: RunFiles) -> Iterator[Mark]:
     for event in run.of_kind("resumed"):
         yield mark("resumed", event["step"], f"resumed from {event.get('path', 'a checkpoint')}")
     skipped = {event["step"]: event.get("reason", "") for event in run.of_kind("skipped")}
-    for step, reason in skipped.items():
+    for step, reason in _some(list(skipped.items())):
         yield mark("skipped", step, f"update after step {step} skipped: {reason}")
-    for line in run.lines:
-        names = [name for name, value in line["metrics"].items() if isinstance(value, str)]
-        if names:
-            yield mark("not finite", line["step"], f"not finite: {', '.join(names)}")
+    odd = [(line["step"], [n for n, value in line["metrics"].items() if isinstance(value, str)]) for line in run.lines]
+    for step, names in _some([each for each in odd if each[1]]):
+        yield mark("not finite", step, f"not finite: {', '.join(names)}")
     best = run.best()
     for checkpoint in run.checkpoints:
         kind = "best" if checkpoint is best else "saved"
         yield mark(kind, checkpoint.step, f"{'best ' if kind == 'best' else ''}checkpoint of step {checkpoint.step}")
+
+
+def _some(found: list[T]) -> list[T]:
+    """All of them, or as many as a chart has room for, evenly."""
+    return found[:: -(-len(found) // _MOST_MARKS) or 1]

@@ -28,6 +28,8 @@ __all__ = ["COLOURS", "duration", "moment", "page", "state_of"]
 COLOURS = 8
 """As many as page.css has."""
 _MOST_EVENTS = 300
+_MOST_SAMPLES = 50
+"""Steps of which generated text is shown."""
 _MARKS = {
     "resumed": "resumed",
     "skipped": "skipped update",
@@ -397,13 +399,15 @@ def _details(event: Mapping[str, Any]) -> str:
 
 
 def _samples(run: RunFiles) -> Iterator[Html]:
-    for number, sample in enumerate(reversed(run.samples)):
-        texts = [
-            element("pre", text) for text in _texts({k: v for k, v in sample.items() if k not in ("step", "time")})
-        ]
-        yield element(
-            "details", element("summary", f"step {sample['step']}"), *texts, open="open" if number == 0 else None
-        )
+    steps: dict[int, list[Html]] = {}
+    for sample in run.samples:
+        texts = _texts({name: value for name, value in sample.items() if name not in ("step", "time")})
+        steps.setdefault(sample["step"], []).append(element("pre", "\n".join(texts)))
+    newest = max(steps, default=0)
+    if len(steps) > _MOST_SAMPLES:
+        yield element("p", f"Of the last {_MOST_SAMPLES} of {len(steps):,} steps.", class_="faint")
+    for step, made in sorted(steps.items(), reverse=True)[:_MOST_SAMPLES]:
+        yield element("details", element("summary", f"step {step:,}"), *made, open="open" if step == newest else None)
 
 
 def _texts(value: Any) -> Iterator[str]:

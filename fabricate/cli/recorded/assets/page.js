@@ -23,7 +23,7 @@
   function number(value) {
     if (value === null || value === undefined) return "";
     const size = Math.abs(value);
-    return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(5)));
+    return size && (size < 1e-3 || size >= 1e6) ? Number(value.toPrecision(4)).toExponential() : String(Number(value.toPrecision(5)));
   }
 
   function duration(seconds) {
