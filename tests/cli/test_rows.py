@@ -143,7 +143,7 @@ def test_data_that_gives_rows_in_its_own_order_is_refused_by_name() -> None:
             return iter(range(8))
 
     source = opened(Stream(), batch_size=4)
-    with pytest.raises(Exception, match="trained on a stream, which gives its rows in an order of its own"):
+    with pytest.raises(Exception, match="trained on a stream, which gives rows in an order of its own"):
         fits(files(started(source), last=2))
 
 
@@ -257,5 +257,7 @@ def test_skipped_updates_take_rows_and_make_no_step() -> None:
 
 def test_a_run_that_went_back_is_what_the_last_fit_made_of_it() -> None:
     source = opened(rows_of(8), batch_size=4)
-    made = fits(files(started(source), started(source, step=6), started(source, step=2), last=4))
+    ended = {"event": "ended", "step": 9, "time": 1.0}
+    made = fits(files(started(source), started(source, step=6), ended, started(source, step=2), last=4))
     assert [(fit.begin, fit.end) for fit in made] == [(0, 2), (2, 4)]
+    assert files(started(source), ended, started(source, step=2), last=4).last_step == 4

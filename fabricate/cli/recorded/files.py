@@ -62,10 +62,11 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        """The last update that anything was recorded of."""
-        ended = [event.get("step", 0) for event in self.events if event["event"] in ("ended", "saved")]
+        """The last update that anything was recorded of. Events of fits before the last do not count: it may have gone back."""
+        begun = max((place for place, event in enumerate(self.events) if event["event"] == "started"), default=0)
+        steps = [event.get("step") or 0 for event in self.events[begun:]]
         return max(
-            [line["step"] for line in self.lines[-1:]] + [each.step for each in self.checkpoints] + ended, default=0
+            [line["step"] for line in self.lines[-1:]] + [each.step for each in self.checkpoints] + steps, default=0
         )
 
     def train(self) -> list[dict[str, Any]]:

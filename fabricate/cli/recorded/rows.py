@@ -18,6 +18,8 @@ from fabricate.errors import ConfigurationError, FabricateError, few
 
 __all__ = ["EpochOrder", "Fit", "Orders", "Part", "Use", "fits", "recorded_order", "rows_of_step", "uses_of_row"]
 
+_KINDS = {"stream": "a stream", "iterable": "an iterable of batches"}
+
 
 class EpochOrder(Protocol):
     """An epoch's order, in units: rows, or the batches of a batch sampler."""
@@ -133,8 +135,8 @@ def _check(fit: Fit, sampler: bool) -> None:
     kind, drawn = fit.data["kind"], fit.data["drawn"]
     if not drawn:
         raise FabricateError(
-            f"steps {fit.begin + 1} to {fit.end} were trained on a {kind}, which gives its rows in an order of its own: not a function of "
-            "seed and position, so which rows made a step is not known. Let the rows carry a number of their own, and log it"
+            f"steps {fit.begin + 1} to {fit.end} were trained on {_KINDS.get(kind, kind)}, which gives rows in an order of its own: not "
+            "a function of seed and position, so which rows made a step is not known. Give rows a number of their own, and log it"
         )
     if drawn == "sampler" and not sampler:
         raise ConfigurationError(

@@ -5,7 +5,6 @@ Owns the Trainer that the script gets meanwhile. Must not know what the data is 
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,11 +40,10 @@ class Trainer(trainer.Trainer):
         train: Any,
         val: Any = None,
         *,
-        resume: str | os.PathLike[str] = "auto",
         batch_size: int | None = None,
-        num_workers: int = 0,
         collate_fn: Any = None,
         shuffle: bool | None = None,
+        **others: Any,
     ) -> Any:
         raise _Reached(train, Loading(batch_size, 0, collate_fn, shuffle))
 
