@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.early_stopping import EarlyStopping
     from fabricate.callbacks.gradient_norms import GradientNorms
     from fabricate.callbacks.model_summary import ModelSummary
+    from fabricate.callbacks.prediction_writer import PredictionWriter
     from fabricate.callbacks.profiler import Profiler
     from fabricate.callbacks.save_on_exception import SaveOnException
     from fabricate.callbacks.unfreeze_at import UnfreezeAt
@@ -45,6 +46,7 @@ _HOME = {
     "Plan": "configuration.plan",
     "PluginError": "errors",
     "Precision": "precisions.base",
+    "PredictionWriter": "callbacks.prediction_writer",
     "Profiler": "callbacks.profiler",
     "RankError": "errors",
     "SaveOnException": "callbacks.save_on_exception",
@@ -75,6 +77,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "Precision",
+    "PredictionWriter",
     "Profiler",
     "RankError",
     "SaveOnException",

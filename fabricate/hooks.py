@@ -154,7 +154,9 @@ class Events:
 
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
-        """Wrappable: one evaluation batch, no grad, eval mode; returns what the module's step returned."""
+        """Wrappable: one evaluation batch, no grad, eval mode; returns what the module's step returned. `trainer.batch_indices`: the
+        places of its rows in the data set, empty where the batch counts for nothing. A listener that keeps predictions itself returns
+        ()."""
 
     @hookspec
     def on_eval_end(self, trainer: Any, module: Any, stage: str, metrics: dict[str, float]) -> None:

@@ -235,6 +235,12 @@ class Trainer:
         return total
 
     @property
+    def batch_indices(self) -> Sequence[int]:
+        """In an evaluation: the places in the data set (of an iterable: in order of arrival) of the rows of this rank's batch. Empty
+        for a batch that is computed only because all ranks have to, and outside of an evaluation."""
+        return self._live().now.batch_indices
+
+    @property
     def validates(self) -> bool:
         """Whether the running fit may come to a validation: it has data for it, and `validate_every` comes round before its end."""
         return self._live().validates

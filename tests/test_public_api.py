@@ -26,6 +26,7 @@ PUBLIC = [
     "Plan",
     "PluginError",
     "Precision",
+    "PredictionWriter",
     "Profiler",
     "RankError",
     "SaveOnException",

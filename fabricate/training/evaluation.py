@@ -194,10 +194,11 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
     try:
         with contextlib.closing(source.batches(stand_ins=run.engine.strategy.lockstep)) as batches:
             for batch_idx, item in enumerate(waiting(run.requests, itertools.islice(batches, most))):
-                run.now.batch_idx = batch_idx
+                run.now.batch_idx, run.now.batch_indices = batch_idx, item.indices
                 run.now.batch = batch = run.engine.to_device(item.batch)
                 yield item, batch
                 run.now.batch = None  # while the next one is read, and in what follows
+        run.now.batch_indices = ()
     finally:
         moment.uneven = False
 
@@ -245,7 +246,8 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
 
 
 def predict(run: Run, source: Source) -> list[Any] | None:
-    """One prediction per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
+    """One prediction per sample, in the order of the data, on rank 0; None elsewhere. Without those that a listener of `eval_step`
+    keeps: it returns (). All ranks."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
     rows = Rows(run)
     with _evaluating(run, "predict"), refusing_logs(module, NOT_PREDICTED):
@@ -253,7 +255,8 @@ def predict(run: Run, source: Source) -> list[Any] | None:
             calls.on_eval_start(trainer, module, "predict")
         for item, batch in _batches(run, source):
             output = _step(run, batch, "predict")
-            if item.rows != 0:  # else a stand-in
+            kept_elsewhere = isinstance(output, tuple) and not output
+            if item.rows != 0 and not kept_elsewhere:  # else a stand-in
                 rows.add(output, item, "predict_step returned")
         check_first(run, source)
         engine.strategy.after_evaluation(engine.model)

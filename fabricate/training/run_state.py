@@ -8,6 +8,7 @@ first update), `Now` (the batch at work).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -109,6 +110,8 @@ class Now:
     """The batch at work, to describe it when a step fails."""
     batch_idx: int = 0
     """The number of the batch of the evaluation under way."""
+    batch_indices: Sequence[int] = ()
+    """The places in the data set of the rows of that batch."""
     evaluated: Evaluated | None = None
     """The metrics of the evaluation under way."""
     at_boundary: bool = True

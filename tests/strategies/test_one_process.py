@@ -203,7 +203,9 @@ def test_a_process_group_of_another_size_is_an_error_before_ranks_wait(answers: 
 
 
 def test_hooks_on_gradients_that_would_not_be_called_are_an_error(answers: dict[str, Any]) -> None:
-    assert answers["hooked"].startswith("strategy='fsdp' would not call the hooks on the gradients of "), answers["hooked"]
+    assert answers["hooked"].startswith("strategy='fsdp' would not call the hooks on the gradients of "), answers[
+        "hooked"
+    ]
 
 
 def test_a_process_group_that_the_script_opened_is_kept(answers: dict[str, Any]) -> None:

@@ -1,0 +1,214 @@
+"""Predictions on their way to disk, for data whose predictions do not fit into memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabricate.trainer import Trainer
+
+PART_BYTES = 2**26
+"""Predictions that a rank holds before it writes them."""
+_COMPLETE = "complete.json"
+
+
+class PredictionWriter(Callback):
+    """Writes what `predict_step` returns to `folder` while `Trainer.predict` runs, and keeps none of it in memory.
+
+    folder: new or empty; every rank writes its own files there, on a file system that all ranks see. `Trainer.predict` returns an
+    empty list on rank 0; `PredictionWriter.read(folder)` gives what it would have returned, one prediction per sample in the order
+    of the data. The files are safetensors; `predict_step` returns a tensor whose leading dimension is the rows, a list with one JSON
+    value per row, or a mapping or tuple of these.
+
+        Trainer(plugins=[PredictionWriter("predictions")]).predict(module, data, batch_size=64)
+        for prediction in PredictionWriter.read("predictions"): ...
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._own: Path | None = None
+        """Where this rank writes; None while nothing is predicted, and on a rank whose rows another one writes."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._bytes = self._batches = self._parts = 0
+
+    def on_eval_start(self, trainer: Trainer, stage: str) -> None:
+        if stage != "predict":
+            return
+        if trainer.is_main:
+            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+                raise ConfigurationError(
+                    f"PredictionWriter(folder={str(self.folder)!r}): this is not empty; give a new one"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+        trainer.accelerator.wait_for_everyone()
+        rank, world_size = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        self._start()
+        if rank % trainer.strategy.ranks_per_row(world_size) == 0:
+            self._own = self.folder / f"rank-{rank:05d}"
+            self._own.mkdir()
+
+    @hookimpl(wrapper=True)
+    def eval_step(self, trainer: Trainer, stage: str) -> Generator[None, Any, Any]:
+        output = yield
+        if stage != "predict":
+            return output
+        if self._own is not None and len(trainer.batch_indices):
+            self._add(output, trainer.batch_indices)
+        return ()  # nothing for the loop to keep
+
+    def _add(self, output: Any, rows: Sequence[int]) -> None:
+        import torch
+
+        number = self._batches
+        tensors: dict[str, torch.Tensor] = {}
+        tree = json.dumps(_tree(output, len(rows), f"{number}", tensors)).encode()
+        tensors[f"{number}.rows"] = torch.tensor(list(rows), dtype=torch.int64)
+        tensors[f"{number}.tree"] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
+        self._tensors |= tensors
+        self._batches += 1
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._bytes >= PART_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        assert self._own is not None
+        if self._tensors:
+            path = self._own / f"part-{self._parts:06d}.safetensors"
+            save_file(self._tensors, path.with_suffix(".partial"))
+            path.with_suffix(".partial").rename(path)
+            self._parts += 1
+        self._tensors, self._bytes = {}, 0
+
+    def on_eval_end(self, trainer: Trainer, stage: str) -> None:
+        if stage != "predict":
+            return
+        if self._own is not None:
+            self._write()
+        trainer.accelerator.wait_for_everyone()
+        if trainer.is_main:
+            (self.folder / _COMPLETE).write_text(json.dumps({"format": 1, "ranks": trainer.accelerator.num_processes}))
+        self._start()
+
+    def on_teardown(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self._own, self._tensors, self._bytes, self._batches, self._parts = None, {}, 0, 0, 0
+
+    @staticmethod
+    def read(folder: str | os.PathLike[str]) -> Iterator[Any]:
+        """The predictions in `folder`, one per sample in the order of the data, tensors on the CPU. In memory are 16 bytes per sample, and
+        a batch of each rank. Raises `ConfigurationError` where they are not complete."""
+        return _read(Path(folder))
+
+
+def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`output` of a batch as JSON, in which a tensor is the name under which it is put into `tensors`."""
+    import torch
+
+    if isinstance(output, torch.Tensor | list):
+        found = tuple(output.shape[:1]) if isinstance(output, torch.Tensor) else (len(output),)
+        if found != (rows,):
+            raise ConfigurationError(
+                f"predict_step returned {_size(output)} for a batch of {rows} rows; the leading dimension has to be the rows"
+            )
+    if isinstance(output, torch.Tensor):
+        name = f"{name}.{len(tensors)}"
+        tensors[name] = output.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name}
+    if isinstance(output, list):
+        try:
+            return {"list": json.loads(json.dumps(output))}
+        except (TypeError, ValueError) as exc:
+            raise ConfigurationError(
+                f"PredictionWriter: predict_step returned a list with values that JSON does not hold ({exc}); return "
+                "tensors, numbers or texts"
+            ) from None
+    if isinstance(output, Mapping):
+        return {"mapping": {str(key): _tree(value, rows, name, tensors) for key, value in output.items()}}
+    if isinstance(output, tuple) and output:
+        return {"tuple": [_tree(value, rows, name, tensors) for value in output]}
+    raise ConfigurationError(
+        f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them"
+    )
+
+
+def _size(output: Any) -> str:
+    return f"a list of {len(output)}" if isinstance(output, list) else f"a tensor of shape {tuple(output.shape)}"
+
+
+def _row(tree: Any, row: int, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The prediction of one row of a batch."""
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value][row].clone()
+    if kind == "list":
+        return value[row]
+    if kind == "mapping":
+        return {key: _row(inner, row, tensors) for key, inner in value.items()}
+    return tuple(_row(inner, row, tensors) for inner in value)
+
+
+class _Batch:
+    """The batch of a rank that was read last."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        from safetensors import safe_open
+
+        self.place = path, number
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in list(file.keys()) if name.startswith(f"{number}.")]
+            self._tensors = {name: file.get_tensor(name) for name in names}
+        self._tree = json.loads(self._tensors[f"{number}.tree"].numpy().tobytes())
+
+    def row(self, row: int) -> Any:
+        """Its prediction number `row`."""
+        return _row(self._tree, row, self._tensors)
+
+
+def _read(folder: Path) -> Iterator[Any]:
+    import numpy
+
+    if not (folder / _COMPLETE).is_file():
+        raise ConfigurationError(
+            f"{folder} holds no complete predictions: PredictionWriter has not come to the end there"
+        )
+    places: list[tuple[int, Path, int]] = []
+    rows, of_place, in_batch = [], [], []
+    for rank, own in enumerate(sorted(folder.glob("rank-*"))):
+        for path, number, indices in _batches(own):
+            rows.append(indices)
+            of_place.append(numpy.full(len(indices), len(places), dtype=numpy.int32))
+            in_batch.append(numpy.arange(len(indices), dtype=numpy.int32))
+            places.append((rank, path, number))
+    order = numpy.argsort(numpy.concatenate(rows), kind="stable")
+    where, inside = numpy.concatenate(of_place), numpy.concatenate(in_batch)
+    open_batches: dict[int, _Batch] = {}
+    for each in order:
+        rank, path, number = places[where[each]]
+        if rank not in open_batches or open_batches[rank].place != (path, number):
+            open_batches[rank] = _Batch(path, number)
+        yield open_batches[rank].row(int(inside[each]))
+
+
+def _batches(own: Path) -> Iterator[tuple[Path, int, Any]]:
+    """Of a rank, each batch: its file, its number, the places of its rows in the data."""
+    from safetensors import safe_open
+
+    for path in sorted(own.glob("part-*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            names = list(file.keys())
+            numbers = sorted(int(name.partition(".")[0]) for name in names if name.endswith(".rows"))
+            for number in numbers:
+                yield path, number, file.get_tensor(f"{number}.rows")
