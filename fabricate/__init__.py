@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabricate.callbacks.early_stopping import EarlyStopping
+    from fabricate.callbacks.generate_samples import GenerateSamples
     from fabricate.callbacks.gradient_norms import GradientNorms
     from fabricate.callbacks.model_summary import ModelSummary
     from fabricate.callbacks.prediction_writer import PredictionWriter
@@ -41,6 +42,7 @@ _HOME = {
     "FSDP": "strategies.fsdp",
     "FabricateError": "errors",
     "FitResult": "values",
+    "GenerateSamples": "callbacks.generate_samples",
     "GradientNorms": "callbacks.gradient_norms",
     "ModelSummary": "callbacks.model_summary",
     "Plan": "configuration.plan",
@@ -72,6 +74,7 @@ __all__ = [
     "Every",
     "FabricateError",
     "FitResult",
+    "GenerateSamples",
     "GradientNorms",
     "ModelSummary",
     "Plan",

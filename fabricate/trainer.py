@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from fabricate.precisions.base import Precision
     from fabricate.strategies.base import Strategy
+
+T = TypeVar("T")
 
 
 class _Counted(NamedTuple):
@@ -265,6 +267,12 @@ class Trainer:
         `SummaryWriter`, of "mlflow" its `ActiveRun`, of "trackio" its `Run`. On rank 0; elsewhere an object on which every call does
         nothing. Raises `ConfigurationError` for one that is not in `trackers`."""
         return self._live().engine.tracker(name)
+
+    def in_forward(self, function: Callable[[], T]) -> T:
+        """What `function()` returns inside the prepared model's forward, where steps run: in the precision of the run, with the weights
+        that a strategy gathers. For a hook of an evaluation, such as one that generates text. All ranks; any one alone where
+        `strategy.lockstep` is false."""
+        return self._live().engine.in_forward(function)
 
     def request_save(self) -> None:
         """Save at the next update boundary, on all ranks; asking on one rank is enough."""

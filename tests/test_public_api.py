@@ -21,6 +21,7 @@ PUBLIC = [
     "Every",
     "FabricateError",
     "FitResult",
+    "GenerateSamples",
     "GradientNorms",
     "ModelSummary",
     "Plan",

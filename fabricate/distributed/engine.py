@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from fabricate.strategies.sharding import is_sharded
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+T = TypeVar("T")
+
 # Accelerate reads these while an Accelerator is built and would act on them behind the strategy's back.
 _HIDDEN = (
     "ACCELERATE_USE_FSDP",
@@ -53,6 +55,8 @@ _HIDDEN = (
 )
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Hidden as well where there is no process group: Accelerate would open one."""
+_CALL = "call"
+"""The step that runs a function; see `Engine.in_forward`."""
 _NOBODYS: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
 """Of a sharded module: by which strategy on how many ranks, its root and what that was prepared to. This: nobody's, unusable."""
 
@@ -411,6 +415,16 @@ class Engine(Group):
     def evaluate(self, stage: str, batch: Any, batch_idx: int) -> Any:
         """One step of an evaluation. Outside of the strategy's wrapper, unless its forward has collectives that all ranks run."""
         return (self.model if self.strategy.lockstep else self.root)(stage, batch, batch_idx)
+
+    def in_forward(self, function: Callable[[], T]) -> T:
+        """What `function()` returns inside the forward that steps run in: in the precision, with gathered weights. All ranks where the
+        strategy's forward has collectives, which `function` then has to run alike."""
+        self.root.steps[_CALL] = lambda batch, batch_idx: function()
+        try:
+            found: T = self.evaluate(_CALL, None, 0)
+            return found
+        finally:
+            del self.root.steps[_CALL]
 
     # -- one update ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,136 @@
+"""Texts that a language model generates at each validation, to see what it has learned."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fabricate.callbacks.generators import generator_states, set_generator_states
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabricate.module import TrainModule
+    from fabricate.trainer import Trainer
+
+
+class GenerateSamples(Callback):
+    """Lets the model continue `prompts` when a validation begins; rank 0 prints the texts and appends them to `RUN_DIR/samples.jsonl`.
+
+    prompts: texts. tokenizer: has `encode(text)`, which gives a list of token numbers, and `decode(numbers)`, as those of transformers
+    have; default: `module.tokenizer`. model: the attribute of the module that has `generate`, such as "language_model" or
+    "parts.decoder"; default: the one transformers model inside, or the module. seed: of torch's generators while it samples, so that
+    texts differ because the weights do. Everything else goes to `generate`: max_new_tokens=40, do_sample=True, top_p=0.9, ...
+
+    The model is in eval mode and runs in the precision of the fit. Random generators are as before afterwards. Prompts are
+    continued one by one. Under strategies that divide the weights all ranks generate the same, elsewhere rank 0 alone.
+
+        Trainer(plugins=[GenerateSamples(["Once upon a time"], max_new_tokens=40)], ...)
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        *,
+        tokenizer: Any = None,
+        model: str | None = None,
+        seed: int = 0,
+        **generate: Any,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ConfigurationError(f"GenerateSamples(prompts={prompts!r}): give a list of texts")
+        self.prompts = tuple(prompts)
+        self.tokenizer, self.model, self.seed, self.generate = tokenizer, model, seed, generate
+        self.texts: list[str] = []
+        """Of the last validation, in the order of the prompts, each with its prompt; empty on ranks that generated nothing."""
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._tokenizer(module)
+        self._model(module)
+        if not trainer.validates:
+            raise ConfigurationError(
+                "GenerateSamples generates when a validation begins, and this fit has none: give fit a val= and set validate_every"
+            )
+
+    @hookimpl(trylast=True)  # after what puts other weights into the module for an evaluation
+    def on_eval_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.texts = []
+        if stage != "validate" or not (trainer.is_main or trainer.strategy.lockstep):
+            return
+        import torch
+
+        states = generator_states()
+        try:
+            torch.manual_seed(self.seed)
+            self.texts = trainer.in_forward(lambda: self._continue(trainer, module))
+        finally:
+            set_generator_states(states)
+        if trainer.is_main:
+            self._report(trainer)
+
+    def _continue(self, trainer: Trainer, module: TrainModule) -> list[str]:
+        import torch
+
+        tokenizer, model = self._tokenizer(module), self._model(module)
+        options = dict(self.generate)
+        several = trainer.accelerator.num_processes > 1
+        texts = []
+        for prompt in self.prompts:
+            tokens = torch.tensor([tokenizer.encode(prompt)], device=module.device)
+            if hasattr(model, "generation_config"):
+                options["attention_mask"] = torch.ones_like(tokens)
+                options.setdefault("synced_gpus", several and trainer.strategy.lockstep)
+                options.setdefault("pad_token_id", _padding(tokenizer, model))
+            texts.append(tokenizer.decode(model.generate(tokens, **options)[0].tolist()))
+        return texts
+
+    def _report(self, trainer: Trainer) -> None:
+        for text in self.texts:
+            print(f"sample at step {trainer.step}: {text}", flush=True)
+        if trainer.run_dir is not None:
+            with (trainer.run_dir / "samples.jsonl").open("a", encoding="utf-8") as file:
+                for prompt, text in zip(self.prompts, self.texts, strict=True):
+                    line = {"step": trainer.step, "prompt": prompt, "text": text, "time": time.time()}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _tokenizer(self, module: TrainModule) -> Any:
+        found = self.tokenizer if self.tokenizer is not None else getattr(module, "tokenizer", None)
+        if not callable(getattr(found, "encode", None)) or not callable(getattr(found, "decode", None)):
+            raise ConfigurationError(
+                f"GenerateSamples(tokenizer={self.tokenizer!r}): {type(module).__name__} has no attribute tokenizer with encode and "
+                "decode; give one, as transformers.AutoTokenizer.from_pretrained(...)"
+            )
+        return found
+
+    def _model(self, module: TrainModule) -> Any:
+        if self.model is not None:
+            found: torch.nn.Module | None = dict(module.named_modules()).get(self.model)
+            if not callable(getattr(found, "generate", None)):
+                raise ConfigurationError(
+                    f"GenerateSamples(model={self.model!r}): {type(module).__name__}.{self.model} is not a module with generate"
+                )
+            return found
+        if callable(getattr(type(module), "generate", None)):
+            return module
+        names = [name for name, child in module.named_modules() if name and callable(getattr(child, "generate", None))]
+        outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+        if len(outer) != 1:
+            raise ConfigurationError(
+                f"GenerateSamples(model=None): {type(module).__name__} has {', '.join(outer) or 'no model'} with generate; name one, "
+                "model='...'"
+            )
+        return module.get_submodule(outer[0])
+
+
+def _padding(tokenizer: Any, model: Any) -> int | None:
+    """The token with which transformers fills up; without one it warns at every call."""
+    for number in (getattr(tokenizer, "pad_token_id", None), model.generation_config.pad_token_id):
+        if number is not None:
+            return int(number)
+    ends = model.generation_config.eos_token_id
+    first = ends[0] if isinstance(ends, list) else ends
+    return None if first is None else int(first)
