@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricate.callbacks.device_stats import DeviceStats
     from fabricate.callbacks.early_stopping import EarlyStopping
     from fabricate.callbacks.generate_samples import GenerateSamples
     from fabricate.callbacks.gradient_norms import GradientNorms
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.prediction_writer import PredictionWriter
     from fabricate.callbacks.profiler import Profiler
     from fabricate.callbacks.save_on_exception import SaveOnException
+    from fabricate.callbacks.throughput import Throughput
     from fabricate.callbacks.unfreeze_at import UnfreezeAt
     from fabricate.checkpoint.convert.importing import import_checkpoint
     from fabricate.configuration.plan import Plan
@@ -37,6 +39,7 @@ _HOME = {
     "CheckpointError": "errors",
     "ConfigurationError": "errors",
     "DDP": "strategies.ddp",
+    "DeviceStats": "callbacks.device_stats",
     "EarlyStopping": "callbacks.early_stopping",
     "Every": "values",
     "FSDP": "strategies.fsdp",
@@ -54,6 +57,7 @@ _HOME = {
     "SaveOnException": "callbacks.save_on_exception",
     "Single": "strategies.single",
     "Strategy": "strategies.base",
+    "Throughput": "callbacks.throughput",
     "TrainModule": "module",
     "Trainer": "trainer",
     "UnfreezeAt": "callbacks.unfreeze_at",
@@ -70,6 +74,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "ConfigurationError",
+    "DeviceStats",
     "EarlyStopping",
     "Every",
     "FabricateError",
@@ -86,6 +91,7 @@ __all__ = [
     "SaveOnException",
     "Single",
     "Strategy",
+    "Throughput",
     "TrainModule",
     "Trainer",
     "UnfreezeAt",

@@ -224,8 +224,8 @@ class Trainer:
     def rates(self) -> dict[str, float]:
         """Of this rank, between the last two log boundaries, evaluations and saves left out: seconds_per_step,
         steps_per_second, samples_per_second, data_share (of the time, spent waiting for data) and, where the strategy
-        knows it, communication_share. On a device also peak_memory_bytes and planned_memory_bytes (see docs/performance.md). Empty
-        before the first boundary."""
+        knows it, communication_share. On a device also peak_memory_bytes and planned_memory_bytes (see docs/performance.md); and what
+        `add_meter` adds. Empty before the first boundary."""
         return dict(self._counted().rates)
 
     @property
@@ -267,6 +267,12 @@ class Trainer:
         `SummaryWriter`, of "mlflow" its `ActiveRun`, of "trackio" its `Run`. On rank 0; elsewhere an object on which every call does
         nothing. Raises `ConfigurationError` for one that is not in `trackers`."""
         return self._live().engine.tracker(name)
+
+    def add_meter(self, meter: Callable[[dict[str, float]], Mapping[str, float]]) -> None:
+        """Call `meter(rates)` at each log boundary of this run, on the rank that adds it: the numbers that it returns, by name, join
+        `rates`, "clock" in metrics.jsonl and the trackers (as clock/NAME). For what depends on time and the machine, which a resumed run
+        cannot repeat; everything else is for `TrainModule.log`. No collectives."""
+        self._live().journal.meters.append(meter)
 
     def in_forward(self, function: Callable[[], T]) -> T:
         """What `function()` returns inside the prepared model's forward, where steps run: in the precision of the run, with the weights

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -58,6 +58,8 @@ class Journal:
         """The step of the last validation."""
         self.rates: dict[str, float] = {}
         """Of the last log boundary; see `Stopwatch.lap` and `_memory`."""
+        self.meters: list[Callable[[dict[str, float]], Mapping[str, float]]] = []
+        """What adds to the rates, given those that are known."""
 
     def current(self) -> dict[str, float]:
         """The last known values without those of a validation of other weights than these."""
@@ -95,7 +97,10 @@ class Journal:
         rates: dict[str, float] = {}
         if stage == "train":
             communicated = self._engine.strategy.communication_seconds(self._engine.model)
-            rates = self.rates = {**self.stopwatch.lap(step, samples, communicated), **self._memory()}
+            rates = {**self.stopwatch.lap(step, samples, communicated), **self._memory()}
+            for meter in self.meters:
+                rates |= meter(dict(rates))
+            self.rates = rates
         if self._run_dir is not None:
             clock = {"time": time.time(), "seconds": self._progress.seconds, **rates}
             if stage == "validate":

@@ -1,0 +1,138 @@
+"""How fast a fit is: tokens and FLOPs per second, and the share of what the devices could compute."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback, hookimpl
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from fabricate.module import TrainModule
+    from fabricate.trainer import Trainer
+
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "RTX A6000": 155e12,
+    "MI300X": 1307e12,
+}
+"""Dense 16-bit FLOPs per second of a device, by a part of its name: the makers' data sheets. The first that fits counts."""
+
+
+class Throughput(Callback):
+    """Adds to `trainer.rates`, to "clock" in `metrics.jsonl` and to the trackers, at each log boundary, where samples_per_second is anyway:
+
+    tokens_per_second: of the weights that `training_step` returns, where it does (tokens of a language model), else rows;
+    flops_per_second: of all ranks; mfu: the share of `peak` that these are (model FLOPs utilisation).
+
+    flops_per_row: of the forward and backward of a row; default: counted in the first update by
+    `torch.utils.flop_counter.FlopCounterMode`, which sees matrix products, convolutions and attention, a multiplication and its addition as
+    two. Layers that are computed twice (activation checkpointing) count twice. It does not see into compiled code: give it then.
+    peak: FLOPs per second of one device; default: known for usual GPUs in bf16 and fp16, else there is no mfu.
+
+        Trainer(plugins=[Throughput(peak=312e12)], ...)
+    """
+
+    def __init__(self, *, peak: float | None = None, flops_per_row: float | None = None) -> None:
+        for name, value in (("peak", peak), ("flops_per_row", flops_per_row)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                raise ConfigurationError(f"Throughput({name}={value!r}): give a positive number, or None")
+        self._given = peak, flops_per_row
+        self.peak, self.flops_per_row = peak, flops_per_row
+        self._counter: FlopCounterMode | None = None
+        """Of the first update, until that is done."""
+        self._counting, self._counts = ExitStack(), False
+        self._rows: int | None = None
+        """Rows, and tokens, at the last boundary; None before the first update."""
+        self._tokens = 0.0
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.peak, self.flops_per_row = self._given
+        self._rows = None
+        if self.peak is None:
+            self.peak = _known_peak(trainer, module)
+        trainer.add_meter(lambda rates: self._measure(trainer, rates))
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        if self._rows is not None:
+            return
+        self._rows, self._tokens = trainer.progress.samples, trainer.progress.tokens
+        if self.flops_per_row is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._counter, self._counts = FlopCounterMode(display=False), False
+
+    @hookimpl(wrapper=True)
+    def train_step(self) -> Generator[None, Any, Any]:
+        if self._counter is not None and not self._counts:
+            self._counts = True
+            self._counting.enter_context(self._counter)
+        return (yield)
+
+    def on_accumulate(self, is_last: bool) -> None:
+        if is_last:  # before the optimizer, whose products are not the model's
+            self._counting.close()
+
+    def on_step(self, trainer: Trainer) -> None:
+        self._counted(trainer)
+
+    def on_step_skipped(self, trainer: Trainer) -> None:
+        self._counted(trainer)
+
+    def _counted(self, trainer: Trainer) -> None:
+        """The first update is done: its FLOPs are those of its rows."""
+        if self._counter is None:
+            return
+        assert self._rows is not None
+        world_size = trainer.accelerator.num_processes
+        readers = world_size // trainer.strategy.ranks_per_row(world_size)
+        rows = trainer.progress.samples - self._rows
+        self.flops_per_row = self._counter.get_total_flops() * readers / rows or None
+        self._counter = None
+        if self.flops_per_row is None and trainer.is_main:
+            print("Throughput: no FLOPs were counted (in compiled code none are seen); give flops_per_row=", flush=True)
+
+    def _measure(self, trainer: Trainer, rates: Mapping[str, float]) -> dict[str, float]:
+        rows, tokens = trainer.progress.samples, trainer.progress.tokens
+        speed, new = rates.get("samples_per_second"), rows - (self._rows or 0)
+        if speed is None or not new:
+            return {}
+        found = {"tokens_per_second": speed * (tokens - self._tokens) / new}
+        self._rows, self._tokens = rows, tokens
+        if self.flops_per_row is not None:
+            found["flops_per_second"] = speed * self.flops_per_row
+            if self.peak is not None:
+                found["mfu"] = found["flops_per_second"] / (self.peak * trainer.accelerator.num_processes)
+        return found
+
+    def on_teardown(self) -> None:
+        self._counting.close()
+        self._counter = None
+
+
+def _known_peak(trainer: Trainer, module: TrainModule) -> float | None:
+    """Of this device, in a precision that the table is about."""
+    import torch
+
+    if module.device.type != "cuda" or trainer.precision.compute_dtype not in ("bfloat16", "float16"):
+        return None
+    name = torch.cuda.get_device_name(module.device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)

@@ -1,0 +1,146 @@
+"""What is measured beside the metrics: memory and load, tokens and FLOPs per second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fabricate import ConfigurationError, DeviceStats, Throughput, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+FORWARD = 2 * (8 * 16 + 16)
+FLOPS_PER_ROW = FORWARD + FORWARD + 2 * 16
+"""Forward, the gradients of both weights, and that of the input of the second."""
+TOKENS_PER_ROW, PEAK = 5, 1e9
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.net(x).squeeze(-1), y)
+        return {"loss": loss, "weight": TOKENS_PER_ROW * len(x)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Language(TrainModule):
+    """With a tp_plan: ranks divide its layers."""
+
+    def configure_model(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        tokens = batch[0].abs().mul(5).long().clamp(max=31)
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def rates(
+    plugin: object, strategy: str = "single", module: type[TrainModule] = Net, **arguments: Any
+) -> tuple[dict[str, float], float | None]:
+    """Of the last log boundary of a fit, and what Throughput counted."""
+    torch.manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64))
+    trainer = Trainer(
+        max_steps=4,
+        log_every=2,
+        seed=3,
+        gradient_accumulation_steps=2,
+        strategy=strategy,
+        progress=False,
+        print_plan="none",
+        plugins=[plugin],
+        **arguments,
+    )
+    trainer.fit(module(), data, batch_size=4)
+    return trainer.rates, getattr(plugin, "flops_per_row", None)
+
+
+def check(measured: dict[str, float], flops_per_row: float | None, ranks: int) -> None:
+    assert flops_per_row == FLOPS_PER_ROW
+    rows = measured["samples_per_second"]
+    assert measured["tokens_per_second"] == pytest.approx(rows * TOKENS_PER_ROW)
+    assert measured["flops_per_second"] == pytest.approx(rows * FLOPS_PER_ROW)
+    assert measured["mfu"] == pytest.approx(rows * FLOPS_PER_ROW / (PEAK * ranks))
+
+
+def test_throughput_counts_the_flops_of_a_row_and_stands_beside_the_rates(tmp_path: Path) -> None:
+    measured, counted = rates(Throughput(peak=PEAK), run_dir=tmp_path, save_every=None)
+    check(measured, counted, 1)
+    clock = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["clock"]
+    assert clock["mfu"] == measured["mfu"]
+
+
+def test_throughput_of_a_resumed_fit_counts_its_own_rows(tmp_path: Path) -> None:
+    rates(Throughput(peak=PEAK), run_dir=tmp_path)
+    again = Throughput(peak=PEAK)
+    trainer = Trainer(
+        max_steps=6,
+        log_every=2,
+        progress=False,
+        print_plan="none",
+        plugins=[again],
+        run_dir=tmp_path,
+        seed=3,
+        gradient_accumulation_steps=2,
+    )
+    torch.manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64))
+    trainer.fit(Net(), data, batch_size=4)
+    check(trainer.rates, again.flops_per_row, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_throughput_on_two_ranks_is_that_of_both(strategy: str) -> None:
+    for measured, counted in run_ranks(rates, 2, Throughput(peak=PEAK), strategy):
+        check(measured, counted, 2)
+
+
+def test_ranks_that_divide_a_layer_count_the_flops_of_the_whole() -> None:
+    _, whole = rates(Throughput(), "single", Language)
+    assert whole
+    assert [counted for _, counted in run_ranks(rates, 2, Throughput(), "fsdp:tp=2", Language)] == [whole, whole]
+
+
+def test_without_a_known_peak_there_is_no_share_of_it_and_given_flops_count() -> None:
+    measured, _ = rates(Throughput(flops_per_row=100.0))
+    assert measured["flops_per_second"] == pytest.approx(100 * measured["samples_per_second"])
+    assert "mfu" not in measured
+
+
+def test_device_stats_measure_process_and_machine() -> None:
+    measured, _ = rates(DeviceStats())
+    resident, memory = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    assert measured["process_memory_bytes"] == pytest.approx(resident, rel=0.2)
+    assert measured["host_memory_bytes"] == pytest.approx(measured["host_memory_share"] * memory.total)
+    assert 0 < measured["process_memory_bytes"] < measured["host_memory_bytes"] < memory.total
+    assert 0 <= measured["host_cpu_share"] <= 1
+    assert 0 <= measured["process_cpu_cores"] <= psutil.cpu_count() * 1.5
+    assert not any(name.startswith("device") for name in measured)
+
+
+def test_each_rank_measures_itself() -> None:
+    (first, _), (second, _) = run_ranks(rates, 2, DeviceStats(), "ddp")
+    assert first["process_memory_bytes"] != second["process_memory_bytes"]
+
+
+def test_a_peak_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Throughput\(peak=0\)"):
+        Throughput(peak=0)
