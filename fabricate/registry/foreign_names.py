@@ -61,7 +61,7 @@ ARGUMENTS = {
     "enable_model_summary": _SUMMARY,
     "weights_summary": _SUMMARY,
     "model_summary": _SUMMARY,
-    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(layers) where the module builds them",
+    "sync_batchnorm": "strategy='ddp:sync_batchnorm=true'",
     "benchmark": "torch.backends.cudnn.benchmark = True in the script",
     "detect_anomaly": "torch.autograd.set_detect_anomaly(True) in the script",
     "profiler": "plugins=[Profiler()]",

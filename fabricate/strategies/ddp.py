@@ -34,6 +34,8 @@ class DDP(Strategy):
     bucket_cap_mb: size of a gradient bucket in MiB. gradient_as_bucket_view: gradients live in the buckets, which takes less memory
     without accumulation; a gradient that a hook keeps then changes with the next backward.
     communication_hook: what is sent instead of float32 gradients: "bf16" or "fp16".
+    sync_batchnorm: batch norm layers take their statistics over the rows of all ranks while the run lasts (`torch.nn.SyncBatchNorm`, on
+    a GPU); one micro-batch at a time, as batch norm does everywhere. On one process there is nothing to take them over.
     """
 
     find_unused_parameters: bool = False
@@ -41,6 +43,7 @@ class DDP(Strategy):
     bucket_cap_mb: int = 25
     gradient_as_bucket_view: bool = False
     communication_hook: str | None = None
+    sync_batchnorm: bool = False
     name: ClassVar[str] = "ddp"
     distributed_types: ClassVar[tuple[str, ...]] = GROUPS
 
@@ -62,6 +65,14 @@ class DDP(Strategy):
 
     def settle(self, settled: Strategy.Settled) -> None:
         self._accumulates = settled.gradient_accumulation_steps > 1
+
+    def check(self, world_size: int, device: torch.device) -> Iterable[str]:
+        yield from super().check(world_size, device)
+        if self.sync_batchnorm and world_size > 1 and device.type == "cpu":
+            yield (
+                f"strategy={self.name!r} with sync_batchnorm=true: torch.nn.SyncBatchNorm computes on a GPU only; leave it out on a CPU, "
+                "or use layers that do not mix rows (GroupNorm, LayerNorm)"
+            )
 
     def accelerator_arguments(self) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
@@ -86,6 +97,9 @@ class DDP(Strategy):
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
         self._parameters = dict(module.named_parameters())
+        self._undo: Callable[[], None] = lambda: None
+        if self.sync_batchnorm and accelerator.num_processes > 1:
+            self._undo = synchronise_batch_norm(module)
         return self._wrap(super().prepare(accelerator, root, module), init_sync=True)
 
     def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -115,6 +129,7 @@ class DDP(Strategy):
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
         self._model, self._trained, self._parameters = None, {}, {}
+        self._undo()
         return super().release(module, clean)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
@@ -172,3 +187,30 @@ def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.
     torch.stack([parameter.sum().float() * 0 for parameter in trained]).sum().backward()  # type: ignore[no-untyped-call]
     for parameter in trained:
         parameter.grad = None
+
+
+def synchronise_batch_norm(module: torch.nn.Module) -> Callable[[], None]:
+    """Put a `torch.nn.SyncBatchNorm` with the same parameters and buffers into the place of each batch norm layer inside `module`.
+    Returns what puts the layers back, with what became of both. Raises `ConfigurationError` where there is none."""
+    import torch
+
+    batch_norm = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    before = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, batch_norm)
+    ]
+    if not before:
+        raise ConfigurationError(
+            f"ddp: sync_batchnorm=true: {type(module).__name__} has no BatchNorm1d, 2d or 3d; leave it out"
+        )
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+
+    def undo() -> None:
+        for parent, name, layer in before:
+            synchronised = parent.get_submodule(name)
+            layer._parameters, layer._buffers = synchronised._parameters, synchronised._buffers
+            parent.add_module(name, layer)
+
+    return undo
