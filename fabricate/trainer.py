@@ -59,6 +59,7 @@ class Trainer:
 
     strategy, precision: a registered name, a name with options ("fsdp:wrap=GPT2Block"), an object, or "auto".
     max_steps, max_epochs: updates and passes over the data, whichever comes first; one is needed for `fit`.
+    min_steps, min_epochs: `stop()` and EarlyStopping end the fit only after so many; signals and max_time end it at once.
     max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as after a signal.
     timeout: minutes or hours that a rank waits for the others before the run ends with an error that names the missing ranks.
     gradient_accumulation_steps, global_batch_size: micro-batches per update, or rows per update on all ranks together.
@@ -67,9 +68,13 @@ class Trainer:
     boundary), or "skip" updates whose gradient is not (one wait for the device per update).
     seed: initial weights, data order and dropout (per rank); unset: order from torch's initial seed, generators untouched.
     deterministic: torch's deterministic algorithms while the fit runs.
+    detect_anomaly: torch's anomaly detection while the fit runs: an error in backward names the operation of the forward, and a
+    gradient that is nan is an error. Slow.
     compile: True: torch.compile for each block that repeats (of a transformers model, of a ModuleList), else for each layer
     of the module; "blocks": blocks or an error; a mapping: options of torch.compile. Nothing stays compiled afterwards.
     Rows are a dynamic size where the last batch is known to be shorter, unless the options say.
+    activation_checkpointing: backward computes the blocks of the model again instead of keeping what is inside them: less memory for
+    about a third more time. Blocks are those of a transformers model, and the children of every ModuleList.
     save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
     save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens", or 0.25
@@ -88,6 +93,8 @@ class Trainer:
     or offered by an installed plugin.
     limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: micro-batches per rank (int) or a share of
     the data (float), each of its own stage; limit_val_batches=0: a fit without validation.
+    overfit_batches: train on the same first micro-batches (an int per rank, or a share of the data) in every epoch, unshuffled, and
+    validate on them instead of val: the loss of a model that can learn comes close to zero.
     fast_dev_run: True or a number: so many updates, as many batches of validation, one save and export in a temporary directory;
     nothing is kept.
     accept_changes: what may differ from the checkpoint that is resumed ("global_batch_size", "train", "seed", "plugins", "optimizer",
@@ -103,6 +110,8 @@ class Trainer:
         precision: str | Precision = "auto",
         max_steps: int | None = None,
         max_epochs: int | None = None,
+        min_steps: int | None = None,
+        min_epochs: int | None = None,
         max_time: str | Every | None = None,
         timeout: str | Every = "30 minutes",
         gradient_accumulation_steps: int | None = None,
@@ -112,7 +121,9 @@ class Trainer:
         nonfinite: str = "stop",
         seed: int | None = None,
         deterministic: bool = False,
+        detect_anomaly: bool = False,
         compile: bool | str | Mapping[str, Any] = False,
+        activation_checkpointing: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
         save: str = "sync",
         save_every: str | float | Every | None = "1 epoch",
@@ -131,6 +142,7 @@ class Trainer:
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float | None = None,
         fast_dev_run: bool | int = False,
         accept_changes: Sequence[str] = (),
     ) -> None:
@@ -300,7 +312,8 @@ class Trainer:
         freezing.request(self._live(), parameters, trained=True)
 
     def stop(self, reason: str = "stopped") -> None:
-        """End the fit at the next update boundary, on all ranks; `reason` becomes `FitResult.stop_reason`."""
+        """End the fit at the next update boundary, on all ranks, but not before `min_steps` and `min_epochs`; `reason` becomes
+        `FitResult.stop_reason`."""
         self._live().requests.ask(stop=reason or "stopped")
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ CHANGES = (
     *("optimizer", "scheduler", "module", "max_grad_norm", "max_grad_value"),
 )
 """What `accept_changes` may name."""
+
+_REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options")
 """What a mapping given as `compile` may hold."""
@@ -76,6 +79,16 @@ def _updates(name: str, value: Any) -> int:
     if not isinstance(value, int) or value < 0:
         raise ConfigurationError(f"{name}={value!r}: give True, False or a number of updates")
     return int(value)
+
+
+def _few_batches(name: str, value: Any) -> int | float | None:
+    """A number of batches or a share of them; 0, Lightning's default, is None."""
+    if value == 0 and not isinstance(value, bool):
+        return None
+    share = isinstance(value, float) and 0 < value <= 1
+    if not share and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigurationError(f"{name}={value!r}: give a number of batches, a share of the data up to 1.0, or None")
+    return float(value) if share else int(value)
 
 
 def _one_of(*choices: str) -> Callable[[str, Any], str]:
@@ -144,6 +157,11 @@ def parse_keep(name: str, value: Any) -> dict[str, Any]:
 def _path(name: str, value: Any) -> Path:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigurationError(f"{name}={value!r}: give the path of a directory, or None to write nothing")
+    if _REMOTE.match(os.fspath(value)):
+        raise ConfigurationError(
+            f"{name}={os.fspath(value)!r} is not on a file system: checkpoints need renames and locks, which a store does not have. "
+            "Give a local or mounted directory, and copy checkpoints to the store in a hook, on_saved(self, path)"
+        )
     return Path(os.fspath(value)).expanduser()
 
 
@@ -193,6 +211,8 @@ class Settings:
     precision: Any
     max_steps: Annotated[int | None, _or_none(_whole(0))]
     max_epochs: Annotated[int | None, _or_none(_whole(0))]
+    min_steps: Annotated[int | None, _or_none(_whole(0))]
+    min_epochs: Annotated[int | None, _or_none(_whole(0))]
     max_time: Annotated[Every | None, _or_none(_time("11 hours"))]
     timeout: Annotated[Every, _time("30 minutes")]
     gradient_accumulation_steps: Annotated[int | None, _or_none(_whole(1))]
@@ -202,7 +222,9 @@ class Settings:
     nonfinite: Annotated[str, _one_of("stop", "skip")]
     seed: Annotated[int | None, _or_none(_seed)]
     deterministic: bool
+    detect_anomaly: Annotated[bool, _boolean]
     compile: Annotated[str | Mapping[str, Any] | None, _compile]
+    activation_checkpointing: Annotated[bool, _boolean]
     run_dir: Annotated[Path | None, _or_none(_path)]
     save: Annotated[str, _one_of("sync", "async")]
     save_every: Annotated[Every | None, _or_never]
@@ -221,6 +243,7 @@ class Settings:
     limit_val_batches: int | float | None
     limit_test_batches: int | float | None
     limit_predict_batches: int | float | None
+    overfit_batches: Annotated[int | float | None, _or_none(_few_batches)]
     fast_dev_run: Annotated[int, _updates]
     accept_changes: Annotated[tuple[str, ...], _changes]
 
@@ -231,6 +254,16 @@ class Settings:
         Raises `ConfigurationError` for the first argument that is wrong, with its value and the remedy.
         """
         settings = cls(**{name: check(name, arguments[name]) for name, check in CHECKS.items()})
+        for unit in ("steps", "epochs"):
+            least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
+            if least is not None and most is not None and least > most:
+                raise ConfigurationError(f"min_{unit}={least} is more than max_{unit}={most}; choose one length")
+        if settings.overfit_batches is not None:
+            for name in ("limit_train_batches", "limit_val_batches"):
+                if (limit := getattr(settings, name)) not in (None, 0):
+                    raise ConfigurationError(
+                        f"overfit_batches={settings.overfit_batches!r} and {name}={limit!r} are both set; choose one of them"
+                    )
         norm, value = settings.max_grad_norm, settings.max_grad_value
         if norm is not None and value is not None:
             raise ConfigurationError(
@@ -245,7 +278,10 @@ class Settings:
             self,
             max_steps=number,
             max_epochs=None,
+            min_steps=None,
+            min_epochs=None,
             limit_train_batches=None,
+            overfit_batches=None,
             limit_val_batches=0 if self.limit_val_batches == 0 else number,
             validate_every=Every(steps=number),
             trackers=(),

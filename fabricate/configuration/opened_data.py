@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.resolve import Resolved
@@ -73,6 +73,9 @@ def open_data(
     steps."""
     accumulation = resolved.accumulation or (1, "default")
     source = None
+    few = settings.overfit_batches if train is not None else None
+    if few is not None:
+        train, loading = _in_order(train, loading, few)
     if train is not None:
         source = _training_source(settings, resolved, train, loading, accumulation[0])
         _check_batch_size(source, resolved)
@@ -87,10 +90,15 @@ def open_data(
     sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
     if train is not None and limit == 0:
         sets = {}  # a fit without validation
+    elif few is not None:
+        sets, limit = dict.fromkeys(sets, train), few
     validation = {
         str(name): _validation_source(resolved, data, f"val[{name!r}]" if name else "val", loading, limit)
         for name, data in sets.items()
     }
+    if few is not None and validation:
+        assert source is not None
+        source.notes += (f"overfit_batches={few}: validation reads the training batches, not val",)
     if train is not None:
         _refuse_one_pass(settings, train, sets)
     return Data(source, validation, accumulation)
@@ -110,6 +118,31 @@ def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object
             )
 
 
+def _in_order(train: object, loading: Loading, few: int | float) -> tuple[Any, Loading]:
+    """`train` and how to load it, so that every epoch begins with the same batches."""
+    given = f"overfit_batches={few} reads the same batches in every epoch"
+    if loading.shuffle:
+        raise ConfigurationError(f"{given}, and shuffle=True is set; remove one")
+    if not isinstance(train, DataLoader):
+        if _stream(train) and hasattr(train, "set_epoch"):
+            raise ConfigurationError(
+                f"{given}, and train is a stream whose order changes with the epoch; pass train.take(n)"
+            )
+        return train, replace(loading, shuffle=False) if _rows(train) and not _stream(train) else loading
+    if isinstance(train.dataset, IterableDataset) or train.batch_sampler is None:
+        return train, loading
+    sampler = train.sampler
+    if type(train.batch_sampler) is not BatchSampler or type(sampler) not in (SequentialSampler, RandomSampler):
+        raise ConfigurationError(
+            f"{given}, and train draws its order from a sampler of its own; pass the loader's data set, or a DataLoader without a sampler"
+        )
+    if type(sampler) is SequentialSampler:
+        return train, loading
+    names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+    options: dict[str, Any] = {name: getattr(train, name) for name in (*names, "multiprocessing_context", "drop_last")}
+    return DataLoader(train.dataset, shuffle=False, **options), loading
+
+
 def _training_source(
     settings: Settings, resolved: Resolved, data: object, loading: Loading, accumulation: int
 ) -> Source:
@@ -124,7 +157,7 @@ def _training_source(
         world_size=world_size,
         accumulation=accumulation,
         seed=resolved.seed[0],
-        limit=settings.limit_train_batches,
+        limit=settings.limit_train_batches if settings.overfit_batches is None else settings.overfit_batches,
     )
 
 

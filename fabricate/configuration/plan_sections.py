@@ -121,6 +121,9 @@ def _length(settings: Settings) -> Iterator[Setting]:
     """When the fit ends."""
     yield Setting("max_steps", settings.max_steps, "argument" if settings.max_steps is not None else "default")
     yield Setting("max_epochs", settings.max_epochs, "argument" if settings.max_epochs is not None else "default")
+    for name in ("min_steps", "min_epochs"):
+        if (least := getattr(settings, name)) is not None:
+            yield Setting(name, least, "argument")
     if settings.max_time:
         yield Setting("max_time", str(settings.max_time), "argument")
 
@@ -171,6 +174,10 @@ def _computation(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
     else:
         pinned = "data sets and DataLoaders over them: from pinned memory"
         yield Setting("batches", "copied beside the computation", pinned)
+    if settings.activation_checkpointing:
+        yield Setting("activation_checkpointing", True, "argument")
+    if settings.detect_anomaly:
+        yield Setting("detect_anomaly", True, "argument")
     yield Setting("deterministic", settings.deterministic, "argument" if settings.deterministic else "default")
 
 

@@ -36,6 +36,7 @@ from fabricate.precisions.base import Precision
 from fabricate.registry.names import parse_name
 from fabricate.registry.validation import ranks_per_row, reasons
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.recomputing import recompute_blocks
 from fabricate.strategies.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Engine(Group):
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         compile: Compilation | None = None,
         accumulation: int = 1,
+        recompute: bool = False,
     ) -> None:
         super().__init__(launch.rank, launch.world_size)
         self.launch = launch
@@ -141,6 +143,7 @@ class Engine(Group):
         """What the strategy holds, from `prepare` on."""
         self._accumulation = accumulation
         self._compile = compile
+        self._recompute = recompute
         self._compiled = contextlib.ExitStack()
         self.notes: list[str] = []
         """Lines for the plan about how the module was prepared."""
@@ -344,6 +347,7 @@ class Engine(Group):
             raise PluginError(
                 f"{type(self.strategy).__name__}.prepare returned {type(model).__name__}; return the module that the loop runs"
             )
+        self._recompute_blocks(module)
         if waiting:
             fill(module, waiting, seed, self.strategy)
             self.strategy.after_load()
@@ -359,6 +363,10 @@ class Engine(Group):
     def _compile_units(self, module: TrainModule) -> None:
         if self._compile is not None:
             self.notes.append(self._compiled.enter_context(compiled(module, self._compile)))
+
+    def _recompute_blocks(self, module: TrainModule) -> None:
+        if self._recompute and not getattr(self.strategy, "activation_checkpointing", False):  # else it does so already
+            self._compiled.callback(recompute_blocks(module))
 
     def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
         """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
@@ -380,6 +388,7 @@ class Engine(Group):
         self.root._context, self.root._moment = self.context, self.moment
         with self.opening_groups(), self.accelerator.building():
             model = self.strategy.reuse(self.accelerator, model, root)
+        self._recompute_blocks(module)
         return self._ready(model)
 
     def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:

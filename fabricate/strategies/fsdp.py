@@ -308,7 +308,7 @@ class FSDP(Strategy):
     def _attach(self, root: torch.nn.Module, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
         """What is on the units for as long as a run lasts."""
         from fabricate.strategies.fsdp_timing import Communication
-        from fabricate.strategies.fsdp_units import recompute
+        from fabricate.strategies.recomputing import recompute
 
         self._units = [name for name, _ in units]
         self._watched, self._ran = list(module.parameters()), []

@@ -1,15 +1,12 @@
-"""Which submodules FSDP gathers as one unit, and recomputing them in backward. Must not know: shards, ranks."""
+"""Which submodules FSDP gathers as one unit. Must not know: shards, ranks."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 
 from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import Strategy
@@ -127,33 +124,3 @@ def _check_shared(module: torch.nn.Module, wrap: str, units: list[str]) -> None:
                 f"fsdp: wrap={wrap!r} puts {other} and {name}, which are one parameter, into two units; choose "
                 "wrap= so that one unit holds both, or wrap='none'"
             )
-
-
-def recompute(module: torch.nn.Module, units: Units) -> Callable[[], None]:
-    """Let backward recompute what `units` compute, with the dropout of the first time, instead of keeping it. Models of
-    transformers do so themselves, block by block, because their caches have to be off then. Returns what undoes it."""
-    own: list[Any] = []
-    theirs: set[int] = set()
-    for child in module.modules():
-        if id(child) not in theirs and getattr(child, "supports_gradient_checkpointing", False):
-            own.append(child)
-            theirs.update(id(inner) for inner in child.modules())
-    ours = [unit for _, unit in units if id(unit) not in theirs]
-    for model in own:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for unit in ours:
-        unit.forward = functools.partial(_again, unit.forward)
-
-    def undo() -> None:
-        for model in own:
-            model.gradient_checkpointing_disable()
-        for unit in ours:
-            vars(unit).pop("forward", None)
-
-    return undo
-
-
-def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)

@@ -67,11 +67,13 @@ class Agenda:
         self._by_clock = [due for due in self._moments if due.by_clock and run.engine.rank == 0]
         self._reads_clock = run.watch is not None or bool(self._by_clock)
         self._most_steps = math.inf if settings.max_steps is None else settings.max_steps
+        self._least = settings.min_steps or 0, settings.min_epochs or 0
         self._ranks = OneRank(run) if run.engine.world_size == 1 else ManyRanks(run)
         self._find_next_step()
 
     def _find_next_step(self) -> None:
-        self._next_step = min((self._most_steps, *(due.next for due in self._by_step)))
+        least = self._least[0] if self._run.progress.step < self._least[0] else math.inf
+        self._next_step = min((self._most_steps, least, *(due.next for due in self._by_step)))
 
     def due(self, window: Window, route: int) -> bool:
         """Whether the boundary after `window` may have something to do; the same on every rank."""
@@ -117,10 +119,11 @@ class Agenda:
 
     def _requested(self) -> Wanted:
         """What was requested on this rank, except an evaluation."""
-        requests, background = self._run.requests, self._run.checkpoints.background
+        run = self._run
+        requests, background, progress = run.requests, run.checkpoints.background, run.progress
         return Wanted(
             save=requests.save or bool(requests.paths),
-            stop=bool(requests.stop),
+            stop=bool(requests.stop) and progress.step >= self._least[0] and progress.epoch >= self._least[1],
             interrupted=bool(requests.signal),
             writing=background is not None and background.running,
         )

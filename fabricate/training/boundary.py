@@ -63,13 +63,14 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
         if wanted.save:
             with run.journal.stopwatch.apart():
                 save_requested(run)
-    return _stop_reason(run, limit) if wanted.end else limit
+    return _stop_reason(run, wanted, limit) if wanted.end else limit
 
 
-def _stop_reason(run: Run, limit: str) -> str:
+def _stop_reason(run: Run, wanted: Wanted, limit: str) -> str:
     """Why the fit ends. One that has reached a limit is complete, also when a signal came in the same update."""
     write_line(run)  # one that was begun before a hook of this boundary requested the end
-    reasons = [*run.engine.gather_json(run.requests.stop), limit]
+    stops = run.engine.gather_json(run.requests.stop) if wanted.stop else []  # else one may be waiting for min_steps
+    reasons = [*stops, limit]
     return next(filter(None, reasons), interruption(run))
 
 

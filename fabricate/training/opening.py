@@ -139,6 +139,8 @@ def _open_engine(
     if settings.seed is not None:
         seed_everything(settings.seed)
     stack.enter_context(_determinism(settings.deterministic))
+    if settings.detect_anomaly and training:
+        stack.enter_context(torch.autograd.set_detect_anomaly(True))
     engine = Engine(
         found.launch,
         found.strategy,
@@ -149,6 +151,7 @@ def _open_engine(
         timeout=datetime.timedelta(seconds=settings.timeout.seconds),
         compile=data.compilation(settings),
         accumulation=data.accumulation[0],
+        recompute=settings.activation_checkpointing and training,
     )
     stack.enter_context(engine)
     if settings.fast_dev_run and run_dir is not None:

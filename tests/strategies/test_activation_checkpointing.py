@@ -1,0 +1,85 @@
+"""`Trainer(activation_checkpointing=True)`: blocks run twice per micro-batch, and the weights come out the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import FSDP, ConfigurationError, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = torch.nn.Linear(6, 6), torch.nn.Dropout(0.4)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x + self.dropout(self.layer(x).tanh())
+
+
+class Deep(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.head = torch.nn.Linear(6, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Flat(Deep):
+    def __init__(self) -> None:
+        TrainModule.__init__(self)
+        self.head = torch.nn.Linear(6, 1)
+        self.blocks = torch.nn.Sequential()
+
+
+def weights(strategy: Any, module: TrainModule | None = None, **arguments: Any) -> tuple[list[list[float]], int]:
+    """The weights after a fit, those that this rank has, and how often the first block ran."""
+    module = module or Deep()
+    torch.manual_seed(1)
+    given = {"max_steps": 3, "seed": 2, "progress": False, "print_plan": "none", "strategy": strategy}
+    Trainer(**given, **arguments).fit(module, torch.randn(24, 6), batch_size=4)
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+    assert not any("forward" in vars(child) for child in module.modules())
+    return [part.detach().flatten().tolist() for part in parts], getattr(module.blocks[0], "runs", 0) if len(
+        module.blocks
+    ) else 0  # type: ignore[arg-type]
+
+
+def both(strategy: str) -> tuple[bool, int, int]:
+    kept, once = weights(strategy)
+    again, twice = weights(strategy, activation_checkpointing=True)
+    return kept == again, once, twice
+
+
+def test_blocks_run_again_in_backward_and_the_weights_are_the_same() -> None:
+    assert both("single") == (True, 3, 6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_so_they_do_on_two_ranks(strategy: str) -> None:
+    assert run_ranks(both, 2, strategy) == [(True, 3, 6)] * 2
+
+
+def test_with_the_option_of_fsdp_blocks_run_twice_not_more() -> None:
+    assert weights(FSDP(activation_checkpointing=True), activation_checkpointing=True)[1] == 6
+
+
+def test_a_module_without_blocks_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="activation_checkpointing=True: Flat has no transformers model and no ModuleList"
+    ):
+        weights("single", Flat(), activation_checkpointing=True)
