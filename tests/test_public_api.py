@@ -24,6 +24,7 @@ PUBLIC = [
     "FitResult",
     "GenerateSamples",
     "GradientNorms",
+    "LearningRateFinder",
     "ModelSummary",
     "Plan",
     "PluginError",

@@ -66,7 +66,7 @@ ARGUMENTS = {
     "replace_sampler_ddp": "nothing: data is divided over the ranks, and a sampler of yours is respected",
     "reload_dataloaders_every_n_epochs": "a sampler or an iterable that changes with the epoch",
     "auto_scale_batch_size": "accelerate.utils.find_executable_batch_size around trainer.fit",
-    "auto_lr_find": "configure_optimizers: give the learning rate",
+    "auto_lr_find": "plugins=[LearningRateFinder()] in a fit of its own, and its suggestion() in configure_optimizers",
     "enable_autolog_hparams": "nothing: constructor arguments are recorded, and trackers get them",
     "barebones": "progress=False, save_every=None, validate_every=None",
     "amp_backend": "precision=",

@@ -1,0 +1,135 @@
+"""The learning rate range test: which rates let the loss fall, and from which on it grows."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fabricate.errors import ConfigurationError
+from fabricate.hooks import Callback
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabricate.module import TrainModule
+    from fabricate.strategies.base import Strategy
+    from fabricate.trainer import Trainer
+
+SMOOTHING = 0.98
+"""Of the loss, as a moving average with the correction of its beginning."""
+
+
+class LearningRateFinder(Callback):
+    """Turns a fit into a learning rate range test: `num_training_steps` updates with a rate that grows from `min_lr` to `max_lr`.
+
+    mode: "exponential" or "linear" growth. early_stop_threshold: the fit ends when the smoothed loss is more than so many times its
+    lowest; None: never. The rate of every parameter group is set, whatever a schedule says. Give the Trainer no `run_dir`, and at
+    least `num_training_steps` updates.
+
+    When the fit is over, `results` has the rates and the smoothed losses ("lr" and "loss", the mean over all ranks), `suggestion()` the
+    rate at which the loss fell fastest, and the module the weights and buffers that it had before: set the rate, and fit it. On a GPU each
+    update waits for the loss.
+
+        finder = LearningRateFinder(max_lr=1.0)
+        Trainer(max_steps=100, plugins=[finder]).fit(module, train, batch_size=32)
+        module.lr = finder.suggestion()
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+    ) -> None:
+        if not 0 < min_lr < max_lr:
+            raise ConfigurationError(
+                f"LearningRateFinder(min_lr={min_lr!r}, max_lr={max_lr!r}): give 0 < min_lr < max_lr"
+            )
+        if not isinstance(num_training_steps, int) or num_training_steps < 2:
+            raise ConfigurationError(f"LearningRateFinder(num_training_steps={num_training_steps!r}): give 2 or more")
+        if mode not in ("exponential", "linear"):
+            raise ConfigurationError(f"LearningRateFinder(mode={mode!r}): give 'exponential' or 'linear'")
+        if early_stop_threshold is not None and not early_stop_threshold > 1:
+            raise ConfigurationError(
+                f"LearningRateFinder(early_stop_threshold={early_stop_threshold!r}): give a number above 1, or None"
+            )
+        self.min_lr, self.max_lr, self.num_training_steps = min_lr, max_lr, num_training_steps
+        self.mode, self.early_stop_threshold = mode, early_stop_threshold
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        self._mean = 0.0
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Memory of weights and buffers, and what it held before the test."""
+
+    def rate(self, update: int) -> float:
+        """The learning rate of an update, from 0."""
+        share = update / (self.num_training_steps - 1)
+        if self.mode == "linear":
+            return self.min_lr + (self.max_lr - self.min_lr) * share
+        return float(self.min_lr * (self.max_lr / self.min_lr) ** share)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.run_dir is not None:
+            raise ConfigurationError(
+                "LearningRateFinder: run_dir is set, and what a range test trains is not to be resumed; use a "
+                "Trainer without run_dir for it"
+            )
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(
+                f"LearningRateFinder needs one optimizer, and there are {', '.join(trainer.optimizers)}"
+            )
+        self.results, self._mean = {"lr": [], "loss": []}, 0.0
+        tensors = [*module.parameters(), *module.buffers()]
+        memories = [trainer.strategy.local_part(tensor).memory for tensor in tensors]
+        self._before = [(memory, memory.clone()) for memory in memories]
+        self._set(trainer, 0)
+
+    def _set(self, trainer: Trainer, update: int) -> None:
+        for optimizer in trainer.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(update)
+
+    def on_step(self, trainer: Trainer, step: int, loss: torch.Tensor) -> None:
+        value = float(loss)
+        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * value
+        smoothed = self._mean / (1 - SMOOTHING**step)
+        lowest = min([*self.results["loss"], smoothed])
+        grown = self.early_stop_threshold is not None and step > 1 and smoothed > self.early_stop_threshold * lowest
+        if grown or not math.isfinite(smoothed):
+            trainer.stop("learning rate finder: the loss grew")
+            return
+        self.results["lr"].append(self.rate(step - 1))
+        self.results["loss"].append(smoothed)
+        if step >= self.num_training_steps:
+            trainer.stop("learning rate finder: all rates were tried")
+        else:
+            self._set(trainer, step)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._restore(trainer.strategy)
+
+    def on_teardown(self) -> None:
+        self._restore(None)
+
+    def _restore(self, strategy: Strategy | None) -> None:
+        """Put weights and buffers back. `strategy`: to be informed of it; None where other ranks may be gone."""
+        import torch
+
+        before, self._before = self._before, []
+        with torch.no_grad():
+            for memory, value in before:
+                memory.copy_(value)
+        if before and strategy is not None:
+            strategy.after_load()
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """The rate at which the smoothed loss fell fastest, over the logarithm of the rate; the first and last updates are left
+        out. None where fewer than two rates are left."""
+        import numpy
+
+        end = len(self.results["lr"]) - skip_end
+        rates, losses = (self.results[name][skip_begin:end] for name in ("lr", "loss"))
+        if len(rates) < 2:
+            return None
+        return rates[int(numpy.gradient(losses, numpy.log10(rates)).argmin())]
