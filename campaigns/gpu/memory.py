@@ -102,6 +102,7 @@ def of_eight(place: Host, strategy: str) -> dict[str, Any]:
     from fabricate.configuration.opened_data import open_data, settle
     from fabricate.configuration.resolve import resolve
     from fabricate.data.source import Loading
+    from fabricate.distributed.accelerator import Moment
     from fabricate.distributed.engine import Root
     from fabricate.module import step_function
 
@@ -119,9 +120,11 @@ def of_eight(place: Host, strategy: str) -> dict[str, Any]:
     settle(asked.settings, found, open_data(asked.settings, found, recipe.data(), None, Loading(recipe.size.rows)))
     chosen = found.strategy
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    root = Root(module, found.precision.forward_context(place.device))
+    root = Root(module, found.precision.forward_context(place.device), Moment(), keeps_casts=False)
     root.steps = {"train": step_function(module, "train")}
-    model = chosen.prepare(Accelerator(cpu=not place.real), root, module)
+    accelerator = Accelerator(cpu=not place.real)
+    accelerator.state.fsdp_plugin = chosen.accelerator_arguments()["fsdp_plugin"]
+    model = chosen.prepare(accelerator, root, module)
     optimizer, held = module.configure_optimizers(), 0
     for step, (batch,) in enumerate(recipe.loader(place), 1):
         loss = model("train", (batch.to(place.device),), 0)
