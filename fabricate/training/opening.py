@@ -138,6 +138,7 @@ def _open_engine(
         raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
     if settings.seed is not None:
         seed_everything(settings.seed)
+    late = settings.deterministic and _chose_workspace(found.device)
     stack.enter_context(_determinism(settings.deterministic))
     if settings.detect_anomaly and training:
         stack.enter_context(torch.autograd.set_detect_anomaly(True))
@@ -153,6 +154,7 @@ def _open_engine(
         accumulation=data.accumulation[0],
         recompute=settings.activation_checkpointing and training,
     )
+    engine.notes += [_LATE] if late else []
     stack.enter_context(engine)
     if settings.fast_dev_run and run_dir is not None:
         run_dir = Path(engine.broadcast_json(str(run_dir)))
@@ -337,6 +339,18 @@ def environment_restored() -> Iterator[None]:
                 del os.environ[name]
 
 
+_LATE = (
+    "deterministic=True: this process has used CUDA before, and torch reads CUBLAS_WORKSPACE_CONFIG at its first product; should "
+    "products be refused, set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts"
+)
+
+
+def _chose_workspace(device: torch.device) -> bool:
+    """Whether torch may have settled without us how cuBLAS computes: it looks at the environment once per process."""
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return device.type == "cuda" and used and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
 @contextlib.contextmanager
 def _determinism(on: bool) -> Iterator[None]:
     if not on:
@@ -344,14 +358,18 @@ def _determinism(on: bool) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    memory.fill_uninitialized_memory = False  # of every gather and copy, which are written right after
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+        memory.fill_uninitialized_memory = filled
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from fabricate import Trainer, TrainModule
 from fabricate.testing import run_ranks
+from fabricate.training import opening
 
 ROWS, GLOBAL_BATCH, STEPS = 30, 12, 5
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "zero1": 2, "zero3": 2, "ddp on 3": 3}
@@ -178,3 +179,23 @@ def test_every_update_takes_the_same_rows_on_any_number_of_ranks_and_workers(ans
     assert all(rows == found[0] for rows in found)
     assert sorted(row for rows in found[0][:3] for row in rows) == list(range(ROWS))
     assert [len(rows) for rows in found[0]] == [12, 12, 6, 12, 12]
+
+
+def test_memory_that_is_written_right_after_is_not_filled_first() -> None:
+    class Looks(Dropping):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.filled = torch.utils.deterministic.fill_uninitialized_memory
+            return super().training_step(batch)
+
+    module = Looks()
+    Trainer(max_steps=1, deterministic=True, progress=False).fit(module, Rows(), batch_size=4)
+    assert not module.filled
+    assert torch.utils.deterministic.fill_uninitialized_memory, "torch's own setting, afterwards again"
+
+
+def test_a_process_that_used_cuda_before_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert [opening._chose_workspace(torch.device(kind)) for kind in ("cuda", "cpu")] == [True, False]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert not opening._chose_workspace(torch.device("cuda"))
