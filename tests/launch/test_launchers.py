@@ -291,6 +291,6 @@ def test_a_rank_that_fails_ends_all_of_them_and_says_why_once(ended: tuple[Path,
     assert "\nrank 0 stopped with it\n" in failing.output
     _, _, summary = failing.output.rpartition("Root Cause")
     assert "rank 1 failed: ValueError: rank 1 has had enough" in summary
-    assert 'train.py:41, in training_step: raise ValueError("rank 1 has had enough")' in summary
+    assert 'train.py:44, in training_step: raise ValueError("rank 1 has had enough")' in summary
     assert "correct it and start the same command again: nothing is saved" in summary
     assert "while training: rank 1, epoch 0, step 3" in failing.output
