@@ -100,13 +100,10 @@ class Indexed(Source):
         units: int,
         shuffle: bool | None,
         options: dict[str, Any],
-        samplers: tuple[Any, ...] = (),
     ) -> None:
-        """`samplers`: the objects of the user's that `draw` asks."""
         resumes = "exactly, by position"
         super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=shuffle)
         self.data = dataset
-        self.samplers = samplers
         self._draw = draw
         self._options = options
         self.in_workers = options["num_workers"] > 0

@@ -196,17 +196,12 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     if units is None:
         return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
     setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
-    return Indexed(
-        setup,
-        "dataloader",
-        loader.dataset,
-        draw,
-        batch_size=batch_size,
-        units=units,
-        shuffle=shuffle,
-        options=_options_of(loader, setup, loading),
-        samplers=(sampler, getattr(sampler, "sampler", None)),
+    options = _options_of(loader, setup, loading)
+    source = Indexed(
+        setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, shuffle=shuffle, options=options
     )
+    source.samplers = (sampler, getattr(sampler, "sampler", None))
+    return source
 
 
 def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict[str, Any]:

@@ -72,24 +72,20 @@ def last_operation(loss: torch.Tensor) -> str:
 
 
 def is_sum(loss: torch.Tensor, rows: int | None = None) -> bool:
-    """Whether `loss` is a sum over its batch of `rows`, or a sum of terms of which one is. A sum that is divided by its rows, or by a
-    number when they are not known, is most likely a mean."""
+    """Whether `loss` is a sum over its batch of `rows`, or a sum of terms of which one is. A sum that is divided by about as many rows, or
+    by any number when they are not known, is most likely a mean."""
     terms = _terms(loss)
     return any(_is_sum(node, divisors, rows, alone=len(terms) == 1) for node, divisors in terms)
 
 
 def _is_sum(node: Any, divisors: list[float], rows: int | None, alone: bool) -> bool:
-    if type(node).__name__ == "SumBackward0":  # of parameters, a penalty
-        if not (alone if rows is None else tuple(node._saved_self_sym_sizes)[:1] == (rows,)):
+    if type(node).__name__ == "SumBackward0":
+        over_rows = rows is not None and tuple(node._saved_self_sym_sizes)[:1] == (rows,)
+        if not over_rows and not alone:  # a penalty on parameters, most likely
             return False
     elif getattr(node, "_saved_reduction", None) != _SUM:
         return False
-    return not (divisors if rows is None else any(_is_multiple(divisor, rows) for divisor in divisors))
-
-
-def _is_multiple(number: float, of: int) -> bool:
-    times = number / of
-    return round(times) >= 1 and math.isclose(times, round(times), rel_tol=1e-5)
+    return not (divisors if rows is None else any(divisor >= rows / 2 for divisor in divisors))
 
 
 def is_over_a_part(loss: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from fabricate.errors import ConfigurationError, few
+from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import CAST_COPIES, Strategy
 from fabricate.strategies.sharding import is_sharded
 
@@ -520,6 +520,6 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
     hooked = [name for name, parameter in module.named_parameters() if parameter._backward_hooks]
     if hooked:
         raise ConfigurationError(
-            f"strategy='fsdp' would not call the hooks on the gradients of {few(hooked)} (register_hook): change gradients in "
+            f"strategy='fsdp' would not call the hooks on the gradients of {', '.join(hooked[:4])} (register_hook): change gradients in "
             "on_before_step(self), or use strategy='ddp'"
         )

@@ -64,7 +64,7 @@ def test_a_change_of_dtype_keeps_what_the_mean_was_taken_over() -> None:
         (lambda: cross_entropy(LOGITS, TARGET) + 0.1 * LOGITS.square().mean(), "Add"),
         (lambda: cross_entropy(LOGITS, TARGET, reduction="sum"), "NllLoss"),
         (lambda: cross_entropy(LOGITS, TARGET, label_smoothing=0.1), "Add"),
-        (lambda: cross_entropy(LOGITS, LOGITS.detach().softmax(1)), "Div"),
+        (lambda: cross_entropy(LOGITS, LOGITS.detach().softmax(1)), "Sum"),
         (lambda: (TARGET != -100).sum() * cross_entropy(LOGITS, TARGET), "Mul"),
         (lambda: cross_entropy(LOGITS, TARGET) * torch.tensor(2.0), "Mul"),
         (lambda: cross_entropy(LOGITS, TARGET) + cross_entropy(LOGITS, TARGET), "Add"),
@@ -117,8 +117,10 @@ def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
 @pytest.mark.parametrize(
     ("loss", "rows", "a_sum"),
     [
-        (lambda: cross_entropy(LOGITS, TARGET) + 0.1 * LOGITS.square().sum(), 6, True),
-        (lambda: cross_entropy(LOGITS, TARGET) + 0.1 * LOGITS.square().sum(), 4, False),  # of parameters, most likely
+        (lambda: cross_entropy(LOGITS, TARGET) + 0.5 * LOGITS.square().sum(), 6, True),
+        (lambda: cross_entropy(LOGITS, TARGET) + 0.5 * LOGITS.square().sum(), 4, False),  # of parameters, most likely
+        (lambda: LOGITS.square().sum(), 4, True),
+        (lambda: LOGITS.square().sum() / 4, 6, False),  # a count, most likely
         (lambda: 0.5 * LOGITS.square().sum(), 6, True),
         (lambda: LOGITS.square().sum() / 6, 6, False),
         (lambda: 0.1 * LOGITS.square().sum() / 30, 6, False),

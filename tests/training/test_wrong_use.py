@@ -200,7 +200,7 @@ def test_an_evaluation_without_its_step_is_refused(stage: str, step: str) -> Non
         ),
         (torch.tensor(0.0), r"predict_step returned \(\) for a batch of 2 rows"),
         ([1], "predict_step returned 1 for a batch of 2 rows"),
-        ("text", "predict_step returned str; return a tensor, a list, or a mapping or tuple of them"),
+        ("text", "predict_step returned str; return a tensor, an array, a list, or a mapping or tuple of them"),
     ],
 )
 def test_predictions_that_do_not_fit_the_rows_are_an_error(answer: Any, message: str) -> None:
