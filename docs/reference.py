@@ -1,13 +1,14 @@
-"""Writes docs/hooks.md and docs/interfaces.md from the source: `python docs/reference.py`."""
+"""Writes docs/hooks.md, docs/interfaces.md and docs/trainer.md from the source: `python docs/reference.py`."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-from fabricate import Precision, Strategy, hooks
+from fabricate import Precision, Strategy, Trainer, TrainModule, hooks
 from fabricate.strategies.base import GROUPS
 
 DOCS = Path(__file__).parent
@@ -29,6 +30,16 @@ A strategy or a precision inherits from the classes below, or from one that fabr
 a default that works. Attributes are those of the class; options are the fields of a `@dataclass(eq=False)`. Both are plugin objects
 too: they hear [hooks](hooks.md) and keep state. What could never be called or looked at, a misspelt name above all, is an error before
 the first step. [Write a plugin](write-a-plugin.md) is the place to start, [Testing plugins](testing-plugins.md) tells how to prove one.
+"""
+_TRAINER = """\
+# Trainer and TrainModule
+
+Written by `docs/reference.py` from `fabricate/trainer.py` and `fabricate/module.py`; change the text there.
+
+All that a training script uses, with the defaults. [Quickstart](quickstart.md) is the place to start; [hooks](hooks.md) may be defined in a
+module too. The arguments that [Lightning](from-lightning.md#arguments-of-the-trainer) calls otherwise have a table.
+
+## Arguments of `Trainer`
 """
 _SECTIONS = {
     "Wrappable work": (
@@ -79,6 +90,31 @@ def interfaces_page() -> str:
     return "\n".join(parts)
 
 
+def trainer_page() -> str:
+    """docs/trainer.md, ending in a newline."""
+    parts = [_TRAINER, "\n".join(_arguments(Trainer)) + "\n"]
+    for kind in (Trainer, TrainModule):
+        (tree,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(tree, ast.ClassDef)
+        parts += [f"## What `{kind.__name__}` has\n", *_members(tree, "###")]
+    return "\n".join(parts)
+
+
+def _arguments(kind: type) -> list[str]:
+    """A line for each paragraph of the class's text that describes arguments, with their defaults."""
+    parameters = inspect.signature(kind).parameters
+    lines: list[str] = []
+    for line in (inspect.getdoc(kind) or "").partition("\n\n")[2].splitlines():
+        names, colon, _ = line.partition(": ")
+        known = re.split(r", ", names)
+        if colon and all(name in parameters for name in known):
+            defaults = ", ".join(f"`{name}={parameters[name].default!r}`" for name in known)
+            lines.append(f"- {defaults}: {line.removeprefix(names + ': ')}")
+        else:
+            lines.append(f"  {line}")
+    return lines
+
+
 _ALIASES = {"Part": Strategy.Part}  # classes that have a file of their own
 
 
@@ -88,7 +124,7 @@ def _members(tree: ast.ClassDef, level: str) -> list[str]:
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
             (node,) = ast.parse(inspect.getsource(_ALIASES[ast.unparse(node.target)])).body
-        if isinstance(node, ast.AnnAssign):
+        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
             told = after.value if isinstance(after, ast.Expr) else None
             text = f": {inspect.cleandoc(told.value)}" if isinstance(told, ast.Constant) else ""
             default = f" = {ast.unparse(node.value)}".replace("*GROUPS", repr(GROUPS)[1:-1]) if node.value else ""
@@ -104,14 +140,19 @@ def _members(tree: ast.ClassDef, level: str) -> list[str]:
                 f"{ast.get_docstring(node)}\n",
                 *_members(node, level + "#"),
             ]
-        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            arguments = ", ".join(a.arg for a in node.args.args[1:])
-            title = node.name if node.decorator_list else f"{node.name}({arguments})"
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and ast.get_docstring(node):
+            arguments = ", ".join(a.arg for a in (*node.args.args[1:], *node.args.kwonlyargs))
+            called = all(isinstance(decorator, ast.Call) for decorator in node.decorator_list)
+            title = f"{node.name}({arguments})" if called else node.name
             entries.append(f"{level} `{title}`\n\n{ast.get_docstring(node)}\n")
     return (["\n".join(attributes) + "\n"] if attributes else []) + entries
 
 
-PAGES: dict[str, Callable[[], str]] = {"hooks.md": hooks_page, "interfaces.md": interfaces_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "hooks.md": hooks_page,
+    "interfaces.md": interfaces_page,
+    "trainer.md": trainer_page,
+}
 
 if __name__ == "__main__":
     for name, render in PAGES.items():

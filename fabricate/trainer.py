@@ -63,9 +63,10 @@ class Trainer:
     max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as after a signal.
     timeout: minutes or hours that a rank waits for the others before the run ends with an error that names the missing ranks.
     gradient_accumulation_steps, global_batch_size: micro-batches per update, or rows per update on all ranks together.
-    max_grad_norm: clip the global gradient to this 2-norm. max_grad_value: or every element of it to this size. Once per update;
-    the norm that hooks and logs get is the one before clipping. nonfinite: "stop" at a loss that is not finite (noticed at a log
-    boundary), or "skip" updates whose gradient is not (one wait for the device per update).
+    max_grad_norm, max_grad_value: clip the global gradient to this 2-norm, or every element of it to this size, once per update;
+    the norm that hooks and logs get is the one before clipping.
+    nonfinite: "stop" at a loss that is not finite (noticed at a log boundary), or "skip" updates whose gradient is not (one wait for
+    the device per update).
     seed: initial weights, data order and dropout (per rank); unset: order from torch's initial seed, generators untouched.
     deterministic: torch's deterministic algorithms while the fit runs.
     detect_anomaly: torch's anomaly detection while the fit runs: an error in backward names the operation of the forward, and a
@@ -77,8 +78,8 @@ class Trainer:
     about a third more time. Blocks are those of a transformers model, and the children of every ModuleList.
     save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
     run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
-    save_every, validate_every (None for never), log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens", or 0.25
-    for a quarter of an epoch; a whole number counts steps).
+    save_every, validate_every, log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens", or 0.25 for a quarter of an
+    epoch; a whole number counts steps); None for never, of the first two.
     keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}; a metric
     whose name says that higher is better (accuracy, f1, ...) needs its mode.
     load_best: True: a fit that is complete ends with the weights of its best checkpoint, in the module and in model/; `keep` says

@@ -32,7 +32,7 @@ def _module(file: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["hooks.md", "interfaces.md"])
+@pytest.mark.parametrize("page", ["hooks.md", "interfaces.md", "trainer.md"])
 def test_a_generated_page_is_up_to_date(page: str) -> None:
     assert (DOCS / page).read_text(encoding="utf-8") == _reference().PAGES[page](), "run python docs/reference.py"
 
