@@ -301,7 +301,7 @@ def test_the_best_weights_need_to_be_known(tmp_path: Path) -> None:
     for arguments in ({"run_dir": tmp_path}, {"keep": {"best": 1}}):
         with pytest.raises(ConfigurationError, match=r"load_best=True needs a run_dir and keep="):
             fit(load_best=True, **arguments)
-    keep = {"best": 1, "metric": "accuracy"}
+    keep = {"best": 1, "metric": "accuracy", "mode": "max"}
     with pytest.raises(ConfigurationError, match=r"no checkpoint of this run recorded 'accuracy'; recorded are .*loss"):
         fit(load_best=True, run_dir=tmp_path, keep=keep)
 

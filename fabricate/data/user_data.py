@@ -67,6 +67,7 @@ def open_source(
     if loading.drop_last:
         setup.note_drop_last()
     _refuse_other_kinds(data, setup)
+    _refuse_tables(data, setup)
     if isinstance(data, DataLoader):
         return _open_loader(data, setup, loading)
     _refuse_several(data, setup)
@@ -114,7 +115,19 @@ def _refuse_other_kinds(data: Any, setup: Setup) -> None:
             f"is a {type(data).__name__}, which joins several loaders; pass one data set: torch.utils.data.StackDataset(a=..., b=...) "
             "gives a row of each per batch, ConcatDataset one after the other, and an iterable of batches whatever it joins"
         )
-    if isinstance(data, tuple) and data and all(isinstance(part, torch.Tensor | np.ndarray) for part in data):
+    if isinstance(data, Mapping | str | bytes) or data is None:
+        raise setup.error(
+            f"is a {type(data).__name__}, which holds no rows to read; pass a data set, a DataLoader or an iterable"
+        )
+
+
+def _refuse_tables(data: Any, setup: Setup) -> None:
+    """Refuse whole columns, which would be taken for rows, and tables, which are not indexed by row."""
+    if (
+        isinstance(data, tuple)
+        and all(isinstance(part, torch.Tensor | np.ndarray) for part in data)
+        and len({tuple(part.shape[1:]) for part in data}) > 1  # else they may be batches, or rows
+    ):
         raise setup.error(
             f"is a tuple of {len(data)} tensors or arrays, each of which would be one row; "
             "pass torch.utils.data.TensorDataset(*tensors), of tensors: torch.as_tensor(array)"
@@ -123,10 +136,6 @@ def _refuse_other_kinds(data: Any, setup: Setup) -> None:
         raise setup.error(
             f"is a {type(data).__name__}, whose rows are not read by their number; pass datasets.Dataset.from_pandas(frame) "
             "(from_polars), or a TensorDataset of its columns"
-        )
-    if isinstance(data, Mapping | str | bytes) or data is None:
-        raise setup.error(
-            f"is a {type(data).__name__}, which holds no rows to read; pass a data set, a DataLoader or an iterable"
         )
 
 
