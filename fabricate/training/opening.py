@@ -128,20 +128,14 @@ def _open_engine(
     stack: contextlib.ExitStack, settings: Settings, found: Resolved, data: Data, *, training: bool
 ) -> tuple[Path | None, Engine]:
     """Set the process up for the run and open the engine; `stack` undoes both. Also where the run writes. All ranks."""
-    stack.enter_context(environment_restored())
     training = data.train is not None
+    notes = _set_process_up(stack, settings, found, training=training)
     run_dir = settings.run_dir if training else None
     if settings.fast_dev_run and training:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
     trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
     if run_dir is None and any(map(needs_directory, trackers)):
         raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
-    if settings.seed is not None:
-        seed_everything(settings.seed)
-    late = settings.deterministic and _chose_workspace(found.device)
-    stack.enter_context(_determinism(settings.deterministic))
-    if settings.detect_anomaly and training:
-        stack.enter_context(torch.autograd.set_detect_anomaly(True))
     engine = Engine(
         found.launch,
         found.strategy,
@@ -154,11 +148,23 @@ def _open_engine(
         accumulation=data.accumulation[0],
         recompute=settings.activation_checkpointing and training,
     )
-    engine.notes += [_LATE] if late else []
+    engine.notes += notes
     stack.enter_context(engine)
     if settings.fast_dev_run and run_dir is not None:
         run_dir = Path(engine.broadcast_json(str(run_dir)))
     return run_dir, engine
+
+
+def _set_process_up(stack: contextlib.ExitStack, settings: Settings, found: Resolved, *, training: bool) -> list[str]:
+    """Seed the generators, and set what of torch is the process's; `stack` undoes the latter. Notes for the plan."""
+    stack.enter_context(environment_restored())
+    if settings.seed is not None:
+        seed_everything(settings.seed)
+    late = settings.deterministic and _chose_workspace(found.device)
+    stack.enter_context(_determinism(settings.deterministic))
+    if settings.detect_anomaly and training:
+        stack.enter_context(torch.autograd.set_detect_anomaly(True))
+    return [_LATE] if late else []
 
 
 def _agree_on_seed(engine: Engine, found: Resolved, data: Data) -> int:
