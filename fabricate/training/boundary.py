@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from fabricate.data.batches import Window
-from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import Metrics
 from fabricate.module import refusing_logs
 from fabricate.training.agenda import Agenda, Wanted
 from fabricate.training.evaluation import validate
 from fabricate.training.first_update import FirstUpdate
+from fabricate.training.freezing import check_trained
 from fabricate.training.log_lines import begin_line, may_wait, stop_if_nonfinite, write_line
 from fabricate.training.replicas import compare, compare_now_and_then
 from fabricate.training.run_state import Run, Update
@@ -126,17 +126,6 @@ def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:
     elif wanted.log:
         compare_now_and_then(run)
     if wanted.log or wanted.save or ends:
-        _check_frozen(run)
+        check_trained(run)
     if ends:
         check_weights(run)
-
-
-def _check_frozen(run: Run) -> None:
-    """Optimizers and strategies took over what was trainable when the fit began."""
-    for name, parameter in run.optim.frozen.items():
-        if parameter.requires_grad:
-            raise ConfigurationError(
-                f"{name} was frozen when the fit began and requires a gradient at step {run.progress.step}: neither the optimizer nor the "
-                "strategy knows of it. Leave it trainable until the fit begins and freeze it then, with UnfreezeAt or trainer.freeze; or "
-                "end the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
-            )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.errors import ConfigurationError, FabricateError, few
 from fabricate.training.run_state import Run
 
 
@@ -47,9 +47,36 @@ def take_effect(run: Run) -> None:
         if parameter.requires_grad is not trained:
             parameter.requires_grad_(trained)
             run.closing.callback(parameter.requires_grad_, not trained)  # afterwards everything is as before
+            (optim.paused.discard if trained else optim.paused.add)(parameter)
     if not any(p.requires_grad for p in run.module.parameters()):
         raise ConfigurationError(
             f"after step {run.progress.step} everything is frozen, so there is nothing to train; leave a part out of UnfreezeAt or "
             "trainer.freeze"
         )
     run.engine.trained_changed()
+
+
+def check_trained(run: Run) -> None:
+    """Look for `requires_grad_` in a hook or a step: optimizers, strategies and checkpoints go by what was trainable when the fit began.
+    All ranks."""
+    optim, step = run.optim, run.progress.step
+    for name, parameter in optim.frozen.items():
+        if parameter.requires_grad:
+            raise ConfigurationError(
+                f"{name} was frozen when the fit began and requires a gradient at step {step}: neither the optimizer nor the "
+                "strategy knows of it. Leave it trainable until the fit begins and freeze it then, with UnfreezeAt or trainer.freeze; or "
+                "end the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
+            )
+    stopped = [name for name, p in optim.trained.items() if not p.requires_grad and p not in optim.paused]
+    if not stopped:
+        return
+    if run.engine.strategy.exposes_gradients:
+        run.journal.note(
+            f"{few(stopped)} required a gradient when the fit began and not at step {step}: a resumed run begins as the fit began, unless "
+            "the step or a hook freezes again; UnfreezeAt and trainer.freeze, as a function of the step, resume exactly"
+        )
+    else:
+        raise ConfigurationError(
+            f"{few(stopped)} required a gradient when the fit began and not at step {step}: strategy={run.engine.strategy.name!r} "
+            "goes on updating it. Freeze it before the fit, or use strategy='ddp' or 'fsdp' and trainer.freeze(parameters)"
+        )

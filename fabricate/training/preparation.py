@@ -153,6 +153,7 @@ def _configure_optimizers(run: Run) -> None:
     run.notes.extend(leave_out_frozen(optim.optimizers))
     run.notes.extend(notes_of_untrained(module, optim.optimizers))
     optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    optim.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _check_schedules(run, where)
     for parameter in module.parameters():
         parameter.grad = None  # of a window that failed, say: the first update would take it in

@@ -60,6 +60,10 @@ class Optimization:
     """Parameters that are to be trained, or no longer, from the next update on."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Parameters that were not trainable when the fit began."""
+    trained: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    """Those that were."""
+    paused: set[torch.nn.Parameter] = field(default_factory=set)
+    """Of the latter, those that `trainer.freeze` froze."""
     modes: list[str] = field(default_factory=list)
     """The submodules that were in eval mode when the fit began."""
     mode: str = ""

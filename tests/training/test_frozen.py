@@ -19,6 +19,8 @@ from fabricate import Callback, CheckpointError, ConfigurationError, Trainer, Tr
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.cli.main import main
 from fabricate.testing import run_ranks
+from tests.support.regression import ROWS as REGRESSION_ROWS
+from tests.support.regression import Regression
 
 # Of transformers, where peft asks for a property by its older name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -278,6 +280,34 @@ def test_unfreezing_during_a_fit_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"wte.weight was frozen when the fit began .* fit the module again"):
         fit(None, module=Unfreezes())
+
+
+def test_freezing_with_requires_grad_during_a_fit_gets_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    class Freezes(Regression):
+        def on_step(self, step: int) -> None:
+            if step == 2:
+                self.layers[0].requires_grad_(False)
+
+    Trainer(max_steps=4, log_every=1, progress=False).fit(Freezes(), REGRESSION_ROWS, batch_size=4)
+    noted = capsys.readouterr().err
+    assert noted.count("layers.0.weight, layers.0.bias required a gradient when the fit began and not at step 2") == 1
+
+
+def _frozen_in_a_hook(strategy: str) -> str:
+    class Freezes(Regression):
+        def on_step(self) -> None:
+            self.layers[0].requires_grad_(False)
+
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy=strategy, max_steps=3, log_every=1, progress=False).fit(
+            Freezes(), REGRESSION_ROWS, batch_size=4
+        )
+    return str(caught.value)
+
+
+def test_zero_refuses_it_because_it_would_go_on_updating() -> None:
+    [message] = run_ranks(_frozen_in_a_hook, 1, "zero1")
+    assert "not at step 1: strategy='zero1' goes on updating it. Freeze it before the fit" in message
 
 
 def test_a_module_is_fitted_again_with_more_of_it_unfrozen(tmp_path: Path) -> None:
