@@ -29,12 +29,15 @@ from fabricate.model.memory import need_ahead
 from fabricate.module import STEPS, TrainModule, check_dataloader_idx, check_methods, overrides
 from fabricate.registry import foreign_names
 from fabricate.registry.hook_calls import Calls
-from fabricate.training import evaluation, freezing, loop, resuming, saving
+from fabricate.training import loop
+from fabricate.training.evaluations import evaluation
 from fabricate.training.finish import finish_fit
+from fabricate.training.interruptions.preemption import told_to_end
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
-from fabricate.training.preemption import told_to_end
 from fabricate.training.preparation import prepare_fit
-from fabricate.training.run_state import Run
+from fabricate.training.saves import resuming, saving
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates import freezing
 from fabricate.values import Every, FitResult
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ def test_imports_come_from_rooms_listed_before(name: str) -> None:
 
 def test_imports_make_no_circle() -> None:
     assert house.circle() == []
+    assert house.folder_circle() == []
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN | PLUGINS.keys()))

@@ -13,7 +13,7 @@ from fabricate.data.batches import Window
 from fabricate.errors import RankError
 from fabricate.hooks import EVENTS
 from fabricate.metrics.counters import Due
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 LONGEST_WAIT_SECONDS, MOST_UPDATES = 0.1, 16
 """How long, and for how many updates, several ranks go without agreeing where only a signal, a clock or a thread can request something."""

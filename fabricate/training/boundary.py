@@ -11,13 +11,13 @@ from fabricate.data.batches import Window
 from fabricate.metrics.reduction import Metrics
 from fabricate.module import refusing_logs
 from fabricate.training.agenda import Agenda, Wanted
-from fabricate.training.evaluation import validate
+from fabricate.training.evaluations.evaluation import validate
 from fabricate.training.first_update import FirstUpdate
-from fabricate.training.freezing import check_trained
-from fabricate.training.log_lines import begin_line, may_wait, stop_if_nonfinite, write_line
-from fabricate.training.replicas import compare, compare_now_and_then
-from fabricate.training.run_state import Run, Update
-from fabricate.training.saving import check_weights, finish_background_save, request_best, save_requested
+from fabricate.training.reports.log_lines import begin_line, may_wait, stop_if_nonfinite, write_line
+from fabricate.training.saves.replicas import compare, compare_now_and_then
+from fabricate.training.saves.saving import check_weights, finish_background_save, request_best, save_requested
+from fabricate.training.state.run_state import Run, Update
+from fabricate.training.updates.freezing import check_trained
 
 _SAVED = "a checkpoint holds what was logged before it; log it in on_step or on_epoch_end, say"
 

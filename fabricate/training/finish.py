@@ -9,10 +9,10 @@ from fabricate.errors import ConfigurationError
 from fabricate.launch.commands import tell_preempted
 from fabricate.model.export import export_model
 from fabricate.module import overrides, refusing_logs
-from fabricate.training import resuming, saving
-from fabricate.training.log_lines import log_rest
-from fabricate.training.optimizer_modes import eval_mode
-from fabricate.training.run_state import Run
+from fabricate.training.reports.log_lines import log_rest
+from fabricate.training.saves import resuming, saving
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.optimizer_modes import eval_mode
 
 
 def finish_fit(run: Run, reason: str) -> None:

@@ -13,8 +13,8 @@ import torch
 from fabricate.data.transfer import tensors
 from fabricate.errors import ConfigurationError, few
 from fabricate.training.halves import compare_halves
-from fabricate.training.losses import WindowLosses
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.losses import WindowLosses
 
 
 class Activations:

@@ -15,10 +15,10 @@ import torch
 from fabricate.data.batches import visible_rows
 from fabricate.module import step_function
 from fabricate.seeding import rng_state, set_rng_state
-from fabricate.training.losses import recognised
-from fabricate.training.run_state import Run
-from fabricate.training.sanity import put_back
-from fabricate.training.step_output import unpack
+from fabricate.training.evaluations.sanity import put_back
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.losses import recognised
+from fabricate.training.updates.step_output import unpack
 
 _CLOSE = 1e-3
 _WEIGHED = {

@@ -15,17 +15,17 @@ from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.training.agenda import Agenda
 from fabricate.training.boundary import boundary, finished, interruption
-from fabricate.training.evaluation import check_first, validate
+from fabricate.training.evaluations.evaluation import check_first, validate
+from fabricate.training.evaluations.sanity import check_validation
 from fabricate.training.first_update import FirstUpdate
-from fabricate.training.freezing import take_effect
-from fabricate.training.losses import Losses, WindowLosses
-from fabricate.training.overdue import data_overdue, waiting
+from fabricate.training.interruptions.overdue import data_overdue, waiting
+from fabricate.training.interruptions.requests import SignalWhileWaiting
 from fabricate.training.preparation import take_groups
-from fabricate.training.requests import SignalWhileWaiting
-from fabricate.training.run_state import Run, Update
-from fabricate.training.sanity import check_validation
-from fabricate.training.step_output import leave_out_mean
-from fabricate.training.turns import turn_of, turns
+from fabricate.training.state.run_state import Run, Update
+from fabricate.training.updates.freezing import take_effect
+from fabricate.training.updates.losses import Losses, WindowLosses
+from fabricate.training.updates.step_output import leave_out_mean
+from fabricate.training.updates.turns import turn_of, turns
 
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""

@@ -35,13 +35,13 @@ from fabricate.module import NOT_RUNNING, TrainModule, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
 from fabricate.seeding import seed_everything
-from fabricate.training import saving
-from fabricate.training.error_hints import explain
-from fabricate.training.journal import Journal
-from fabricate.training.overdue import overdue_waits_end
-from fabricate.training.preemption import Watch, signals_heard
-from fabricate.training.requests import Requests
-from fabricate.training.run_state import Owner, Run
+from fabricate.training.interruptions.overdue import overdue_waits_end
+from fabricate.training.interruptions.preemption import Watch, signals_heard
+from fabricate.training.interruptions.requests import Requests
+from fabricate.training.reports.error_hints import explain
+from fabricate.training.saves import saving
+from fabricate.training.state.journal import Journal
+from fabricate.training.state.run_state import Owner, Run
 
 _OVER = "the run is over, so nothing records it"
 

@@ -44,14 +44,14 @@ from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
-from fabricate.training import resuming
-from fabricate.training.optimizer_modes import train_mode
-from fabricate.training.replicas import compare
-from fabricate.training.run_state import Run
-from fabricate.training.saved_state import data_identity, versions
-from fabricate.training.stepping import prepare_updates
-from fabricate.training.tracking import start_trackers
-from fabricate.training.unsaved import remember, unsaved_notes
+from fabricate.training.reports.tracking import start_trackers
+from fabricate.training.saves import resuming
+from fabricate.training.saves.replicas import compare
+from fabricate.training.saves.saved_state import data_identity, versions
+from fabricate.training.saves.unsaved import remember, unsaved_notes
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.optimizer_modes import train_mode
+from fabricate.training.updates.stepping import prepare_updates
 from fabricate.values import Every
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
 from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_part, is_sum, last_operation
-from fabricate.training.step_output import Made
+from fabricate.training.updates.step_output import Made
 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(6, 5, generator=GENERATOR).requires_grad_()

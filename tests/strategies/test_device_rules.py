@@ -22,7 +22,7 @@ from fabricate import Callback, Trainer, TrainModule, hookimpl
 from fabricate.checkpoint.state.staging import DeviceStaging
 from fabricate.model.export import export_model
 from fabricate.testing.ranks import run_alone
-from fabricate.training import saving
+from fabricate.training.saves import saving
 from tests.support import pretended_device
 from tests.support.pretended_device import Rules, open_device, open_group, trained_on_the_device
 

@@ -77,6 +77,27 @@ def circle() -> list[str]:
     return []
 
 
+def folder_circle() -> list[str]:
+    """Folders, those inside rooms included, whose modules import each other in a circle; empty if none do."""
+    above: dict[str, set[str]] = {}
+    for name in MODULES.keys() - {"fabricate"}:
+        here = _folder(name)
+        above.setdefault(here, set()).update(map(_folder, inner_imports(name)) if here else ())
+    try:
+        graphlib.TopologicalSorter({here: others - {here, ""} for here, others in above.items()}).prepare()
+    except graphlib.CycleError as exc:
+        found: list[str] = exc.args[1]
+        return found
+    return []
+
+
+def _folder(name: str) -> str:
+    """The folder of a module below fabricate/, with dots; empty for one that lies in fabricate/ itself."""
+    path = MODULES[name]
+    inside = path.parent.relative_to(PACKAGE)
+    return ".".join(inside.parts)
+
+
 def functions() -> Iterator[tuple[str, int, int]]:
     """Every function of the package and the plugins: place, lines with its signature, branch points."""
     for path in (*MODULES.values(), *PLUGINS.values()):
@@ -103,7 +124,7 @@ def too_large() -> list[tuple[str, int, int]]:
 
 def run_fields() -> tuple[int, list[str]]:
     """Of the object that the loop passes around: the number of its own mutable fields, and the small objects that hold what changes."""
-    tree = _tree(PACKAGE / "training" / "run_state.py")
+    tree = _tree(PACKAGE / "training" / "state" / "run_state.py")
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     decorators = " ".join(ast.unparse(decorator) for decorator in classes["Run"].decorator_list)
     fields = [node for node in classes["Run"].body if isinstance(node, ast.AnnAssign)]

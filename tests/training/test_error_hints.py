@@ -375,7 +375,7 @@ def test_an_error_that_a_device_reports_late_says_so() -> None:
 
 
 def test_the_end_of_an_evaluation_does_not_touch_a_device_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fabricate.training import evaluation
+    from fabricate.training.evaluations import evaluation
 
     touched: list[object] = []
     monkeypatch.setattr(evaluation, "set_rng_state", touched.append)

@@ -11,7 +11,7 @@ import torch
 
 from fabricate import Callback, FabricateError, Trainer
 from fabricate.training import boundary
-from fabricate.training.log_lines import may_wait
+from fabricate.training.reports.log_lines import may_wait
 from tests.support.regression import ROWS, Regression, exploding, fit
 
 

@@ -28,7 +28,7 @@ from fabricate import Callback, ConfigurationError, FitResult, RankError, Traine
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.distributed.connections import break_connections
 from fabricate.testing import close_pools, run_ranks
-from fabricate.training import overdue, preemption
+from fabricate.training.interruptions import overdue, preemption
 from tests.support.workers import own_children
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"

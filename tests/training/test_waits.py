@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabricate.distributed.loss_scaling import Scaled
 from fabricate.strategies.single import Single
-from fabricate.training.evaluation import _rows
-from fabricate.training.losses import _product
+from fabricate.training.evaluations.evaluation import _rows
+from fabricate.training.updates.losses import _product
 from tests.support.device_values import device, put
 
 

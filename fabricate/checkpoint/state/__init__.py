@@ -2,5 +2,5 @@
 ranks make it durable (`commit`), their bytes on the host (`staging`),
 and the check that weights are finite (`finite`).
 
-What of a run is saved is `fabricate.training.saved_state`'s. Must not know the bytes of the format (`fabricate.checkpoint.format`).
+What of a run is saved is `fabricate.training.saves.saved_state`'s. Must not know the bytes of the format (`fabricate.checkpoint.format`).
 """

@@ -1,7 +1,7 @@
 """How the ranks make one checkpoint durable together: each writes its files, rank 0 proves that all is there and commits.
 
 Owns: the order of writing, agreeing and committing, the same in the loop and beside it, and what a failure on any rank
-means for all. Must not know: runs, hooks, retention (`fabricate.training.saving`), what the state consists of (`contents`).
+means for all. Must not know: runs, hooks, retention (`fabricate.training.saves.saving`), what the state consists of (`contents`).
 """
 
 from __future__ import annotations

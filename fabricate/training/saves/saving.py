@@ -22,12 +22,12 @@ from fabricate.checkpoint.state.staging import read_ahead
 from fabricate.distributed.failures import is_echo
 from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
-from fabricate.training.log_lines import write_line
-from fabricate.training.optimizer_modes import meant_weights
-from fabricate.training.replicas import compare
-from fabricate.training.run_state import Run
-from fabricate.training.saved_state import assemble, own_buffers
-from fabricate.training.unsaved import note_changed
+from fabricate.training.reports.log_lines import write_line
+from fabricate.training.saves.replicas import compare
+from fabricate.training.saves.saved_state import assemble, own_buffers
+from fabricate.training.saves.unsaved import note_changed
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.optimizer_modes import meant_weights
 
 MOST_FAILED = 3
 """Saves that the file system refused, one after another, before the fit gives up."""

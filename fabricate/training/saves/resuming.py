@@ -2,7 +2,7 @@
 is verified.
 
 Owns: the choice, what is set or moved aside, what has to be the same, the order in which state comes back. Must not know:
-the loop's order; what a save does (fabricate.training.saving); the format's bytes (fabricate.checkpoint.format.directory).
+the loop's order; what a save does (fabricate.training.saves.saving); the format's bytes (fabricate.checkpoint.format.directory).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fabricate.checkpoint.state.logical import (
     optimizer_groups,
 )
 from fabricate.errors import CheckpointError
-from fabricate.training.changes import check_changes, take_over
-from fabricate.training.run_state import Run
-from fabricate.training.saved_state import data_identity, restore
-from fabricate.training.saving import checkpoints, prune
+from fabricate.training.saves.changes import check_changes, take_over
+from fabricate.training.saves.saved_state import data_identity, restore
+from fabricate.training.saves.saving import checkpoints, prune
+from fabricate.training.state.run_state import Run
 
 
 def occupy(run: Run, warn: Callable[[str], None]) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
-from fabricate.training.attributes import remembered
-from fabricate.training.evaluation import check_keep, evaluate
-from fabricate.training.run_state import Run
+from fabricate.training.evaluations.evaluation import check_keep, evaluate
+from fabricate.training.saves.attributes import remembered
+from fabricate.training.state.run_state import Run
 
 
 def check_validation(run: Run) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fabricate.errors import CheckpointError
 from fabricate.module import TrainModule, recorded
 from fabricate.optim.configured import renew_rates
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 _ELSEWHERE = (
     *("strategy", "precision", "seed", "global_batch_size", "gradient_accumulation_steps", "accept_changes", "run_dir"),

@@ -12,7 +12,7 @@ import torch
 
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.optim.together import stepping
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 
 def prepare_updates(run: Run) -> None:

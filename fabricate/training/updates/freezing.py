@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from fabricate.errors import ConfigurationError, FabricateError, few
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 
 def request(run: Run, parameters: Iterable[torch.nn.Parameter], *, trained: bool) -> None:

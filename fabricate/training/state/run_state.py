@@ -26,9 +26,9 @@ from fabricate.optim.configured import Configured
 from fabricate.optim.schedules import Schedule
 from fabricate.optim.together import Stepping
 from fabricate.registry.hook_calls import Calls
-from fabricate.training.journal import Journal
-from fabricate.training.preemption import Watch
-from fabricate.training.requests import Requests
+from fabricate.training.interruptions.preemption import Watch
+from fabricate.training.interruptions.requests import Requests
+from fabricate.training.state.journal import Journal
 
 
 class Owner(RunningTrainer, Protocol):
@@ -53,7 +53,7 @@ class Optimization:
     updates: dict[str, Stepping] = field(default_factory=dict)
     """What an update applies, by what `training_step` names; several names are joined by commas."""
     weight_per_row: dict[str, float] = field(default_factory=dict)
-    """By the same names, the power of two near what losses weigh per row, from the first window on; see `fabricate.training.losses`."""
+    """By the same names, the power of two near what losses weigh per row, from the first window on; see `updates.losses`."""
     configured: list[Configured] = field(default_factory=list)
     """What `configure_optimizers` set, option by option."""
     changing: dict[torch.nn.Parameter, bool] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The end of a wait for data that does not end, after a signal, where several ranks wait for each other.
 
-A single rank ends such a wait at once (`fabricate.training.preemption`). Of several, the others may be in the middle of an update, which
+A single rank ends such a wait at once (`preemption`). Of several, the others may be in the middle of an update, which
 nothing but an error ends. Must not know: the loop, checkpoints.
 """
 
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from fabricate.distributed.group import Group
 from fabricate.errors import RankError
-from fabricate.training.requests import Requests
+from fabricate.training.interruptions.requests import Requests
 
 PATIENCE_SECONDS = 10.0
 """How long a rank waits for its data after a signal. Launchers kill ranks after 30."""

@@ -11,7 +11,7 @@ from typing import Any
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import Metrics, one_number
 from fabricate.metrics.torchmetrics_objects import path_inside
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 
 def prefix_of(stage: str) -> str:

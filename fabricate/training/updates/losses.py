@@ -28,8 +28,8 @@ import torch
 from fabricate.data.batches import Window, rows_of, rows_that_came
 from fabricate.metrics.loss_weight import counted
 from fabricate.metrics.reading import on_device
-from fabricate.training.run_state import Run
-from fabricate.training.step_output import (
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.step_output import (
     Made,
     changed_weight,
     check_logged,
@@ -38,7 +38,7 @@ from fabricate.training.step_output import (
     check_window,
     unpack,
 )
-from fabricate.training.stepping import choose
+from fabricate.training.updates.stepping import choose
 
 _NO_WEIGHT = -1000
 """Below every exponent that a weight per row has: the rank's first micro-batch weighs nothing."""

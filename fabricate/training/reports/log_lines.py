@@ -13,8 +13,8 @@ import torch
 
 from fabricate.errors import FabricateError
 from fabricate.module import refusing_logs
-from fabricate.training.journal import Begun
-from fabricate.training.run_state import Run
+from fabricate.training.state.journal import Begun
+from fabricate.training.state.run_state import Run
 
 _ONLY_SHOW = {"progress_bar"}
 """Listeners of `on_log` that may run an update later. What any other does there (stop, change a rate) has to come at the same update

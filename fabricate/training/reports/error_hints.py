@@ -15,7 +15,7 @@ import torch
 from fabricate.errors import few, size_text
 from fabricate.model.memory import available, need, total
 from fabricate.strategies.ddp import UNUSED
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 _NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")
 _APART = ("on the same device", "is not on the expected device", "same device type", "device of")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fabricate.data.batches import Window
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 
 def turns(run: Run, windows: Iterable[Window]) -> Iterator[Window]:

@@ -16,7 +16,7 @@ import torch
 from fabricate.errors import few
 from fabricate.module import overrides
 from fabricate.optim.schedules import captured
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 _LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
 

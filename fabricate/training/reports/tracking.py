@@ -12,7 +12,7 @@ from typing import Any
 
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.module import recorded
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 _NAMES = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}
 """By tracker, the option that names a run. (TensorBoard's is a directory.)"""

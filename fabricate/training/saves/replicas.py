@@ -15,7 +15,7 @@ import xxhash
 
 from fabricate.errors import RankError, few
 from fabricate.strategies.sharding import is_sharded
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_LOGS = 10

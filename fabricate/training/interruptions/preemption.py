@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from fabricate.training.requests import Requests, SignalWhileWaiting
+from fabricate.training.interruptions.requests import Requests, SignalWhileWaiting
 from fabricate.values import Every
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -78,7 +78,7 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        if requests.overdue:  # sent by this process, see `fabricate.training.overdue`
+        if requests.overdue:  # sent by this process, see `fabricate.training.interruptions.overdue`
             requests.overdue = False
             if requests.waits_since:
                 raise SignalWhileWaiting

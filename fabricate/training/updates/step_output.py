@@ -14,7 +14,7 @@ import torch
 from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation, terms_over_labels
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 
 def unpack(output: Any) -> tuple[Any, Any, Any]:

@@ -23,11 +23,11 @@ from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
-from fabricate.training.evaluated import Evaluated, new_metrics, prefix_of, share_objects
-from fabricate.training.optimizer_modes import meant_weights
-from fabricate.training.overdue import waiting
-from fabricate.training.run_state import Run
-from fabricate.training.step_output import one_weight
+from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
+from fabricate.training.interruptions.overdue import waiting
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.optimizer_modes import meant_weights
+from fabricate.training.updates.step_output import one_weight
 
 NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_step, or call validate or test"
 

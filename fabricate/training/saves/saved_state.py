@@ -37,8 +37,8 @@ from fabricate.metrics.torchmetrics_objects import load_torchmetrics_state, torc
 from fabricate.model.building import eval_modes, pretrained_record
 from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
-from fabricate.training.changes import configuration
-from fabricate.training.run_state import Run
+from fabricate.training.saves.changes import configuration
+from fabricate.training.state.run_state import Run
 
 
 def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:

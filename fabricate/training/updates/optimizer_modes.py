@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from fabricate.training.run_state import Run
+from fabricate.training.state.run_state import Run
 
 
 def train_mode(run: Run) -> None:
