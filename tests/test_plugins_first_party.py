@@ -68,6 +68,7 @@ def _fit(
         keep="all",
         validate_every="3 steps",
         progress=False,
+        print_plan="full",
         plugins=[*plugins, recorded],
         **arguments,
     )

@@ -48,6 +48,13 @@ _TYPES: dict[str, dict[str, str]] = {
 }
 
 
+_DEEPSPEED_KEYS = {
+    *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "scheduler"),
+    *("fp16", "bf16", "gradient_clipping", "zero_allow_untested_optimizer", "steps_per_print"),
+}
+"""What tells a DeepSpeed file in YAML from arguments of a Trainer: no argument has one of these names."""
+
+
 @dataclass(frozen=True)
 class ConfigFile:
     """What an Accelerate YAML, a DeepSpeed JSON or a YAML of a Trainer's arguments requests; None is unset.
@@ -80,7 +87,7 @@ def read_config(path: str) -> ConfigFile:
     content = read_file(path)
     if "distributed_type" in content or "compute_environment" in content:
         return _accelerate_file(path, content)
-    if path.endswith((".yaml", ".yml")):
+    if path.endswith((".yaml", ".yml")) and not _DEEPSPEED_KEYS & content.keys():
         return ConfigFile(path, arguments=content)
     return ConfigFile(path, strategy=deepspeed_strategy(path, content))
 

@@ -54,6 +54,9 @@ def verify_resume(
     Raises ConfigurationError for a script that cannot be checked, FabricateError where the script itself fails.
     """
     separator = command.index("--") + 1
+    separator += (
+        command[separator] == "fabricate.cli.rank"
+    )  # several ranks are started by that module, which takes the script
     script = command[separator]
     starts = _Starts(command[:separator], command[separator:], environment, at, folder, tell)
     whole = starts.run("whole", runs="whole")

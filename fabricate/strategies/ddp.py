@@ -62,6 +62,7 @@ class DDP(Strategy):
             )
 
         self._accumulates = False
+        self._undo: Callable[[], None] = lambda: None
 
     def settle(self, settled: Strategy.Settled) -> None:
         self._accumulates = settled.gradient_accumulation_steps > 1
@@ -96,11 +97,12 @@ class DDP(Strategy):
         return {**whole, **more}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-        self._parameters = dict(module.named_parameters())
-        self._undo: Callable[[], None] = lambda: None
+        self._undo = lambda: None
         if self.sync_batchnorm and accelerator.num_processes > 1:
             self._undo = synchronise_batch_norm(module)
-        return self._wrap(super().prepare(accelerator, root, module), init_sync=True)
+        placed = super().prepare(accelerator, root, module)
+        self._parameters = dict(module.named_parameters())  # on their device, where they may be other objects
+        return self._wrap(placed, init_sync=True)
 
     def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
         # DDP knows the parameters that required a gradient when it was made, no others.

@@ -333,7 +333,7 @@ class FSDP(Strategy):
         for name, optimizer in optimizers.items():
             libraries = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
             if isinstance(optimizer, torch.optim.Adafactor) or "bitsandbytes" in libraries:
-                kind = f"{type(optimizer).__module__.rpartition('.')[0]}.{type(optimizer).__name__}".lstrip(".")
+                kind = f"{'bitsandbytes' if 'bitsandbytes' in libraries else 'torch'}.optim.{type(optimizer).__name__}"
                 raise ConfigurationError(
                     f"strategy='fsdp' with {kind} (optimizer {name!r}): its update takes no parameters in shards; choose "
                     "an optimizer that treats every element by itself, AdamW for instance, or strategy='ddp'"

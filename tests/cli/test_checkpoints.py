@@ -343,7 +343,10 @@ def test_prune_never_counts_a_damaged_checkpoint_and_never_deletes_the_newest_go
     [
         ("last", "'last' is not understood"),
         ("last=0", "give a number of at least 1"),
-        ("best=1,metric=accuracy", "no checkpoint recorded 'accuracy'; add metric=NAME, one of epoch_loss, loss"),
+        (
+            "best=1,metric=accuracy,mode=max",
+            "no checkpoint recorded 'accuracy'; add metric=NAME, one of epoch_loss, loss",
+        ),
         ("metric=loss", "keeps nothing"),
         ("last=1,last=2", "'last=2' is not understood"),
         ("best=1,mode=most", "'mode': 'most'"),

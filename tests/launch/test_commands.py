@@ -231,13 +231,35 @@ def test_one_rank_needs_no_torchrun() -> None:
 
 def test_the_ranks_of_one_node_meet_by_themselves() -> None:
     line = command("s.py", ["--log"], nproc=2, python="py")
-    assert line == ["py", "-m", "fabricate.cli.runner", "--standalone", "--nproc-per-node", "2", "--", "s.py", "--log"]
+    assert line == [
+        "py",
+        "-m",
+        "fabricate.cli.runner",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--module",
+        "--",
+        "fabricate.cli.rank",
+        "s.py",
+        "--log",
+    ]
 
 
 def test_torchrun_counts_devices_and_binds_ranks_to_cores() -> None:
     for count in ("gpu", "auto"):
         line = command("s.py", [], nproc=count, numa_binding="node", python="py")
-        assert line[3:] == ["--standalone", "--numa-binding", "node", "--nproc-per-node", count, "--", "s.py"]
+        assert line[3:] == [
+            "--standalone",
+            "--numa-binding",
+            "node",
+            "--nproc-per-node",
+            count,
+            "--module",
+            "--",
+            "fabricate.cli.rank",
+            "s.py",
+        ]
         assert "OMP_NUM_THREADS" not in environment({}, nproc=count)
     assert "--nproc-per-node" in command("s.py", [], nproc=1, numa_binding="node"), "one rank is bound by torchrun too"
 

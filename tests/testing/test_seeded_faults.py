@@ -213,7 +213,8 @@ class IgnoresAccumulation(DDP):
     def _dropped(self, model: torch.nn.Module) -> Iterator[None]:
         yield
         for parameter in model.parameters():
-            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
 
 class SaysItShards(DDP):

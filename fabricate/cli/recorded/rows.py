@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fabricate.cli.recorded.files import RunFiles
-from fabricate.data.order import epoch_order, num_windows, plan_window
 from fabricate.errors import ConfigurationError, FabricateError, few
 
 __all__ = ["EpochOrder", "Fit", "Orders", "Part", "Use", "fits", "recorded_order", "rows_of_step", "uses_of_row"]
@@ -57,6 +56,8 @@ class _Rows:
 def recorded_order(data: Mapping[str, Any], epoch: int) -> EpochOrder:
     """The order of an epoch that needs nothing but what the run recorded."""
     shuffle = data["drawn"] == "permutation"
+    from fabricate.data.order import epoch_order  # imports NumPy, which other commands do without
+
     return _Rows(epoch_order(data["units"], seed=data["seed"], epoch=epoch, shuffle=shuffle))
 
 
@@ -147,6 +148,8 @@ def _check(fit: Fit, sampler: bool) -> None:
 
 def _epochs(fit: Fit, orders: Orders) -> Iterator[tuple[int, int, int, int, EpochOrder]]:
     """Of every epoch of a fit: its number, the first unit, the end, the number of windows before it in the fit, its order."""
+    from fabricate.data.order import num_windows
+
     epoch, position, before = fit.epoch, fit.position, 0
     while True:
         order = orders(fit.data, epoch)
@@ -175,6 +178,8 @@ def rows_of_step(made: list[Fit], step: int, orders: Orders = recorded_order) ->
 
 
 def _parts(fit: Fit, order: EpochOrder, begin: int, end: int) -> Iterator[Part]:
+    from fabricate.data.order import plan_window
+
     data = fit.data
     for reader in range(data["ranks"]):
         shares = plan_window(end - begin, data["batch_size"] or 1, data["ranks"], reader)

@@ -49,7 +49,9 @@ def test_only_layers_that_are_called_as_they_are_become_float8(recipe: str, caps
             kinds[:] = [type(layer).__name__ for layer in layers]
 
     module, rows = Net(), torch.utils.data.TensorDataset(torch.randn(7, 5, 32))
-    trainer = Trainer(max_steps=2, precision=f"fp8:emulate=true,recipe={recipe}", progress=False, plugins=[Looks()])
+    trainer = Trainer(
+        max_steps=2, precision=f"fp8:emulate=true,recipe={recipe}", print_plan="full", progress=False, plugins=[Looks()]
+    )
     trainer.fit(module, rows, batch_size=4)  # the last batch has 15 rows for the layers
     assert kinds == ["Float8Linear", "NonDynamicallyQuantizableLinear", "Scaled"]
     assert f"1 linear layers by torchao, {recipe}; emulated" in (out := capsys.readouterr().out)
