@@ -6,6 +6,7 @@ ended. Must not know what the ranks were doing; imports no torch.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -21,7 +22,6 @@ from fabricate.errors import RankError
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """torchrun's variable: where a rank leaves the reason of its end. The files of the ranks of one host lie side by side, in folders."""
 _PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE, "<")
 _WAIT_SECONDS = 2.0
 AGAIN = "correct it and start the same command again"
 
@@ -39,7 +39,9 @@ def gist(exc: BaseException, rank: int) -> tuple[str, str, str]:
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of the traceback that is neither fabricate's, nor an installed package's, nor Python's own."""
     frames = traceback.extract_tb(trace)
-    frame = next((f for f in reversed(frames) if not f.filename.startswith(_INSTALLED)), frames[-1] if frames else None)
+    frame = next(
+        (f for f in reversed(frames) if not f.filename.startswith(_libraries())), frames[-1] if frames else None
+    )
     if frame is None:
         return "an unknown place"
     path = os.path.relpath(frame.filename) if frame.filename.startswith(os.getcwd() + os.sep) else frame.filename
@@ -116,3 +118,9 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(("<frozen runpy>", ours)):
         rest = rest.tb_next
     return rest or trace
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Where code lies that is not the script or beside it."""
+    return (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE, "<")

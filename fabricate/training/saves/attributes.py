@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 from collections import deque
@@ -18,7 +19,6 @@ OURS = frozenset(
 """The attributes that torch and fabricate give a module."""
 _MOST_BYTES, _MOST_ITEMS = 2**26, 1000
 """Tensors and arrays beyond so many bytes, and what lies in longer collections, are left alone."""
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def remembered(module: torch.nn.Module, others: Iterable[object] = ()) -> Callable[[], None]:
@@ -91,4 +91,10 @@ def _is_users(value: object) -> bool:
     module = sys.modules.get(type(value).__module__)
     file = getattr(module, "__file__", None)
     package = type(value).__module__.partition(".")[0]
-    return package not in ("builtins", "fabricate") and not (file is not None and file.startswith(_INSTALLED))
+    return package not in ("builtins", "fabricate") and not (file is not None and file.startswith(_installed()))
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Where libraries lie."""
+    return tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
