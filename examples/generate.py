@@ -20,8 +20,11 @@ PROMPT = "def __init__(self"
 def hush_libraries() -> None:
     """No progress bars, and no warnings of optional libraries that transformers looks for and this example does not use."""
     disable_progress_bar()
-    for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(
+            lambda record: record.levelno >= logging.ERROR
+        )  # DeepSpeed sets its own level
 
 
 def sample(folder: Path, prompt: str = PROMPT, tokens: int = 80) -> str:
