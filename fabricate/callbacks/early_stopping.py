@@ -87,7 +87,7 @@ class EarlyStopping(Callback):
 
     def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
         then = state.get("metric", self.metric), state.get("mode", self.mode)
-        if then != (self.metric, self.mode):  # several are told apart by their order
+        if then != (self.metric, self.mode):  # which state belongs to which of several goes by their order
             raise CheckpointError(
                 f"EarlyStopping(metric={self.metric!r}, mode={self.mode!r}) would go on from the state of EarlyStopping("
                 f"metric={then[0]!r}, mode={then[1]!r}): list the plugins in the same order, with the same metrics, or begin anew with "

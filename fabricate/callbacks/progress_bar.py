@@ -49,7 +49,7 @@ def in_notebook() -> bool:
 
 
 class _Cell:
-    """The bar as an output of a notebook's cell, in the place of which the next one comes."""
+    """The bar as the output of a notebook cell; each drawing replaces the one before."""
 
     def __init__(self, bar: ProgressBar) -> None:
         from IPython.display import display

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from fabricate.cli.recorded.arguments import run_directories
 from fabricate.cli.recorded.files import RunFiles, read_run
 from fabricate.cli.recorded.goodput import goodput
 from fabricate.cli.recorded.page import duration, page
@@ -27,13 +28,7 @@ _TIMES = ("in_fit", "saving", "wall", "training", "evaluating", "starting", "los
 
 
 @click.command()
-@click.argument(
-    "run_dirs",
-    metavar="RUN_DIR...",
-    nargs=-1,
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-)
+@run_directories
 @click.option("--html", "file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def report(run_dirs: Sequence[Path], file: Path | None, as_json: bool) -> None:

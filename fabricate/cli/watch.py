@@ -12,15 +12,11 @@ from pathlib import Path
 
 import click
 
+from fabricate.cli.recorded.arguments import run_directories
+
 
 @click.command()
-@click.argument(
-    "run_dirs",
-    metavar="RUN_DIR...",
-    nargs=-1,
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-)
+@run_directories
 @click.option(
     "--every", type=click.FloatRange(0.1), default=2.0, metavar="SECONDS", help="How often to look; default: 2."
 )

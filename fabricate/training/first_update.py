@@ -75,7 +75,7 @@ class FirstUpdate:
         """Trainable parameters that received no gradient in any update so far, until that is reported."""
 
     def after_forward(self, micro_step: int) -> None:
-        """Refuse gradients that somebody else than the loop made or cleared, in the first update. No wait for the device."""
+        """In the first update, refuse gradients that code outside of the loop computed or cleared. No wait for the device."""
         strategy = self._run.engine.strategy
         if self._activations is None or not strategy.exposes_gradients:
             return

@@ -180,7 +180,7 @@ LABELS = 512
 
 
 class Words(TrainModule):
-    """Predicts `LABELS` words per row, of which the rows of a window's second half have an eighth."""
+    """Predicts `LABELS` words per row; rows in the second half of a window have an eighth as many labels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ def _note_rows(run: Run, made: Made) -> None:
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else made.part()
     leading = leading_dimensions(run.now.batch)
     if not why and run.source is not None and run.source.kind == "iterable" and len(leading) > 1:
-        why = f"the tensors of a batch begin with the dimensions {', '.join(map(str, leading))}, of which the first is taken for its rows,"
+        why = f"the tensors of a batch begin with the dimensions {', '.join(map(str, leading))}, the first being taken for the rows,"
     if not why:
         return
     run.journal.note(
