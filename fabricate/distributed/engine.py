@@ -439,7 +439,7 @@ class Engine(Group):
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on the device, copies not waited for."""
-        return batch if self.device.type == "cpu" else self._transfer(batch)
+        return batch if self._cpu else self._transfer(batch)
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """The context of one micro-batch: only in the last of a window (`is_last`) are gradients averaged over ranks."""

@@ -81,7 +81,8 @@ class Agenda:
             self._look_at_clock()
         progress = self._run.progress
         due = progress.step >= self._next_step or window.last
-        due = due or any([progress.tokens >= moment.next for moment in self._by_amount])
+        if self._by_amount:
+            due = due or any([progress.tokens >= moment.next for moment in self._by_amount])
         return self._ranks.due(route) or due  # in this order: the ranks count the updates
 
     def _look_at_clock(self) -> None:
