@@ -71,7 +71,7 @@ def _loss(run: Run, batch: Any) -> tuple[float, float, str]:
     loss, given, _ = unpack(step_function(run.module, "train")(batch, 0))
     rule = recognised(loss, given)
     weight, _ = rule(1).weigh(loss, given, batch, None)
-    return float(loss), float(weight), rule.source
+    return float(loss.detach()), float(weight), rule.source
 
 
 @contextmanager

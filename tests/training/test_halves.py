@@ -31,7 +31,7 @@ def test_a_trial_says_when_the_halves_of_a_batch_do_not_make_the_whole(capsys: p
         for row in range(4)
     ]
     for weighs in (False, True):
-        torch.manual_seed(0)  # among random weights are some for which both halves have the same loss
+        torch.manual_seed(0)
         Trainer(max_epochs=1, fast_dev_run=True, progress=False).fit(Tokens(weighs), rows, batch_size=4, shuffle=False)
         noted = capsys.readouterr().err
         assert ("the mean of its halves, weighed by their rows, is" in noted) == (not weighs)
