@@ -22,6 +22,7 @@ from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved, resolve
 from fabricate.data.source import Loading
 from fabricate.distributed.engine import Engine
+from fabricate.distributed.trackers import library_object
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line
 from fabricate.launch.ranks import detect
 from fabricate.metrics.counters import Progress
@@ -282,7 +283,7 @@ class Trainer:
         """The own object of a tracking library in the running fit, for what is not a number: of "wandb" its `Run`, of "tensorboard" a
         `SummaryWriter`, of "mlflow" its `ActiveRun`, of "trackio" its `Run`. On rank 0; elsewhere an object on which every call does
         nothing. Raises `ConfigurationError` for one that is not in `trackers`."""
-        return self._live().engine.tracker(name)
+        return library_object(self._live().engine.accelerator, name)
 
     def add_meter(self, meter: Callable[[dict[str, float]], Mapping[str, float]]) -> None:
         """Call `meter(rates)` at each log boundary of this run, on the rank that adds it: the numbers that it returns, by name, join

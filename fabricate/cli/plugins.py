@@ -168,7 +168,7 @@ def check(ctx: click.Context, as_json: bool) -> None:
     root = ctx.find_root().command
     taken: dict[str, list[str]] = {"command": list(root.commands) if isinstance(root, click.Group) else []}
     if registry.offered("tracker"):
-        from fabricate.distributed.engine import tracker_names
+        from fabricate.distributed.trackers import tracker_names
 
         taken["tracker"] = tracker_names()
     plugins = registry.check(taken)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from fabricate.distributed.group import Group, leave_at_exit
 from fabricate.distributed.loss_scaling import Scaled, Unscaled
 from fabricate.distributed.meeting import interface_towards, open_process_group
 from fabricate.distributed.shared_state import SharedState
+from fabricate.distributed.trackers import Trackers
 from fabricate.errors import ConfigurationError, FabricateError, PluginError, RankError
 from fabricate.launch.ranks import Launch
 from fabricate.metrics.torchmetrics_objects import move_torchmetrics
@@ -33,14 +33,10 @@ from fabricate.model.building import blanks, fill, materialise, pretrained_model
 from fabricate.model.compiling import Compilation, compiled
 from fabricate.module import TrainModule, step_function
 from fabricate.precisions.base import Precision
-from fabricate.registry.names import parse_name
 from fabricate.registry.validation import ranks_per_row, reasons
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.recomputing import recompute_blocks
 from fabricate.strategies.sharding import is_sharded
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 T = TypeVar("T")
 
@@ -127,9 +123,7 @@ class Engine(Group):
         self.precision = precision
         self._cpu = device.type == "cpu"
         self.in_group = strategy.in_group(launch.world_size)
-        self._log_with = [tracker for tracker in log_with if not inspect.isfunction(tracker)]
-        self._made_later = [tracker for tracker in log_with if inspect.isfunction(tracker)]
-        self._logging_dir = logging_dir
+        self.trackers = Trackers(log_with, logging_dir)
         self.ranks_per_row = ranks_per_row(strategy, launch.world_size)
         """How many successive ranks read the same rows: 1 unless they divide a layer's arithmetic."""
         self.data_rank = self.rank // self.ranks_per_row
@@ -201,12 +195,12 @@ class Engine(Group):
                 self,
                 self.strategy,
                 self.precision,
-                tracked=bool(self._log_with or self._made_later),
+                tracked=bool(self.trackers),
                 cpu=self._cpu,
                 mixed_precision=self.precision.mixed_precision,
                 gradient_accumulation_steps=self._accumulation,
-                log_with=self._log_with or None,
-                project_dir=self._logging_dir,
+                log_with=self.trackers.named or None,
+                project_dir=self.trackers.directory,
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=self._timeout)],
             )
         except (ValueError, ImportError, RuntimeError) as exc:
@@ -463,132 +457,3 @@ class Engine(Group):
             self.scaler.load_state_dict(dict(state))
         else:
             self.strategy.load_loss_scale_state(state)
-
-    # -- trackers ----------------------------------------------------------------------------------------------------
-
-    @property
-    def trackers(self) -> Sequence[Any]:
-        """Accelerate's trackers of this run; empty before they are started."""
-        started: Sequence[Any] = self.accelerator.trackers
-        return started
-
-    def start_trackers(
-        self,
-        config: Mapping[str, Any],
-        trackers: Sequence[Any],
-        options: Mapping[str, Mapping[str, Any]],
-        configured: Collection[str],
-    ) -> None:
-        """Start Accelerate's trackers, `trackers` as the user named them, with `config` as theirs: hyper-parameters by name. All
-        ranks; they act on rank 0. options: by the name of a tracker; those of the user come before them. configured: trackers that
-        have their hyper-parameters."""
-        flat = {n: value if isinstance(value, int | float | str | bool) else str(value) for n, value in config.items()}
-        project, given = tracker_options(trackers)
-        together = {name: {**options.get(name, {}), **given.get(name, {})} for name in {*options, *given}}
-        if self.rank == 0:  # a tracker may ask Accelerate for its rank while it is made: not before now
-            os.makedirs(self._logging_dir or ".", exist_ok=True)
-            self.accelerator.log_with += [_checked_tracker(m(project, self._logging_dir)) for m in self._made_later]
-        with self.accelerator.building():
-            self.accelerator.init_trackers(project, init_kwargs=together)
-        for tracker in self.trackers:
-            if tracker.name not in configured:
-                tracker.store_init_configuration(flat)
-
-    def tracker(self, name: str) -> Any:
-        """The object of the library behind the tracker `name`, on rank 0; elsewhere one that does nothing."""
-        if self.rank:
-            return Silent()
-        for tracker in self.trackers:
-            if tracker.name == name:
-                return tracker.tracker
-        known = ", ".join(repr(tracker.name) for tracker in self.trackers) or "none"
-        raise ConfigurationError(
-            f"trainer.tracker({name!r}): the trackers of this fit are {known}; Trainer(trackers=[{name!r}]) adds one"
-        )
-
-    def end_trackers(self) -> None:
-        """Let the trackers finish. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
-        for tracker in self.trackers:
-            tracker.finish()
-
-
-class Silent:
-    """In the place of a tracking library's object on ranks that track nothing: every attribute is this object, every call does nothing."""
-
-    def __getattr__(self, name: str) -> Silent:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *arguments: Any, **options: Any) -> Silent:
-        return self
-
-    def __getitem__(self, key: Any) -> Silent:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-
-def _checked_tracker(made: Any) -> Any:
-    from accelerate.tracking import GeneralTracker
-
-    if not isinstance(made, GeneralTracker):
-        raise PluginError(f"a registered tracker made a {type(made).__name__}, not an accelerate GeneralTracker")
-    return made
-
-
-def tracker_names() -> list[str]:
-    """The trackers that Accelerate brings along, installed or not."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    return sorted(str(getattr(n, "value", n)) for n in LOGGER_TYPE_TO_CLASS)
-
-
-def needs_directory(tracker: Any) -> bool:
-    """Whether a tracker, as `check_trackers` returns it, writes into the run directory."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-
-    if isinstance(tracker, str):
-        return bool(LOGGER_TYPE_TO_CLASS[tracker].requires_logging_directory)
-    return not isinstance(tracker, GeneralTracker)
-
-
-def tracker_options(trackers: Sequence[Any]) -> tuple[str, dict[str, dict[str, str]]]:
-    """The project ("wandb:project=name", else WANDB_PROJECT, else "fabricate"), and the other options of Accelerate's trackers."""
-    projects, options = [], {}
-    for tracker in trackers:
-        if isinstance(tracker, str) and tracker.partition(":")[0] in tracker_names():
-            name, given = parse_name("trackers", tracker)
-            projects += [given.pop("project")] if "project" in given else []
-            options[name] = given
-    if len(set(projects)) > 1:
-        raise ConfigurationError(
-            f"trackers: the projects {' and '.join(projects)} differ; Accelerate gives all trackers one"
-        )
-    return next(iter(projects), os.environ.get("WANDB_PROJECT") or "fabricate"), {n: o for n, o in options.items() if o}
-
-
-def check_trackers(
-    trackers: Sequence[Any], find: Callable[[str, Sequence[str]], Callable[[str, str], Any]]
-) -> list[Any]:
-    """What an `Engine` takes as `log_with`: names of Accelerate's trackers, objects, and functions that make registered
-    ones, by `find`. Accelerate drops what is not installed without a word; this refuses."""
-    from accelerate.tracking import GeneralTracker, get_available_trackers
-
-    found: list[Any] = []
-    known = tracker_names()
-    for tracker in trackers:
-        if isinstance(tracker, GeneralTracker):
-            found.append(tracker)
-        elif not isinstance(tracker, str):
-            raise ConfigurationError(
-                f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker"
-            )
-        elif (name := tracker.partition(":")[0]) not in known:
-            found.append(find(tracker, known))
-        elif name not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
-            raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {name}")
-        else:
-            found.append(name)
-    return found

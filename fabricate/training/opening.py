@@ -23,7 +23,8 @@ from fabricate.configuration.opened_data import Data, settle
 from fabricate.configuration.resolve import Resolved
 from fabricate.data.batches import describe
 from fabricate.distributed.consistency import check_alike
-from fabricate.distributed.engine import Engine, check_trackers, needs_directory
+from fabricate.distributed.engine import Engine
+from fabricate.distributed.trackers import check_trackers, finish_trackers, needs_directory
 from fabricate.errors import ConfigurationError, FabricateError, first_line
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.launch import uncaught
@@ -320,7 +321,7 @@ def _close(run: Run) -> None:
         if run.calls.on_teardown is not None:
             run.calls.on_teardown(run.trainer, run.module)
         if run.source is not None and run.settings.trackers:
-            run.engine.end_trackers()
+            finish_trackers(run.engine.accelerator)
     except Exception as exc:
         if pending is None:
             raise

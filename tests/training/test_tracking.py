@@ -9,7 +9,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from fabricate import Callback, ConfigurationError, Trainer
-from fabricate.distributed.engine import Silent
+from fabricate.distributed.trackers import Silent
 from tests.support.regression import ROWS, Regression, fit
 
 

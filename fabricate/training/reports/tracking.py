@@ -42,9 +42,10 @@ def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None
         with Reader(path) as reader:  # what was logged after the checkpoint is logged again
             options["tensorboard"] = {"purge_step": reader.manifest.step + 1}
     configured = _CONFIGURED_ONCE & set(known)
-    engine.start_trackers({**plan, **recorded(run.module)[0]}, run.settings.trackers, options, configured)
+    config = {**plan, **recorded(run.module)[0]}
+    started = engine.trackers.start(engine.accelerator, config, run.settings.trackers, options, configured)
     if root is not None and engine.rank == 0:
-        _write(root, {t.name: _SAME_RUN[t.name](t.tracker) if t.name in _SAME_RUN else {} for t in engine.trackers})
+        _write(root, {t.name: _SAME_RUN[t.name](t.tracker) if t.name in _SAME_RUN else {} for t in started})
 
 
 def _read(root: Path) -> dict[str, dict[str, str]]:

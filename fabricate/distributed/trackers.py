@@ -1,0 +1,156 @@
+"""Trackers: which of Accelerate's and the user's run beside a fit, when they start, and when they end.
+
+Must not know: process groups, the loop, what is logged (`fabricate.training.reports`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from fabricate.distributed.accelerator import RunAccelerator
+from fabricate.errors import ConfigurationError, PluginError
+from fabricate.registry.names import parse_name
+
+
+class Trackers:
+    """The trackers of one fit."""
+
+    def __init__(self, log_with: Sequence[Any], directory: str | None) -> None:
+        """`log_with`: as `check_trackers` returns them."""
+        self.named = [tracker for tracker in log_with if not inspect.isfunction(tracker)]
+        """What Accelerate takes as its `log_with`: names and objects."""
+        self._made_later = [tracker for tracker in log_with if inspect.isfunction(tracker)]
+        self.directory = directory
+        """Where those write that need a place."""
+
+    def __bool__(self) -> bool:
+        return bool(self.named or self._made_later)
+
+    def start(
+        self,
+        accelerator: RunAccelerator,
+        config: Mapping[str, Any],
+        trackers: Sequence[Any],
+        options: Mapping[str, Mapping[str, Any]],
+        configured: Collection[str],
+    ) -> Sequence[Any]:
+        """Start Accelerate's trackers, `trackers` as the user named them, with `config` as theirs: hyper-parameters by name. Returns
+        them. All ranks; they act on rank 0. options: by the name of a tracker; those of the user come before them. configured: trackers
+        that have their hyper-parameters."""
+        flat = {n: value if isinstance(value, int | float | str | bool) else str(value) for n, value in config.items()}
+        project, given = tracker_options(trackers)
+        together = {name: {**options.get(name, {}), **given.get(name, {})} for name in {*options, *given}}
+        if accelerator.is_main_process:  # a tracker may ask Accelerate for its rank while it is made: not before now
+            os.makedirs(self.directory or ".", exist_ok=True)
+            accelerator.log_with += [_checked_tracker(make(project, self.directory)) for make in self._made_later]
+        with accelerator.building():
+            accelerator.init_trackers(project, init_kwargs=together)
+        started: Sequence[Any] = accelerator.trackers
+        for tracker in started:
+            if tracker.name not in configured:
+                tracker.store_init_configuration(flat)
+        return started
+
+
+def library_object(accelerator: RunAccelerator, name: str) -> Any:
+    """The object of the library behind the tracker `name`, on rank 0; elsewhere one that does nothing."""
+    if not accelerator.is_main_process:
+        return Silent()
+    for tracker in accelerator.trackers:
+        if tracker.name == name:
+            return tracker.tracker
+    known = ", ".join(repr(tracker.name) for tracker in accelerator.trackers) or "none"
+    raise ConfigurationError(
+        f"trainer.tracker({name!r}): the trackers of this fit are {known}; Trainer(trackers=[{name!r}]) adds one"
+    )
+
+
+def finish_trackers(accelerator: RunAccelerator) -> None:
+    """Let the trackers finish. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+class Silent:
+    """In the place of a tracking library's object on ranks that track nothing: every attribute is this object, every call does nothing."""
+
+    def __getattr__(self, name: str) -> Silent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> Silent:
+        return self
+
+    def __getitem__(self, key: Any) -> Silent:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def _checked_tracker(made: Any) -> Any:
+    from accelerate.tracking import GeneralTracker
+
+    if not isinstance(made, GeneralTracker):
+        raise PluginError(f"a registered tracker made a {type(made).__name__}, not an accelerate GeneralTracker")
+    return made
+
+
+def tracker_names() -> list[str]:
+    """The trackers that Accelerate brings along, installed or not."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    return sorted(str(getattr(n, "value", n)) for n in LOGGER_TYPE_TO_CLASS)
+
+
+def needs_directory(tracker: Any) -> bool:
+    """Whether a tracker, as `check_trackers` returns it, writes into the run directory."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+    if isinstance(tracker, str):
+        return bool(LOGGER_TYPE_TO_CLASS[tracker].requires_logging_directory)
+    return not isinstance(tracker, GeneralTracker)
+
+
+def tracker_options(trackers: Sequence[Any]) -> tuple[str, dict[str, dict[str, str]]]:
+    """The project ("wandb:project=name", else WANDB_PROJECT, else "fabricate"), and the other options of Accelerate's trackers."""
+    projects, options = [], {}
+    for tracker in trackers:
+        if isinstance(tracker, str) and tracker.partition(":")[0] in tracker_names():
+            name, given = parse_name("trackers", tracker)
+            projects += [given.pop("project")] if "project" in given else []
+            options[name] = given
+    if len(set(projects)) > 1:
+        raise ConfigurationError(
+            f"trackers: the projects {' and '.join(projects)} differ; Accelerate gives all trackers one"
+        )
+    return next(iter(projects), os.environ.get("WANDB_PROJECT") or "fabricate"), {n: o for n, o in options.items() if o}
+
+
+def check_trackers(
+    trackers: Sequence[Any], find: Callable[[str, Sequence[str]], Callable[[str, str], Any]]
+) -> list[Any]:
+    """What an `Engine` takes as `log_with`: names of Accelerate's trackers, objects, and functions that make registered
+    ones, by `find`. Accelerate drops what is not installed without a word; this refuses."""
+    from accelerate.tracking import GeneralTracker, get_available_trackers
+
+    found: list[Any] = []
+    known = tracker_names()
+    for tracker in trackers:
+        if isinstance(tracker, GeneralTracker):
+            found.append(tracker)
+        elif not isinstance(tracker, str):
+            raise ConfigurationError(
+                f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker"
+            )
+        elif (name := tracker.partition(":")[0]) not in known:
+            found.append(find(tracker, known))
+        elif name not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
+            raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {name}")
+        else:
+            found.append(name)
+    return found
