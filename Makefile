@@ -31,10 +31,10 @@ test: lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What needs packages that neither fabricate nor its plugins need (other frameworks, trackers, a notebook, a browser), and the long ones:
-# language models, benchmarks.
+# language models, benchmarks, every launcher, short forms of the campaigns against checkpoints, distributions that are built.
 test-extras: bench-peers
 	$(PEER_VENV)/bin/python -m pip install --quiet -r tests/extras/requirements.txt
-	$(PEER_VENV)/bin/python -m pytest tests/extras
+	$(PEER_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/extras
 
 # What needs an NVIDIA GPU, and some of it a second one. Without the tests' own conftest, which hides GPUs. `make test-gpu
 # GPU_PYTHON=python3` takes an interpreter that has torch and the other packages already.

@@ -2,7 +2,7 @@
 
 A launcher tells its ranks by environment variables. Those of `accelerate launch` are made here by Accelerate's own code from its
 flags, those of `fabricate run` by fabricate's; a plan is then made as rank 0 of two would make it. A row says what is in effect,
-or why it is refused. That the launchers start real ranks is what tests/launch/test_launchers.py shows. `campaigns.matrix` prints it.
+or why it is refused. That the launchers start real ranks is what tests/extras/test_launchers.py shows. `campaigns.matrix` prints it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ LAUNCHES = """
 ## By launcher
 
 What a launcher tells and what the script asks for, as plans in the environment that the launcher makes: strategy, precision, device
-and ranks in effect, or why it is refused. `tests/launch/test_launchers.py` starts real ranks with each launcher.
+and ranks in effect, or why it is refused. `tests/extras/test_launchers.py` starts real ranks with each launcher.
 """
 
 
