@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.launch import commands
 from fabricate.launch.config_files import ConfigFile, read_config
 from fabricate.launch.settings import requests
+from fabricate.launch.torchrun_variables import read_pod, several_ranks
 from fabricate.registry import foreign_names
 
 __all__ = ["Launching", "launching", "prepared"]
@@ -90,6 +92,12 @@ _OPTIONS = (
         help="How long ranks have to save and end, once told to or once another one failed; default: 30.",
     ),
     _single(
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="How often all ranks are started again after one of them failed; a script with a run_dir resumes. Default: 0.",
+    ),
+    _single(
         "--numa-binding",
         type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
         help="torchrun's option: which cores near its GPU each rank is bound to.",
@@ -135,6 +143,7 @@ def prepared(
     master_addr: str | None,
     master_port: int | None,
     shutdown_timeout: int | None,
+    max_restarts: int | None,
     numa_binding: str | None,
     strategy: str | None,
     precision: str | None,
@@ -145,32 +154,16 @@ def prepared(
     if not Path(script).is_file():
         raise ConfigurationError(f"SCRIPT {script!r} is not a file; give a Python script, before its own options")
     file = read_config(config) if config is not None else ConfigFile("")
-    nnodes = _agreed("--nnodes", nnodes, file.path, "num_machines", file.num_nodes) or 1
-    if file.num_processes and file.num_processes % nnodes:
-        raise ConfigurationError(
-            f"{file.path}: num_processes is {file.num_processes}, which {nnodes} nodes cannot share equally; change one"
-        )
-    per_node = file.num_processes // nnodes if file.num_processes else None
-    nproc = _agreed("--nproc", nproc, file.path, "num_processes", per_node)
-    nproc = 1 if nproc is None else nproc
-    command = commands.command(
-        script,
-        arguments,
-        nproc=nproc,
-        nnodes=nnodes,
-        node_rank=_agreed("--node-rank", node_rank, file.path, "machine_rank", file.node_rank) or 0,
-        master_addr=_agreed("--master-addr", master_addr, file.path, "main_process_ip", file.master_addr),
-        master_port=_agreed("--master-port", master_port, file.path, "main_process_port", file.master_port),
-        numa_binding=numa_binding,
-    )
+    places = _places(file, nproc, nnodes, node_rank, master_addr, master_port)
+    command = commands.command(script, arguments, **places, numa_binding=numa_binding, max_restarts=max_restarts or 0)
     given = _arguments(file, settings)
     strategy = _same("strategy", strategy, given)
     precision = _same("precision", precision, given)
     environment = commands.environment(
         os.environ,
-        nproc=nproc,
-        strategy=_agreed("--strategy", strategy, file.path, "the strategy", file.strategy),
-        precision=_agreed("--precision", precision, file.path, "mixed_precision", file.precision),
+        nproc=places["nproc"],
+        strategy=_agreed("--strategy", strategy, file.says("the strategy", file.strategy)),
+        precision=_agreed("--precision", precision, file.says("mixed_precision", file.precision)),
         plugins=plugins,
         shutdown_timeout=shutdown_timeout,
         plan_only=plan_only,
@@ -199,10 +192,58 @@ def _same(name: str, option: str | None, given: dict[str, Launched]) -> str | No
     return str(value)
 
 
-def _agreed(option: str, given: Any, path: str, key: str, configured: Any) -> Any:
-    """The command line's value or the config file's. Raises ConfigurationError where both are set and differ."""
-    if given is not None and configured is not None and given != configured:
+def _places(
+    file: ConfigFile,
+    nproc: int | str | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+) -> dict[str, Any]:
+    """How many ranks are started on which nodes and where they meet, as arguments of `commands.command`: from the options, the
+    configuration file or torchrun's variables, which agree."""
+    pod = read_pod(os.environ)
+    nnodes = _agreed("--nnodes", nnodes, file.says("num_machines", file.num_nodes), _pod("PET_NNODES", pod.nnodes)) or 1
+    if file.num_processes and file.num_processes % nnodes:
         raise ConfigurationError(
-            f"{option} {given} and config file {path!r} ({key}: {configured}) differ; set one of them"
+            f"{file.path}: num_processes is {file.num_processes}, which {nnodes} nodes cannot share equally; change one"
         )
-    return configured if given is None else given
+    per_node = file.num_processes // nnodes if file.num_processes else None
+    nproc = _agreed("--nproc", nproc, file.says("num_processes", per_node), _pod("PET_NPROC_PER_NODE", pod.nproc))
+    if several_ranks(os.environ):
+        names = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("PET_"))
+        click.echo(f"note: ranks and where they meet are those of the environment: {names}", err=True)
+    return {
+        "nproc": 1 if nproc is None else nproc,
+        "nnodes": nnodes,
+        "node_rank": _agreed(
+            "--node-rank", node_rank, file.says("machine_rank", file.node_rank), _pod("PET_NODE_RANK", pod.node_rank)
+        )
+        or 0,
+        "master_addr": _agreed(
+            "--master-addr",
+            master_addr,
+            file.says("main_process_ip", file.master_addr),
+            _pod("PET_MASTER_ADDR", pod.master_addr),
+        ),
+        "master_port": _agreed(
+            "--master-port",
+            master_port,
+            file.says("main_process_port", file.master_port),
+            _pod("PET_MASTER_PORT", pod.master_port),
+        ),
+    }
+
+
+def _pod(name: str, value: Any) -> tuple[str, Any]:
+    return f"{name}={value}", value
+
+
+def _agreed(option: str, given: Any, *others: tuple[str, Any]) -> Any:
+    """The one value that is set, by the command line or elsewhere. others: what says it, and the value, None for unset. Raises
+    ConfigurationError where two are set and differ."""
+    named = [(source, value) for source, value in [(f"{option} {given}", given), *others] if value is not None]
+    for (first, one), (second, other) in pairwise(named):
+        if one != other:
+            raise ConfigurationError(f"{first} and {second} differ; set one of them")
+    return named[0][1] if named else None

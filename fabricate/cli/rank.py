@@ -15,6 +15,12 @@ from fabricate.launch import uncaught
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script; an exception that ends it is printed once for all ranks, also one before its first fit."""
+    uncaught.end_where_hopeless()
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0" and os.environ["LOCAL_RANK"] == "0":
+        print(
+            f"restart {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}: all ranks start again", file=sys.stderr
+        )
     uncaught.install(int(os.environ["RANK"]))
     run_script(arguments[0], arguments[1:])
 

@@ -41,6 +41,8 @@ def verify_resume(ctx: click.Context, /, at: int, into: Path | None, as_json: bo
     """
     from fabricate.selfcheck.resume_check import verify_resume as verify
 
+    if options["max_restarts"]:
+        raise ConfigurationError("--max-restarts: the check resumes what it killed; leave it out")
     command, environment = prepared(**options)
     if into is not None and into.exists() and (not into.is_dir() or any(into.iterdir())):
         raise ConfigurationError(f"--into {str(into)!r} is not an empty folder; give a new one")

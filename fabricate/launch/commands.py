@@ -40,10 +40,12 @@ def command(
     master_addr: str | None = None,
     master_port: int | None = None,
     numa_binding: str | None = None,
+    max_restarts: int = 0,
     python: str = sys.executable,
 ) -> list[str]:
     """The command line that runs `script` on `nproc` ranks of this node: in one process for one in all, else through torchrun, which
-    counts "gpu" and "auto" itself, and binds ranks to the cores near their GPUs as `numa_binding` says.
+    counts "gpu" and "auto" itself, binds ranks to the cores near their GPUs as `numa_binding` says, and starts all ranks again up to
+    `max_restarts` times after one failed.
 
     Raises ConfigurationError for counts that cannot be, and for several nodes without the address of the first.
 
@@ -57,7 +59,7 @@ def command(
         raise ConfigurationError(
             f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same everywhere"
         )
-    if nproc == nnodes == 1 and numa_binding is None:
+    if nproc == nnodes == 1 and numa_binding is None and not max_restarts:
         return [python, "-m", "fabricate.cli.runner", "--alone", "--", script, *arguments]
     if nnodes == 1 and master_addr is None and master_port is None:
         meeting = ["--standalone"]
@@ -66,6 +68,8 @@ def command(
         meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
     if numa_binding is not None:
         meeting += ["--numa-binding", numa_binding]
+    if max_restarts:
+        meeting += ["--max-restarts", str(max_restarts)]
     # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
     meeting += ["--nproc-per-node", str(nproc), "--module"]
     return [python, "-m", "fabricate.cli.runner", *meeting, "--", "fabricate.cli.rank", script, *arguments]

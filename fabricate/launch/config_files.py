@@ -76,6 +76,10 @@ class ConfigFile:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the Trainer, not checked."""
 
+    def says(self, key: str, value: Any) -> tuple[str, Any]:
+        """How this file is quoted for `key`, and the value."""
+        return f"config file {self.path!r} ({key}: {value})", value
+
 
 def read_config(path: str) -> ConfigFile:
     """Read an Accelerate YAML, a DeepSpeed JSON or another YAML, which holds arguments of a Trainer; told apart by what is in it.

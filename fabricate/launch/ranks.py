@@ -12,6 +12,7 @@ from typing import Literal
 
 from fabricate.errors import RankError
 from fabricate.launch.accelerate_variables import from_notebook
+from fabricate.launch.torchrun_variables import several_ranks
 
 _MPI = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
 _FIRST_INTERNAL_STEP = 0xFFFFFFF0  # SLURM numbers its batch, interactive and extern steps from here: one process each
@@ -65,6 +66,13 @@ def detect(environ: Mapping[str, str]) -> Launch:
             "accelerate launch was asked for several processes and started one (MASTER_ADDR and MASTER_PORT are set, "
             "RANK is not): without --multi_gpu, --use_fsdp or --use_deepspeed it never starts more. Start them with "
             f"{_HOW_TO_START}; if you want one, use --num_processes 1 and unset MASTER_ADDR and MASTER_PORT"
+        )
+    if several_ranks(environ):
+        asked = ", ".join(f"{name}={environ[name]}" for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if name in environ)
+        raise RankError(
+            f"the environment asks for several ranks ({asked}), and this process was started without a launcher: each pod would train "
+            "alone. Start it with `fabricate run script.py` or `torchrun script.py`, which read these variables; if you want one process, "
+            "unset them"
         )
     return Launch("python" if launcher == "other" else launcher)
 

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from fabricate.errors import RankError
+from fabricate.errors import ConfigurationError, RankError
+from fabricate.launch.commands import PREEMPTED_FILE
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """torchrun's variable: where a rank leaves the reason of its end. The files of the ranks of one host lie side by side, in folders."""
@@ -73,10 +74,12 @@ class _Uncaught:
             self._wait_for_first()
             line = f"rank {self._rank} stopped with it" if follows else f"{known[0]} ({known[1]})"
             print(line, file=sys.stderr)
+        if isinstance(exc, ConfigurationError) and (path := _hopeless()):
+            path.write_text("\n".join(known))
         if self._file is None:
             print(*(() if follows else known), sep="\n", file=sys.stderr, flush=True)
         else:
-            self._leave("\n".join(known))
+            _leave(self._file, "\n".join(known))
 
     def _is_first(self) -> bool:
         """Whether no other rank of this host prints its traceback."""
@@ -98,14 +101,30 @@ class _Uncaught:
                 return
             time.sleep(0.05)
 
-    def _leave(self, text: str) -> None:
-        """Write the file in torch's format; its launcher shows the text as that of the rank that failed first."""
-        assert self._file is not None
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        try:
-            self._file.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        except OSError as exc:
-            print(f"{self._file}: {exc}\n{text}", file=sys.stderr, flush=True)
+
+def _leave(file: Path, text: str) -> None:
+    """Write `file` in torch's format; its launcher shows the text as that of the rank that failed first."""
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    try:
+        file.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    except OSError as exc:
+        print(f"{file}: {exc}\n{text}", file=sys.stderr, flush=True)
+
+
+def _hopeless() -> Path | None:
+    """Where a rank says that it would fail again if `fabricate run --max-restarts` started it again; None under other launchers."""
+    file = os.environ.get(PREEMPTED_FILE)
+    return Path(file).with_name("configuration-error") if file else None
+
+
+def end_where_hopeless() -> None:
+    """End this rank at once where it was started again after an error in what the user configured, for the same reason."""
+    path = _hopeless()
+    if path is None or not path.exists():
+        return
+    if os.environ.get(_ERROR_FILE):
+        _leave(Path(os.environ[_ERROR_FILE]), path.read_text())
+    sys.exit(1)
 
 
 _installed: list[_Uncaught] = []

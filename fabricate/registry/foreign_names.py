@@ -430,7 +430,6 @@ RUN = {
     "--rdzv-backend": _ONE_OF_RDZV,
     "--rdzv-id": _ONE_OF_RDZV,
     "--standalone": "nothing: the ranks of one node find a port",
-    "--max-restarts": "nothing: exit code 75 says that the state is saved; start the same command again",
     "--mixed-precision": "--precision NAME",
     "--config-file": "--config FILE",
     "--deepspeed-config-file": "--config FILE",
