@@ -51,6 +51,22 @@ def command(
 
         command("train.py", ["--lr", "0.1"], nproc=1)[2:] == ["fabricate.cli.runner", "--alone", "--", "train.py", "--lr", "0.1"]
     """
+    _check_places(nproc, nnodes, node_rank, master_addr)
+    runner = [python, "-m", "fabricate.cli.runner"]
+    if nproc == nnodes == 1 and numa_binding is None and not max_restarts:
+        return [*runner, "--alone", "--", script, *arguments]
+    if nnodes == 1 and master_addr is None and master_port is None:
+        meeting = ["--standalone"]
+    else:
+        meeting = ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
+        meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
+    given = {"--numa-binding": numa_binding, "--max-restarts": max_restarts or None, "--nproc-per-node": nproc}
+    options = [text for option, value in given.items() if value is not None for text in (option, str(value))]
+    # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
+    return [*runner, *meeting, *options, "--module", "--", "fabricate.cli.rank", script, *arguments]
+
+
+def _check_places(nproc: int | str, nnodes: int, node_rank: int, master_addr: str | None) -> None:
     if (isinstance(nproc, int) and nproc < 1) or nnodes < 1:
         raise ConfigurationError(f"--nproc {nproc} --nnodes {nnodes}: a run has one process on one node at least")
     if not 0 <= node_rank < nnodes:
@@ -59,20 +75,6 @@ def command(
         raise ConfigurationError(
             f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same everywhere"
         )
-    if nproc == nnodes == 1 and numa_binding is None and not max_restarts:
-        return [python, "-m", "fabricate.cli.runner", "--alone", "--", script, *arguments]
-    if nnodes == 1 and master_addr is None and master_port is None:
-        meeting = ["--standalone"]
-    else:
-        meeting = ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
-        meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
-    if numa_binding is not None:
-        meeting += ["--numa-binding", numa_binding]
-    if max_restarts:
-        meeting += ["--max-restarts", str(max_restarts)]
-    # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
-    meeting += ["--nproc-per-node", str(nproc), "--module"]
-    return [python, "-m", "fabricate.cli.runner", *meeting, "--", "fabricate.cli.rank", script, *arguments]
 
 
 def listed_plugins(text: str) -> list[str]:

@@ -22,7 +22,7 @@ from fabricate.training.updates.freezing import check_trained
 _SAVED = "a checkpoint holds what was logged before it; log it in on_step or on_epoch_end, say"
 
 
-def finished(run: Run) -> str:
+def limit_reached(run: Run) -> str:
     """The limit that the fit has reached, or nothing."""
     settings, progress = run.settings, run.progress
     if settings.max_steps is not None and progress.step >= settings.max_steps:
@@ -44,7 +44,7 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
     epoch = run.progress.epoch
     if window.last:
         _end_epoch(run)
-    wanted, limit = agenda.decide(), finished(run)
+    wanted, limit = agenda.decide(), limit_reached(run)
     last = window.last or wanted.end or bool(limit)
     _report(run, first, wanted, epoch, result.norm, last)
     if window.last:

@@ -14,7 +14,7 @@ from fabricate.data.batches import Window
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.training.agenda import Agenda
-from fabricate.training.boundary import boundary, finished, interruption
+from fabricate.training.boundary import boundary, interruption, limit_reached
 from fabricate.training.evaluations.evaluation import check_first, validate
 from fabricate.training.evaluations.sanity import check_validation
 from fabricate.training.first_update import FirstUpdate
@@ -43,7 +43,7 @@ def fit(run: Run) -> str:
     try:
         if reason := _before_updates(run):
             return reason
-        while not (reason := finished(run)):
+        while not (reason := limit_reached(run)):
             for window in windows(run):  # one window of micro-batches makes one update (or one turn of each optimizer)
                 state.begin_update()
                 with state.turn(window.turn):
@@ -61,16 +61,16 @@ def fit(run: Run) -> str:
 
 
 def _before_updates(run: Run) -> str:
-    """A fit that is complete says so; a new one validates first, or tries its validation on a few batches. Why there is nothing to
-    train, or nothing. All ranks."""
+    """A fit that is complete says so; a new one validates first, or tries its validation on a few batches. Returns the reason why there
+    is nothing to train; "" if there is. All ranks."""
     if run.checkpoints.restored:
         stopped = next(filter(None, run.engine.gather_json(run.requests.stop)), "")  # by a plugin, in on_load
-        if limit := finished(run):
+        if limit := limit_reached(run):
             run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
         elif stopped:
             run.module.print(f"already complete: nothing to train ({stopped}, at step {run.progress.step})")
         return limit or stopped
-    elif run.progress.step == 0 and not finished(run):
+    elif run.progress.step == 0 and not limit_reached(run):
         with run.journal.stopwatch.apart():
             if run.settings.validate_first and run.validation:
                 validate(run, run.progress.epoch)
@@ -80,14 +80,14 @@ def _before_updates(run: Run) -> str:
 
 
 def windows(run: Run) -> Iterator[Window]:
-    """The windows that are left of the epoch under way: all of them, or the rest of one that a checkpoint interrupted."""
+    """The windows that are left of the epoch under way: all of them, or those after a checkpoint."""
     progress, source = run.progress, run.source
     assert source is not None
     run.now.epoch = progress.epoch
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
-    if not progress.position:  # else a checkpoint interrupted this epoch
+    if not progress.position:  # else this epoch goes on from a checkpoint
         progress.micro_step = 0
     remaining = _interruptible(run, source.windows(progress.epoch, progress.position))
     if run.engine.world_size > 1:
@@ -95,7 +95,9 @@ def windows(run: Run) -> Iterator[Window]:
         remaining = _beginning_alike(run, source, remaining)
     timed = run.journal.stopwatch.timed(remaining)
     yield from turns(run, timed) if run.optim.turns else timed
-    if progress.position == 0 and not progress.micro_step:  # position is back at 0 after the last window; nothing ran
+    if (
+        progress.position == 0 and not progress.micro_step
+    ):  # position is back at 0 after the last window; no window came
         raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
 
 
@@ -177,7 +179,7 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
     if run.module._logged:  # in hooks of this update
         leave_out_mean(run, losses.mean)
         run.metrics.take(run.module._logged, losses.total)
-    state.is_whole()
+    state.mark_whole()
 
 
 class LoopState:
@@ -191,17 +193,17 @@ class LoopState:
         self.parameters = list(run.module.parameters())
         self.clip = _clipping(run)
         self.skip_reason = "loss scale overflow" if engine.scales_loss else "non-finite gradients"
-        # A loss scaler and some strategies look at the gradients themselves.
+        # The loop itself skips, unless a loss scaler or the strategy does.
         skips_here = settings.nonfinite == "skip" and not (engine.scales_loss or engine.strategy.skips_nonfinite)
         self.apply: Apply = self._apply_if_finite if skips_here else self._apply
         self._always_norm = run.max_grad_norm is not None or settings.nonfinite == "skip"
         self.skipped_in_a_row = 0
         self._groups = run.optim.number_of_groups()
         self._look_at_listeners()
-        self.is_whole()
+        self.mark_whole()
 
-    def is_whole(self) -> None:
-        """Nothing of an update is under way: note what the next one changes before it is whole."""
+    def mark_whole(self) -> None:
+        """No update is under way: remember the position to which one that fails falls back."""
         run = self.run
         assert run.source is not None
         run.now.whole = run.progress.micro_step, run.source.state
@@ -226,7 +228,7 @@ class LoopState:
         return _NO_TURN if name is None else turn_of(self.run, name)
 
     def refuse_new_groups(self) -> None:
-        """The gradients of this update are normalised and clipped by now."""
+        """Refuse groups that on_before_step added: this update has neither normalised nor clipped their gradients."""
         if self.run.optim.number_of_groups() != self._groups:
             raise ConfigurationError(
                 "on_before_step added a parameter group, whose gradients this update has neither normalised nor clipped; add it in on_step "
@@ -274,9 +276,11 @@ def _clipping(run: Run) -> Clip:
 
 
 def _interruptible(run: Run, items: Iterable[T], most: float = math.inf) -> Iterable[T]:
-    """`items`; a signal ends the wait for the first `most` of them, where worker processes read the data of a single rank. (Code that
-    reads in this process may be in the middle of drawing random numbers; other ranks may be in the middle of an update: there only a
-    wait that has lasted ends, with an error.)"""
+    """`items`, of which a signal may end the wait.
+
+    One rank whose worker processes read: a signal ends the wait for the first `most` items, before anything of an update has run.
+    One rank that reads in this process: it does not, because the code that reads may be in the middle of drawing random numbers.
+    Several ranks: others may be in the middle of an update; only a wait that has lasted ends, with an error."""
     assert run.source is not None
     if run.engine.world_size > 1:
         return waiting(run.requests, iter(items))
