@@ -20,6 +20,7 @@ The loop, as the hooks see it:
     write_checkpoint, on_saved                     the last state, unless it is saved already
     on_preempt                                     when a signal ended the run; else
     on_log                                         what was not logged yet
+    on_complete                                    an evaluation after it, if it is requested
     on_export
     on_fit_end
     on_exception                                   when something was raised
@@ -187,6 +188,13 @@ class Events:
         written with this epoch, under its own name."""
 
     @hookspec
+    def on_complete(self, trainer: Any, module: Any) -> None:
+        """The fit is complete: nothing is trained any more, and its last state is saved. What a listener makes of the weights here, on
+        every rank alike (under "zero3" within `trainer.strategy.changing(parameters)`), is what is exported and what the module
+        keeps; after `trainer.request_eval()` it is validated first. `trainer.calibrate()` reads the training data once more. A run that
+        is resumed when it is complete comes here again."""
+
+    @hookspec
     def on_export(self, trainer: Any, module: Any, path: Path) -> None:
         """The final weights lie in `path`; rank 0 may add files."""
 
@@ -241,6 +249,7 @@ class Listener:
         def write_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_saved(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_epoch_end(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_complete(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_export(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_fit_end(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_preempt(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -308,7 +308,7 @@ class TrainModule(torch.nn.Module, Listener):
 
 @contextlib.contextmanager
 def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
-    """While open, `module.log` raises with `reason`."""
+    """While open, `module.log` raises with `reason`; with an empty one, inside of another such context, it records again."""
     before, module._no_log = module._no_log, reason
     try:
         yield

@@ -31,7 +31,7 @@ from fabricate.module import STEPS, TrainModule, check_dataloader_idx, check_met
 from fabricate.registry import foreign_names
 from fabricate.registry.hook_calls import Calls
 from fabricate.training import loop
-from fabricate.training.evaluations import evaluation
+from fabricate.training.evaluations import calibration, evaluation
 from fabricate.training.finish import finish_fit
 from fabricate.training.interruptions.preemption import told_to_end
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
@@ -296,6 +296,17 @@ class Trainer:
         that a strategy gathers. For a hook of an evaluation, such as one that generates text. All ranks; any one alone where
         `strategy.lockstep` is false."""
         return self._live().engine.in_forward(function)
+
+    def calibrate(self, batches: int | None = None) -> None:
+        """Run `training_step` over the training data once more, without gradients, for layers that count what passes through them:
+        the statistics of a batch norm, the ranges of a quantisation. In `on_complete`; called in `on_fit_start` as well, it only checks
+        that the data can be read again, so that the error comes before the first step. All ranks.
+
+        batches: the most micro-batches of each rank; None: one pass, which needs data with a length. The module is in train mode, what
+        steps log is dropped, random generators and torchmetrics objects are as before afterwards; buffers keep what the forwards made
+        of them, on each rank from its own rows. Wrappers of `train_step` do not run. Raises `ConfigurationError` for data that is used
+        up when it was read, and `FabricateError` elsewhere."""
+        calibration.calibrate(self._live(), batches)
 
     def request_save(self) -> None:
         """Save at the next update boundary, on all ranks; asking on one rank is enough."""

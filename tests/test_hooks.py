@@ -64,22 +64,22 @@ def test_a_fit_calls_every_hook_in_exactly_this_order(tmp_path: Path) -> None:
         log_every=2,
         run_dir=tmp_path,
     )
-    assert heard == ["on_fit_start", *EPOCH, *EPOCH, "on_export", "on_fit_end", "on_teardown"]
+    assert heard == ["on_fit_start", *EPOCH, *EPOCH, "on_complete", "on_export", "on_fit_end", "on_teardown"]
 
 
 def test_what_is_not_asked_for_is_not_called() -> None:
     listener, heard = _recorder()
     fit(listener, log_every=100)
     once = ["train_step", "on_accumulate", "on_before_step", "optimizer_step", "on_step"]
-    assert heard == ["on_fit_start", "on_epoch_start", *once, "on_log", "on_fit_end", "on_teardown"]
+    assert heard == ["on_fit_start", "on_epoch_start", *once, "on_log", "on_complete", "on_fit_end", "on_teardown"]
 
 
 def test_a_state_that_no_moment_saved_is_saved_at_the_end(tmp_path: Path) -> None:
     listener, heard = _recorder()
     fit(listener, max_steps=3, run_dir=tmp_path, save_every=2)
     assert heard.count("write_checkpoint") == 2
-    end = ["write_checkpoint", "on_save", "on_saved", "on_log", "on_export", "on_fit_end", "on_teardown"]
-    assert heard[-7:] == end
+    end = ["write_checkpoint", "on_save", "on_saved", "on_log", "on_complete", "on_export", "on_fit_end", "on_teardown"]
+    assert heard[-8:] == end
 
 
 def test_a_resumed_fit_loads_after_it_started(tmp_path: Path) -> None:
@@ -111,6 +111,26 @@ def test_a_failure_is_told_before_the_teardown(tmp_path: Path) -> None:
     assert heard == ["on_fit_start", "on_epoch_start", "train_step", "on_exception", "on_teardown"]
 
 
+def test_weights_that_a_listener_changes_when_the_fit_is_complete_are_validated_and_exported(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    class Changes(Callback):
+        def on_complete(self, trainer: Trainer, module: torch.nn.Module) -> None:
+            for parameter in module.parameters():
+                parameter.data.zero_()
+            trainer.request_eval()
+
+    module, heard = Regression(), _recorder()
+    result = fit(Changes(), heard[0], module=module, val=ROWS[:4], run_dir=tmp_path)
+    evaluation = ["on_eval_start", "eval_step", "eval_step", "on_eval_end"]
+    assert heard[1][-8:] == ["on_complete", *evaluation, "on_export", "on_fit_end", "on_teardown"]
+    zeros = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+    assert result.metrics["val_loss"] == pytest.approx(float(torch.stack([y for _, y in ROWS[:4]]).square().mean()))
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() == zeros.keys()
+    assert all(not value.any() for value in load_file(tmp_path / "model" / "model.safetensors").values())
+    assert all(not value.any() for value in module.state_dict().values())
+
+
 def test_an_interrupted_fit_saves_and_exports_nothing(tmp_path: Path) -> None:
     class Interrupts(Callback):
         def on_step(self) -> None:
@@ -123,7 +143,7 @@ def test_an_interrupted_fit_saves_and_exports_nothing(tmp_path: Path) -> None:
 
 
 def test_every_event_is_heard_by_the_tests_above(tmp_path: Path) -> None:
-    listed = {*EPOCH, "on_fit_start", "on_export", "on_fit_end", "on_teardown"}
+    listed = {*EPOCH, "on_fit_start", "on_complete", "on_export", "on_fit_end", "on_teardown"}
     told = {"on_load", "on_step_skipped", "on_exception", "on_preempt"}
     assert listed | told == set(EVENTS)
 

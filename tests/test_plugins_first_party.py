@@ -131,6 +131,13 @@ def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
     assert module.second.bias.dtype == torch.bfloat16
 
 
+def test_an_average_is_not_replaced_by_the_best_checkpoint(tmp_path: Path) -> None:
+    keep = {"best": 1, "metric": "val_bias", "mode": "min"}
+    trainer = Trainer(plugins=["ema"], max_epochs=1, run_dir=tmp_path, keep=keep, load_best=True, progress=False)
+    with pytest.raises(ConfigurationError, match="ema and load_best=True: what a validation measured was the average"):
+        trainer.fit(Net(), ROWS, ROWS, batch_size=4)
+
+
 def test_an_average_over_drifting_replicas_is_refused() -> None:
     (told, _) = run_ranks(_refused, 2, strategy="diloco", plugins=("ema",))
     assert "ema: ranks drift apart under 'diloco'" in told

@@ -147,6 +147,7 @@ class Calls:
     write_checkpoint: Call | None
     on_saved: Call | None
     on_epoch_end: Call | None
+    on_complete: Call | None
     on_export: Call | None
     on_fit_end: Call | None
     on_preempt: Call | None

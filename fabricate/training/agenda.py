@@ -23,6 +23,7 @@ OUTSIDE_UPDATES = {
         "write_checkpoint",
         "on_saved",
         "on_epoch_end",
+        "on_complete",
         "on_export",
         "on_fit_end",
         "on_preempt",

@@ -9,6 +9,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.launch.commands import tell_preempted
 from fabricate.model.export import export_model
 from fabricate.module import overrides, refusing_logs
+from fabricate.training.evaluations.evaluation import validate
 from fabricate.training.reports.log_lines import log_rest
 from fabricate.training.saves import resuming, saving
 from fabricate.training.state.run_state import Run
@@ -41,10 +42,25 @@ def _finish(run: Run, reason: str) -> None:
         log_rest(run)
         if run.settings.load_best:
             _load_best(run)
+        _complete(run)
         _export(run)
     if run.calls.on_fit_end is not None:
         run.calls.on_fit_end(run.trainer, run.module)
     run.journal.event("ended", reason=reason)
+
+
+def _complete(run: Run) -> None:
+    """Let listeners change the weights that the fit ends with, and validate these if one requests it. All ranks."""
+    if run.calls.on_complete is None:
+        return
+    requests, progress = run.requests, run.progress
+    requests.evaluate = False  # what was requested too late for a boundary
+    run.now.complete = True
+    run.calls.on_complete(run.trainer, run.module)
+    run.now.complete = False
+    if run.engine.agree([int(requests.evaluate)])[0] and run.validation:
+        with refusing_logs(run.module, ""), run.journal.stopwatch.apart():
+            validate(run, progress.epoch - (progress.position == 0 and progress.epoch > 0))
 
 
 def _load_best(run: Run) -> None:

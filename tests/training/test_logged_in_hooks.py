@@ -90,6 +90,7 @@ def test_a_metric_of_on_eval_end_stops_a_fit_and_chooses_checkpoints(tmp_path: P
         ("on_log", "on_log gets what is reduced and written already"),
         ("on_save", "a checkpoint holds what was logged before it"),
         ("on_saved", "a checkpoint holds what was logged before it"),
+        ("on_complete", "the fit is over"),
         ("on_export", "the fit is over"),
         ("on_fit_end", "the fit is over"),
         ("on_teardown", "the run is over"),

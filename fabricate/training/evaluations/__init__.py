@@ -1,3 +1,3 @@
 """Evaluating: the `evaluation` itself, the metrics that come out of it (`evaluated`), and the batches of it that are tried before training
-(`sanity`).
+(`sanity`). `calibration`: forwards over the training data when it is complete.
 """

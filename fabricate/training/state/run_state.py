@@ -118,6 +118,8 @@ class Now:
     """The places in the data set of the rows of that batch."""
     evaluated: Evaluated | None = None
     """The metrics of the evaluation under way."""
+    complete: bool = False
+    """While listeners change the weights that the fit ends with."""
     at_boundary: bool = True
     """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are under way."""
     in_update: bool = False

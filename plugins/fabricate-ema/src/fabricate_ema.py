@@ -1,8 +1,7 @@
 """An exponential moving average of the weights, evaluated and exported in their place.
 
 Each rank averages the part of the weights that it holds (a shard under FSDP or ZeRO), so that nothing is communicated. The
-average is put into the module for every evaluation, and from each save until training goes on, because the export follows
-the last save.
+average is put into the module for every evaluation, and for the export.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from fabricate import Callback, ConfigurationError, hookimpl
+from fabricate import Callback, ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +40,11 @@ class EMA(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.strategy.replicas_drift:
             raise ConfigurationError(f"ema: ranks drift apart under {trainer.strategy.name!r}; use strategy='ddp'")
+        if trainer.settings.load_best:
+            raise ConfigurationError(
+                "ema and load_best=True: what a validation measured was the average, and the best checkpoint would be loaded without it; "
+                "leave load_best out"
+            )
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Begin, unless it has begun. Not before: a checkpoint without an average may have changed the weights."""
@@ -66,19 +70,13 @@ class EMA(Callback):
     def on_eval_end(self) -> None:
         self._show(average=False)
 
-    def on_saved(self) -> None:
+    def on_complete(self) -> None:
         self._show(average=True)
-
-    @hookimpl
-    def train_step(self) -> None:
-        """Training goes on, with the weights. Returns nothing, so that the forward is left to the next one."""
-        self._show(average=False)
 
     def on_fit_end(self) -> None:
         self._show(average=False)
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
-        self._show(average=False)
         state["average"] = {name: part.over(average) for name, (part, average) in self._parts.items()}
 
     def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
@@ -86,7 +84,6 @@ class EMA(Callback):
         for name, (part, average) in self._parts.items():
             own = part.over(average)
             own.write(state["average"][name].flatten()[own.start : own.start + own.count])
-        self._show(average=True)
 
     def on_teardown(self) -> None:
         # After an exception other ranks may be gone, so that the strategy cannot be told.

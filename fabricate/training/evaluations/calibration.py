@@ -1,0 +1,89 @@
+"""Forwards over the training data that train nothing, for layers that count what passes through them.
+
+Must not know: when it is called, and what the layers make of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fabricate.data.source import Source
+from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
+from fabricate.module import refusing_logs
+from fabricate.seeding import rng_state, set_rng_state
+from fabricate.training.state.run_state import Run
+
+
+def calibrate(run: Run, batches: int | None) -> None:
+    """See `Trainer.calibrate`. All ranks."""
+    source = _checked(run, batches)
+    if run.now.complete:
+        _read(run, source, batches)
+    elif run.now.epoch is not None:
+        raise FabricateError(
+            "trainer.calibrate() reads the training data in on_complete, when training does not; call it there"
+        )
+
+
+def _checked(run: Run, batches: int | None) -> Source:
+    """The training data, which can be read again as far as that is known."""
+    source = run.source
+    if source is None:
+        raise FabricateError("trainer.calibrate() needs training data, which only fit has")
+    if batches is not None and (not isinstance(batches, int) or isinstance(batches, bool) or batches < 1):
+        raise ConfigurationError(
+            f"trainer.calibrate(batches={batches!r}): give a whole number of at least 1, or None for one pass"
+        )
+    if isinstance(source.data, Iterator):
+        raise ConfigurationError(
+            f"train is a one-shot iterator ({type(source.data).__name__}), which is used up when the fit is complete, and "
+            "trainer.calibrate() reads it again; give an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__)"
+        )
+    if batches is None and source.updates_per_epoch is None:
+        raise ConfigurationError(
+            "train has no length, so that one pass over it may never end; say how many micro-batches trainer.calibrate(batches=) reads"
+        )
+    if run.optim.turns:
+        raise ConfigurationError(
+            "trainer.calibrate() runs training_step(batch), and this one takes the optimizer whose turn it is"
+        )
+    return source
+
+
+def _read(run: Run, source: Source, batches: int | None) -> None:
+    module, engine = run.module, run.engine
+    generators, restore_metrics, state = rng_state(), snapshot_torchmetrics(module), source.state
+    with refusing_logs(module, ""), torch.no_grad():
+        try:
+            for micro_step, (batch, rows) in enumerate(_micro_batches(run, source, batches)):
+                run.now.batch = batch = engine.to_device(batch)
+                # A stand-in runs for the collectives' sake and counts for nothing.
+                with _unchanged_buffers(module) if rows == 0 else contextlib.nullcontext():
+                    engine.evaluate("train", batch, micro_step)
+                module._logged.clear()
+            run.now.batch = None
+        finally:
+            restore_metrics()
+            set_rng_state(generators)
+            source.state = state
+    engine.strategy.after_evaluation(engine.model)
+
+
+def _micro_batches(run: Run, source: Source, batches: int | None) -> Iterator[Any]:
+    """Those of the epoch that would come next."""
+    with contextlib.closing(source.windows(run.progress.epoch)) as windows:
+        yield from itertools.islice(itertools.chain.from_iterable(window.micro_batches for window in windows), batches)
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    yield
+    for buffer, value in before:
+        buffer.copy_(value)
