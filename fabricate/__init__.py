@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.prediction_writer import PredictionWriter
     from fabricate.callbacks.profiler import Profiler
     from fabricate.callbacks.save_on_exception import SaveOnException
+    from fabricate.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from fabricate.callbacks.throughput import Throughput
     from fabricate.callbacks.unfreeze_at import UnfreezeAt
     from fabricate.checkpoint.convert.importing import import_checkpoint
@@ -58,6 +59,7 @@ _HOME = {
     "RankError": "errors",
     "SaveOnException": "callbacks.save_on_exception",
     "Single": "strategies.single",
+    "StochasticWeightAveraging": "callbacks.stochastic_weight_averaging",
     "Strategy": "strategies.base",
     "Throughput": "callbacks.throughput",
     "TrainModule": "module",
@@ -93,6 +95,7 @@ __all__ = [
     "RankError",
     "SaveOnException",
     "Single",
+    "StochasticWeightAveraging",
     "Strategy",
     "Throughput",
     "TrainModule",

@@ -34,6 +34,7 @@ PUBLIC = [
     "RankError",
     "SaveOnException",
     "Single",
+    "StochasticWeightAveraging",
     "Strategy",
     "Throughput",
     "TrainModule",
