@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 NOT_RUNNING = "no fit or evaluation is running, so nothing records it"
-_METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export")
+_METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export", "provide_data")
 
 
 class NotRunning(FabricateError, AttributeError):
@@ -118,6 +118,18 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(self, "_turn", None)
         object.__setattr__(self, "_uses_trainer", False)
         return self
+
+    def provide_data(self, trainer: Any, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
+        """What is read in place of `train` and `val`, for a module that knows its own data, or takes another kind than `fit` does.
+        Optional. Called first of all, before anything is built and before ranks are connected, on every rank; `trainer` does not run yet.
+
+        stage: "fit", or the evaluation "validate", "test" or "predict", whose data is `val`. train, val: as the caller passed them, None
+        for nothing. Returns both.
+
+            def provide_data(self, trainer, stage, train, val):
+                return self.rows("train"), self.rows("test" if stage == "test" else "val")
+        """
+        return train, val
 
     def configure_model(self) -> None:
         """Build big layers here instead of in `__init__`: it runs once, on the meta device, and each layer is initialised

@@ -260,6 +260,11 @@ class Trainer:
         return self._live().now.batch_indices
 
     @property
+    def data_set(self) -> str:
+        """In an evaluation: the name of the set at work, as `val` names it; empty where there is one without a name, and outside."""
+        return self._live().now.data_set
+
+    @property
     def validates(self) -> bool:
         """Whether the running fit may come to a validation: it has data for it, and `validate_every` comes round before its end."""
         return self._live().validates
@@ -354,8 +359,8 @@ class Trainer:
     def plan(
         self,
         module: TrainModule,
-        train: object = None,
-        val: object = None,
+        train: Any = None,
+        val: Any = None,
         *,
         batch_size: int | None = None,
         num_workers: int = 0,
@@ -365,6 +370,7 @@ class Trainer:
         """The resolved plan, without training: `str(plan)` is its text. Arguments as for `fit`. Nothing is built on a device
         and no rank talks to another."""
         check_methods(module)
+        train, val = module.provide_data(self, "fit", train, val)
         with environment_restored():
             found = resolve(self.settings, module)
             loading = Loading(batch_size, num_workers, collate_fn, shuffle)
@@ -390,7 +396,7 @@ class Trainer:
     def fit(
         self,
         module: TrainModule,
-        train: Any,
+        train: Any = None,
         val: Any = None,
         *,
         resume: str | os.PathLike[str] = "auto",
@@ -403,7 +409,7 @@ class Trainer:
 
         train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (then `batch_size` per rank,
         `num_workers`, `collate_fn`, `shuffle` count; `train` is shuffled unless `shuffle=False`), any iterable of batches; `val` also a
-        mapping of named sets.
+        mapping of named sets. A module with `provide_data` may bring them.
         resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint.
         SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank: after the update under way the state is saved and
         `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further
@@ -414,7 +420,9 @@ class Trainer:
             print(f"{name} asked this process to end: no further fit is begun", file=sys.stderr)
             return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
-        self._check_fit(module, train)
+        check_methods(module)
+        train, val = module.provide_data(self, "fit", train, val)
+        self._check_fit(train)
         if not isinstance(resume, str | os.PathLike):
             raise ConfigurationError(
                 f"resume={resume!r}: give 'auto' (go on from run_dir, the default), 'never' (begin anew) or the path of a checkpoint"
@@ -444,9 +452,8 @@ class Trainer:
             best = resuming.best(run) or (None, None)
             return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest, *best)
 
-    def _check_fit(self, module: TrainModule, train: object) -> None:
+    def _check_fit(self, train: object) -> None:
         """Refuse what `fit` could not train."""
-        check_methods(module)
         settings = self.settings
         if settings.max_steps is None and settings.max_epochs is None:
             raise ConfigurationError(
@@ -483,6 +490,7 @@ class Trainer:
             raise ConfigurationError(
                 f"{type(module).__name__} has no {STEPS[stage]}; define {STEPS[stage]}(self, batch)"
             )
+        _, data = module.provide_data(self, stage, None, data)
         if data is None:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
         found = resolve(self.settings, module, training=False)
@@ -510,7 +518,7 @@ class Trainer:
     def validate(
         self,
         module: TrainModule,
-        data: Any,
+        data: Any = None,
         checkpoint: str | os.PathLike[str] | None = None,
         *,
         batch_size: int | None = None,
@@ -528,7 +536,7 @@ class Trainer:
     def test(
         self,
         module: TrainModule,
-        data: Any,
+        data: Any = None,
         checkpoint: str | os.PathLike[str] | None = None,
         *,
         batch_size: int | None = None,
@@ -545,7 +553,7 @@ class Trainer:
     def predict(
         self,
         module: TrainModule,
-        data: Any,
+        data: Any = None,
         checkpoint: str | os.PathLike[str] | None = None,
         *,
         batch_size: int | None = None,

@@ -104,6 +104,24 @@ def test_the_trainer_and_the_device_are_known_in_a_step() -> None:
     assert seen == [(0, 0, 2, torch.device("cpu")), (1, 0, 2, torch.device("cpu"))]
 
 
+def test_a_module_may_bring_its_own_data() -> None:
+    asked: list[Any] = []
+
+    class Brings(Regression):
+        def provide_data(self, trainer: Trainer, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
+            asked.append((trainer.settings.max_steps, trainer.running, stage, train, val))
+            return (torch.utils.data.DataLoader(ROWS, batch_size=4), None) if stage == "fit" else (None, val * 2)
+
+        def predict_step(self, batch: Any) -> Any:
+            return batch[1]
+
+    trainer = Trainer(max_steps=2, progress=False)
+    assert trainer.plan(Brings())["updates_per_epoch"] == 2
+    assert trainer.fit(Brings()).steps == 2
+    assert len(trainer.predict(Brings(), ROWS, batch_size=4) or []) == 16
+    assert asked == [(2, False, "fit", None, None), (2, False, "fit", None, None), (2, False, "predict", None, ROWS)]
+
+
 def test_the_trainer_is_gone_after_the_fit_even_if_it_failed() -> None:
     class Fails(Regression):
         def training_step(self, batch: Any) -> torch.Tensor:

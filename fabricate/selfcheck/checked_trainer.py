@@ -38,7 +38,7 @@ class Trainer(trainer.Trainer):
     def fit(
         self,
         module: TrainModule,
-        train: Any,
+        train: Any = None,
         val: Any = None,
         *,
         resume: str | os.PathLike[str] = "auto",

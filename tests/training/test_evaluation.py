@@ -33,6 +33,7 @@ def test_validate_first_evaluates_before_the_first_step() -> None:
 def test_several_validation_sets_are_named_in_their_metrics() -> None:
     class Mean(Regression):
         def validation_step(self, batch: Any) -> Any:
+            self.log(f"of_{self.trainer.data_set}", 1)
             self.log("last", batch[1][-1, 0])
             return {"mean": batch[1].mean()}
 
@@ -41,6 +42,8 @@ def test_several_validation_sets_are_named_in_their_metrics() -> None:
     [metrics] = hears.evaluations
     assert metrics == pytest.approx(
         {
+            "val_low_of_low": 1,
+            "val_high_of_high": 1,
             "val_low_mean": 1 / 8,
             "val_low_last": (2 * 1 + 2) / 3 / 8,
             "val_high_mean": 6 / 8,

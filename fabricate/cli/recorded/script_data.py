@@ -37,7 +37,7 @@ class Trainer(trainer.Trainer):
     def fit(
         self,
         module: TrainModule,
-        train: Any,
+        train: Any = None,
         val: Any = None,
         *,
         batch_size: int | None = None,
@@ -45,6 +45,7 @@ class Trainer(trainer.Trainer):
         shuffle: bool | None = None,
         **others: Any,
     ) -> Any:
+        train, _ = module.provide_data(self, "fit", train, val)
         raise _Reached(train, Loading(batch_size, 0, collate_fn, shuffle))
 
 

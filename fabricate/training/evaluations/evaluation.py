@@ -98,7 +98,9 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
             calls.on_eval_start(trainer, module, stage)
             evaluated.take()
         for name, source in sources.items():
+            run.now.data_set = name
             evaluated.add(_evaluate_source(run, source, stage, most), name)
+        run.now.data_set = ""
         engine.strategy.after_evaluation(engine.model)
         run.journal.latest |= evaluated.metrics
         if calls.on_eval_end is not None:

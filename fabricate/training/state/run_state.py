@@ -114,6 +114,8 @@ class Now:
     """The batch at work, to describe it when a step fails."""
     batch_idx: int = 0
     """The number of the batch of the evaluation under way."""
+    data_set: str = ""
+    """The name of the data set that it is of."""
     batch_indices: Sequence[int] = ()
     """The places in the data set of the rows of that batch."""
     evaluated: Evaluated | None = None
