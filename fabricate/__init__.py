@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.unfreeze_at import UnfreezeAt
     from fabricate.checkpoint.convert.importing import import_checkpoint
     from fabricate.configuration.plan import Plan
+    from fabricate.configuration.training_arguments import from_training_arguments
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
     from fabricate.hooks import Callback, hookimpl
     from fabricate.module import TrainModule
@@ -65,6 +66,7 @@ _HOME = {
     "TrainModule": "module",
     "Trainer": "trainer",
     "UnfreezeAt": "callbacks.unfreeze_at",
+    "from_training_arguments": "configuration.training_arguments",
     "hookimpl": "hooks",
     "import_checkpoint": "checkpoint.convert.importing",
     "metric_mode": "values",
@@ -101,6 +103,7 @@ __all__ = [
     "TrainModule",
     "Trainer",
     "UnfreezeAt",
+    "from_training_arguments",
     "hookimpl",
     "import_checkpoint",
     "metric_mode",

@@ -40,6 +40,7 @@ PUBLIC = [
     "TrainModule",
     "Trainer",
     "UnfreezeAt",
+    "from_training_arguments",
     "hookimpl",
     "import_checkpoint",
     "metric_mode",

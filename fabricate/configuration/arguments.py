@@ -143,7 +143,8 @@ def parse_keep(name: str, value: Any) -> dict[str, Any]:
         return {**defaults, "last": value}
     if isinstance(value, Mapping) and set(value) <= {"last", "best", "metric", "mode"}:
         parsed = {**defaults, "last": 1, **value}
-        counts = [parsed["last"], parsed.get("best", 1)]
+        parsed["last"] = None if parsed["last"] == "all" else parsed["last"]
+        counts = [1 if parsed["last"] is None else parsed["last"], parsed.get("best", 1)]
         if parsed["mode"] in ("min", "max") and all(type(c) is int and c >= 1 for c in counts):
             if "best" in value:
                 metric_mode(f"{name}={value!r}", str(parsed["metric"]), value.get("mode"))

@@ -48,6 +48,7 @@ def check_plugin(plugin: object, name: str) -> None:
 
 def _check_object(plugin: object, name: str) -> None:
     kind = type(plugin)
+    _refuse_callback_of_transformers(kind, name)
     if inspect.isclass(plugin):
         raise PluginError(f"plugin {name!r} is the class {plugin.__name__}; pass an instance: {plugin.__name__}()")
     if kind.__hash__ is None:
@@ -61,6 +62,17 @@ def _check_object(plugin: object, name: str) -> None:
                 raise PluginError(
                     f"plugin {name!r}: {hook} is set on the object and would never be called; define it in {kind.__name__}"
                 )
+
+
+def _refuse_callback_of_transformers(kind: type, name: str) -> None:
+    """Its methods have names like those of hooks, and other arguments."""
+    bases = [base for base in kind.__mro__ if base.__name__ == "TrainerCallback"]
+    if any(base.__module__.partition(".")[0] == "transformers" for base in bases):
+        remedy = foreign_names.use(kind.__name__, foreign_names.PLUGINS)
+        raise PluginError(
+            f"plugin {name!r}: {kind.__name__} is a callback of transformers, whose events are not called here"
+            f"{remedy or '; inherit from fabricate.Callback, docs/from-transformers.md has the events by their old names'}"
+        )
 
 
 def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any] | None]]:

@@ -160,7 +160,9 @@ class Registry:
     def _passed(self, plugin: object) -> tuple[str, object, Origin]:
         """An object of the user's, under its own name or that of its class; a second one of this name gets a number."""
         if inspect.isclass(plugin):
-            raise PluginError(f"plugins: {plugin.__name__} is a class; pass an instance: {plugin.__name__}()")
+            other = "" if issubclass(plugin, Listener) else foreign_names.use(plugin.__name__, foreign_names.PLUGINS)
+            remedy = other or f"; pass an instance: {plugin.__name__}()"
+            raise PluginError(f"plugins: {plugin.__name__} is a class{remedy}")
         if any(plugin is known for _, known in self.active):
             raise PluginError(f"plugins: this {type(plugin).__name__} object is listed twice; remove one")
         names = (getattr(plugin, "name", None), getattr(plugin, "__name__", None))

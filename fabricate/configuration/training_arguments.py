@@ -1,0 +1,369 @@
+"""What a `transformers.TrainingArguments` sets, as arguments of a `Trainer`, loaders, an optimizer and its schedule.
+
+Owns which of its fields have a counterpart here. What to use instead of the others: `fabricate.registry.foreign_names`. Must not know
+transformers, which is imported for one optimizer only: the arguments are read as a dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from fabricate.errors import ConfigurationError
+from fabricate.launch.ranks import detect
+from fabricate.optim.transformers_optimizers import Wanted, built, wanted
+from fabricate.registry import foreign_names
+
+_SHOWN = (
+    *(
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "learning_rate",
+        "lr_scheduler_type",
+        "optim",
+        "max_grad_norm",
+    ),
+    *("seed", "eval_strategy", "save_steps", "logging_steps"),
+)
+"""Fields whose defaults mean something: a line names those that were left at them."""
+_DIFFERENT = (
+    "other than transformers.Trainer: columns that the model does not take are not removed (remove_columns= of datasets.map); a loss "
+    "that is not finite ends the fit (nonfinite=); the newest checkpoint in run_dir is resumed (resume='never')"
+)
+_OPTIMIZER = (
+    *("learning_rate", "weight_decay", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+)
+_LOADERS = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "train_sampling_strategy", "dataloader_drop_last"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("dataloader_multiprocessing_context", "dataloader_in_order"),
+)
+_MADE = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "logging_dir", "use_cpu")
+"""What TrainingArguments sets itself: copies of other fields; and `use_cpu`, which the state that it makes says to a fit."""
+
+
+@dataclass(frozen=True)
+class FromTransformers:
+    """What `from_training_arguments` found.
+
+    trainer: arguments of `Trainer`. resume: for `fit`. lines: what was printed.
+
+        given = from_training_arguments(args)
+        Trainer(**given.trainer).fit(module, *given.loaders(train, val, collate_fn), resume=given.resume)
+    """
+
+    trainer: dict[str, Any]
+    resume: str
+    lines: tuple[str, ...]
+    _loading: dict[str, Any]
+    _optimizer: Wanted
+
+    def loaders(self, train: Any, val: Any = None, collate_fn: Any = None) -> tuple[Any, Any]:
+        """Loaders for `fit`: of `train` with per_device_train_batch_size rows, shuffled, and of `val`, or of each in a mapping of sets,
+        with per_device_eval_batch_size rows; None for what is None. collate_fn: by default transformers' `default_data_collator`."""
+        if collate_fn is None:
+            from transformers import default_data_collator as collate_fn
+        each = {**self._loading, "collate_fn": collate_fn}
+        rows, eval_rows = each.pop("batch_size"), each.pop("eval_batch_size")
+        shuffle, drop_last = each.pop("shuffle"), each.pop("drop_last")
+        sized = hasattr(train, "__len__")
+
+        def evaluated(data: Any) -> Any:
+            return DataLoader(data, batch_size=eval_rows, **each)
+
+        trained = None
+        if train is not None:
+            trained = DataLoader(train, batch_size=rows, shuffle=shuffle and sized, drop_last=drop_last, **each)
+        if isinstance(val, Mapping) and not isinstance(val, torch.utils.data.Dataset):
+            return trained, {name: evaluated(data) for name, data in val.items()}
+        return trained, None if val is None else evaluated(val)
+
+    def optimizers(self, module: torch.nn.Module) -> tuple[Any, ...]:
+        """What `configure_optimizers` returns: the optimizer, biases and norms without weight decay, and the schedule with its warm-up."""
+        return built(self._optimizer, module)
+
+
+def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> FromTransformers:
+    """What `args` sets, for a `Trainer`; rank 0 prints what was taken over.
+
+    args: a `transformers.TrainingArguments`, or the tuple of `HfArgumentParser.parse_args_into_dataclasses`, which holds one. handled:
+    names of fields that the script makes use of itself, such as "label_smoothing_factor". Raises `ConfigurationError` for a field that
+    is not at its default and has no counterpart.
+    """
+    args = _training_arguments(args)
+    unknown = set(handled) - {field.name for field in dataclasses.fields(args)}
+    if unknown:
+        raise ConfigurationError(
+            f"handled={sorted(handled)}: {type(args).__name__} has no field {', '.join(sorted(unknown))}"
+        )
+    given: dict[str, Any] = {}
+    taken = {*_OPTIMIZER, *_LOADERS, *_MADE, "resume_from_checkpoint"}
+    for names, part in _PARTS.items():
+        given |= part(args)
+        taken |= set(names)
+    notes = [*_checked_others(args, taken | set(handled)), *_beside(args)]
+    found = FromTransformers(given, _resume(args), _lines(args, given, notes), _loading(args), wanted(args))
+    if detect(os.environ).rank == 0:
+        print(*found.lines, sep="\n", flush=True)
+    return found
+
+
+def _training_arguments(args: Any) -> Any:
+    """The one TrainingArguments in `args`."""
+    several = args if isinstance(args, tuple | list) else (args,)
+    found = [each for each in several if not isinstance(each, type) and _base(type(each)) is not None]
+    if len(found) != 1:
+        kinds = ", ".join(type(each).__name__ for each in several)
+        raise ConfigurationError(
+            f"args={kinds}: give a transformers.TrainingArguments, or what HfArgumentParser(...).parse_args_into_dataclasses() returned"
+        )
+    return found[0]
+
+
+def _base(kind: type) -> type | None:
+    """transformers' class itself, without what subclasses add and change."""
+    bases = (base for base in kind.__mro__ if base.__name__ == "TrainingArguments")
+    return next((base for base in bases if base.__module__.partition(".")[0] == "transformers"), None)
+
+
+# ------------------------------------------------------------------------------------------------ fields without a counterpart
+
+
+def _checked_others(args: Any, taken: Collection[str]) -> Iterator[str]:
+    """A line for each changed field that has no effect here. Raises `ConfigurationError` for the others."""
+    for name, value in _changed(args):
+        if name in taken:
+            continue
+        remedy = foreign_names.ARGUMENTS.get(name, "")
+        verb, colon, why = remedy.partition("nothing: ")
+        if colon and not verb:
+            yield f"{name}={_shown(value)} is left out: {why}"
+            continue
+        raise _refusal(args, name, f"use {remedy}" if remedy else "it is a field of this class only")
+
+
+def _refusal(args: Any, name: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"TrainingArguments.{name}={_shown(getattr(args, name))} has no counterpart in a Trainer; {remedy}. Leave it at its default "
+        f"then, or say that the script does it: from_training_arguments(args, handled=[{name!r}])"
+    )
+
+
+def _changed(args: Any) -> Iterator[tuple[str, Any]]:
+    """The fields that are not at their default, which is that of transformers' own class where it has the field."""
+    own: dict[str, Any] = {field.name: field for field in dataclasses.fields(args)}
+    base = _base(type(args))
+    defaults = own | ({field.name: field for field in dataclasses.fields(base)} if base is not None else {})
+    for name, field in defaults.items():
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(args, name, default)
+        neutral = (name == "debug" and not value) or (name == "accelerator_config" and value == type(value)())
+        if value != default and not neutral:
+            yield name, value
+
+
+def _shown(value: Any) -> str:
+    return repr(getattr(value, "value", value))
+
+
+# --------------------------------------------------------------------------------- fields that become arguments of a Trainer
+
+
+def _length(args: Any) -> dict[str, Any]:
+    if args.max_steps > 0:
+        return {"max_steps": args.max_steps}
+    if args.num_train_epochs != int(args.num_train_epochs):
+        raise ConfigurationError(
+            f"TrainingArguments.num_train_epochs={args.num_train_epochs!r}: a fit has whole epochs; give max_steps"
+        )
+    return {"max_epochs": int(args.num_train_epochs)}
+
+
+def _same(args: Any) -> dict[str, Any]:
+    """What has the same meaning in both, or nearly the same name."""
+    given = {"run_dir": args.output_dir, "seed": args.seed, "timeout": f"{args.ddp_timeout / 60:g} minutes"}
+    if args.data_seed not in (None, args.seed):
+        raise ConfigurationError(
+            f"TrainingArguments.data_seed={args.data_seed!r}: the order of the data comes from seed={args.seed!r}; give one of them, or a "
+            "sampler with a generator of its own"
+        )
+    if args.gradient_accumulation_steps != 1:  # else a launcher or a DeepSpeed file may say
+        given["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    if args.max_grad_norm:
+        given["max_grad_norm"] = float(args.max_grad_norm)
+    if args.full_determinism:
+        given["deterministic"] = True
+    if args.disable_tqdm:
+        given["progress"] = False
+    return given
+
+
+def _precision(args: Any) -> dict[str, Any]:
+    if args.bf16 or args.fp16:
+        return {"precision": "bf16" if args.bf16 else "fp16"}
+    if args.tf32:
+        return {"precision": "tf32"}
+    # The launcher's word otherwise, as transformers has it: "no" where it said nothing.
+    return {"precision": "fp32"} if args.mixed_precision == "no" else {}
+
+
+def _compiling(args: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    if getattr(args, name):
+        given["activation_checkpointing"] = True
+        options = getattr(args, f"{name}_kwargs") or {}
+        if others := sorted(option for option, value in options.items() if (option, value) != ("use_reentrant", False)):
+            raise ConfigurationError(
+                f"TrainingArguments.{name}_kwargs={options!r}: {', '.join(others)} has no counterpart; every block is computed again, as "
+                "with use_reentrant=False"
+            )
+    if args.torch_compile:
+        options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        given["compile"] = {option: value for option, value in options.items() if value}
+    return given
+
+
+def _every(args: Any, what: str) -> str | None:
+    """`eval_strategy` and `eval_steps` as a duration, or those of "save" and "logging"; None for never."""
+    strategy, steps = str(getattr(getattr(args, f"{what}_strategy"), "value", None)), getattr(args, f"{what}_steps")
+    if strategy == "no":
+        return None
+    if strategy == "epoch":
+        return "1 epoch"
+    if steps < 1:
+        raise ConfigurationError(
+            f"TrainingArguments.{what}_steps={steps!r} is a share of all updates; give a number of updates, or {what}_strategy='epoch'"
+        )
+    return f"{int(steps)} steps"
+
+
+def _evaluating(args: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"validate_every": _every(args, "eval"), "log_every": _every(args, "logging") or "1 epoch"}
+    if args.eval_on_start:
+        given["validate_first"] = True
+    return given
+
+
+def _saving(args: Any) -> dict[str, Any]:
+    best_only = str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
+    limit = args.save_total_limit
+    given: dict[str, Any] = {"save_every": None if best_only else _every(args, "save"), "keep": limit or "all"}
+    if args.metric_for_best_model is not None and _every(args, "eval") is not None:
+        # The best one is saved at its validation; transformers counts it among the save_total_limit, here it is counted apart.
+        last = max(limit - 1, 1) if limit else "all"
+        metric = f"val_{args.metric_for_best_model.removeprefix('eval_')}"
+        given["keep"] = {"last": last, "best": 1, "metric": metric, "mode": "max" if args.greater_is_better else "min"}
+    if args.load_best_model_at_end:
+        given["load_best"] = True
+    return given
+
+
+_TRACKER_NAMES = {"wandb": "name", "trackio": "name", "mlflow": "run_name"}
+"""The option of a tracker that is the name of a run."""
+
+
+def _trackers(args: Any) -> dict[str, Any]:
+    trackers = []
+    for name in args.report_to:
+        options = [f"{_TRACKER_NAMES[name]}={args.run_name}"] if args.run_name and name in _TRACKER_NAMES else []
+        if args.run_name and name not in _TRACKER_NAMES:
+            raise _refusal(args, "run_name", f"run_dir names the run of {name}, and an option of the tracker may")
+        if name == "trackio":
+            options.append(f"project={args.project}")
+        trackers.append(name + (":" + ",".join(options) if options else ""))
+    return {"trackers": trackers} if trackers else {}
+
+
+def _ddp(args: Any) -> dict[str, Any]:
+    names = ("find_unused_parameters", "static_graph", "bucket_cap_mb")
+    options = {name: getattr(args, f"ddp_{name}") for name in names}
+    if args.ddp_broadcast_buffers is False:
+        raise _refusal(
+            args, "ddp_broadcast_buffers", "rank 0 sends its buffers before each forward, as by default in torch"
+        )
+    text = ",".join(f"{name}={str(value).lower()}" for name, value in options.items() if value)
+    return {"strategy": f"ddp:{text}"} if text else {}
+
+
+_PARTS: dict[tuple[str, ...], Callable[[Any], dict[str, Any]]] = {
+    ("num_train_epochs", "max_steps"): _length,
+    (
+        *("output_dir", "seed", "data_seed", "ddp_timeout", "gradient_accumulation_steps", "max_grad_norm"),
+        *("full_determinism", "disable_tqdm"),
+    ): _same,
+    ("bf16", "fp16", "tf32"): _precision,
+    (
+        *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    ): _compiling,
+    ("eval_strategy", "eval_steps", "eval_on_start", "logging_strategy", "logging_steps"): _evaluating,
+    (
+        *("save_strategy", "save_steps", "save_total_limit"),
+        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    ): _saving,
+    ("report_to", "run_name", "project"): _trackers,
+    ("ddp_find_unused_parameters", "ddp_static_graph", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"): _ddp,
+}
+"""What makes arguments of a Trainer of which fields."""
+
+
+# ------------------------------------------------------------------------------------------------------- data, resuming, lines
+
+
+def _loading(args: Any) -> dict[str, Any]:
+    """Options of a DataLoader, and the batch size of evaluations."""
+    order = args.train_sampling_strategy
+    if order not in ("random", "sequential"):
+        raise _refusal(args, "train_sampling_strategy", f"use {foreign_names.ARGUMENTS['train_sampling_strategy']}")
+    options: dict[str, Any] = {
+        "batch_size": args.per_device_train_batch_size,
+        "eval_batch_size": args.per_device_eval_batch_size,
+        "shuffle": order == "random",
+        "drop_last": args.dataloader_drop_last,
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and torch.accelerator.is_available(),
+        "in_order": getattr(args, "dataloader_in_order", True),
+        "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
+    }
+    if args.dataloader_num_workers:
+        options["persistent_workers"] = args.dataloader_persistent_workers
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+    return options
+
+
+def _resume(args: Any) -> str:
+    given = args.resume_from_checkpoint
+    return str(given) if given is not None and str(given).lower() not in ("true", "false") else "auto"
+
+
+def _beside(args: Any) -> Iterator[str]:
+    """What the fields ask for together, and is done otherwise here."""
+    if str(getattr(args.logging_strategy, "value", "")) == "no":
+        yield "logging_strategy='no': metrics are written to run_dir once an epoch"
+    if args.run_name and not args.report_to:
+        yield f"run_name={args.run_name!r} is left out: report_to names no tracker"
+    if getattr(args, "n_gpu", 1) > 1:
+        yield (
+            f"{args.n_gpu} GPUs are visible, and a process uses one: start one for each, `fabricate run script.py --nproc {args.n_gpu}`; "
+            "transformers would have divided the batch of this process over them"
+        )
+
+
+def _lines(args: Any, given: Mapping[str, Any], notes: Collection[str]) -> tuple[str, ...]:
+    changed = dict(_changed(args))
+    left = [f"{name}={_shown(getattr(args, name))}" for name in _SHOWN if name not in changed]
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return (
+        f"TrainingArguments: Trainer({arguments})",
+        f"TrainingArguments, defaults that count: {', '.join(left)}",
+        *(f"TrainingArguments: {note}" for note in notes),
+        f"TrainingArguments: {_DIFFERENT}",
+    )
