@@ -80,6 +80,14 @@ def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | 
     return None
 
 
+def _original(run: Run, path: Path) -> Path:
+    """The checkpoint of this run that `path` is a copy of (Ray keeps some), or `path`."""
+    if run.run_dir is None:
+        return path
+    own = checkpoints(run) / path.name / "manifest.json"
+    return own.parent if own.exists() and own.read_bytes() == (path / "manifest.json").read_bytes() else path
+
+
 def by_main(run: Run, work: Callable[[], Any]) -> Any:
     """What `work` returns on rank 0, on every rank; its error too. All ranks."""
     answer: list[Any] = [None, None]
@@ -106,7 +114,7 @@ def _candidates(run: Run, resume: str | Path, warn: Callable[[str], None]) -> li
             raise CheckpointError(
                 f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
             )
-        return [str(path)]
+        return [str(_original(run, path))]
     if run.run_dir is None:
         return []
     if resume == "never":
