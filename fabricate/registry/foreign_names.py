@@ -61,6 +61,7 @@ ARGUMENTS = {
     "checkpoint_callback": "run_dir=, save_every= and keep=",
     "num_sanity_val_steps": "sanity_batches=",
     "resume_from_checkpoint": _RESUME,
+    "resume": _RESUME,
     "ckpt_path": _RESUME,
     "enable_model_summary": _SUMMARY,
     "weights_summary": _SUMMARY,

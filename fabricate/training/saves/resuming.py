@@ -84,8 +84,9 @@ def _original(run: Run, path: Path) -> Path:
     """The checkpoint of this run that `path` is a copy of (Ray keeps some), or `path`."""
     if run.run_dir is None:
         return path
-    own = checkpoints(run) / path.name / "manifest.json"
-    return own.parent if own.exists() and own.read_bytes() == (path / "manifest.json").read_bytes() else path
+    manifest = (path / "manifest.json").read_bytes()
+    own = (p for p in format.committed(checkpoints(run)) if (p / "manifest.json").read_bytes() == manifest)
+    return next(own, path)
 
 
 def by_main(run: Run, work: Callable[[], Any]) -> Any:

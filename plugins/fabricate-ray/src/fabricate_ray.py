@@ -1,0 +1,98 @@
+"""fabricate in the workers of Ray Train: metrics and checkpoints go to Ray, and a machine that will be taken away is noticed in time.
+
+Every worker is a rank, with the device and the place that Ray gives it; fabricate needs no help with either. What Ray expects of a worker:
+the docstrings of `ray.train.report`, `get_checkpoint` and `get_preemption_info`, Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabricate import Callback, ConfigurationError
+
+if TYPE_CHECKING:
+    from fabricate import Trainer
+
+__all__ = ["RayTrain", "resume_from_ray"]
+
+
+@dataclasses.dataclass(eq=False)
+class RayTrain(Callback):
+    """Reports to Ray Train: the metrics of every validation, and every checkpoint once it is durable, with the metrics known then.
+
+    copy: whether Ray gets a copy of each checkpoint for its storage (`Result.checkpoint`, `ray.train.get_checkpoint`); without it, RUN_DIR
+    alone holds them. look_every: updates between two looks for a preemption, each a barrier of all workers; 0: never. Where Ray says that a
+    node will be taken away, all ranks save at the next update and train on, because Ray takes a function that returns for finished.
+
+    Raises `ConfigurationError` outside of a Ray Train worker, and for a `run_dir` in the folder of Ray's session, which Ray deletes.
+    """
+
+    copy: bool = True
+    look_every: int = 50
+
+    def __post_init__(self) -> None:
+        if self.look_every < 0:
+            raise ConfigurationError(f"ray: look_every={self.look_every!r}: give a number of updates, or 0 for never")
+        self._preempted = False
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        import ray.train
+
+        try:
+            ray.train.get_context().get_world_size()
+        except RuntimeError as exc:
+            raise ConfigurationError(
+                "the plugin 'ray' reports to Ray Train, and this process is not one of its workers; leave the plugin out"
+            ) from exc
+        _check_run_dir(trainer.run_dir)
+        self._preempted = False
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        import ray.train
+
+        look = self.look_every and not self._preempted and step % self.look_every == 0
+        if look and ray.train.get_preemption_info() is not None:
+            self._preempted = True
+            trainer.request_save()
+
+    def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
+        import ray.train
+
+        if stage == "validate":
+            ray.train.report({**trainer.metrics, **metrics, "step": trainer.step})
+
+    def on_saved(self, trainer: Trainer, path: Path, step: int) -> None:
+        import ray.train
+
+        whole = ray.train.Checkpoint.from_directory(str(path)) if self.copy and trainer.is_main else None
+        name = (
+            f"{path.parents[1].name}-{path.name}"  # of the run directory and the step: one worker may run several fits
+        )
+        ray.train.report({**trainer.metrics, "step": step}, checkpoint=whole, checkpoint_dir_name=name)
+
+
+def resume_from_ray(run_dir: str | Path) -> str:
+    """What a worker gives to `Trainer.fit(resume=)`: "auto" where `run_dir` holds checkpoints or Ray has none of it, else the path of Ray's
+    newest, fetched first if it is on a remote store. Every worker calls it, before its fit."""
+    import ray.train
+
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None or any(Path(run_dir).glob("checkpoints/step-*")):
+        return "auto"
+    if not Path(checkpoint.path).name.startswith(f"{Path(run_dir).name}-step-"):
+        return "auto"  # of another fit of these workers
+    local = checkpoint.filesystem.type_name == "local"
+    return str(checkpoint.path if local else checkpoint.to_directory())
+
+
+def _check_run_dir(run_dir: Path | None) -> None:
+    """A worker's working directory is a folder of Ray's session, and is deleted with it."""
+    import ray
+
+    session = ray.get_runtime_context().get_session_name()
+    if run_dir is not None and session in run_dir.resolve().parts:
+        raise ConfigurationError(
+            f"run_dir={str(run_dir)!r} is in the folder of Ray's session ({run_dir.resolve()}), which Ray deletes; give an absolute path"
+        )
