@@ -20,6 +20,7 @@ The loop, as the hooks see it:
     write_checkpoint, on_saved                     the last state, unless it is saved already
     on_preempt                                     when a signal ended the run; else
     on_log                                         what was not logged yet
+    on_load_weights                                under load_best, per listener
     on_complete                                    an evaluation after it, if it is requested
     on_export
     on_fit_end
@@ -86,6 +87,13 @@ class Events:
     def on_load(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
         """While a checkpoint is restored, per listener. `state`: what this listener put there in `on_save`; tensors come
         back whole, on the CPU. Not wrappable. Not called for a listener that the checkpoint has nothing for."""
+
+    @hookspec
+    def on_load_weights(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
+        """While only the weights of a checkpoint are loaded, per listener: for an evaluation with `checkpoint=`, at the end of a fit under
+        `load_best`, and in `load_from_checkpoint`, which has no plugins and no trainer (None). `state` as for `on_load`: take what belongs
+        to the weights (an average of them, statistics), and leave what is about training. Not wrappable. Not called for a listener that
+        the checkpoint has nothing for."""
 
     @hookspec
     def on_epoch_start(self, trainer: Any, module: Any, epoch: int) -> None:
@@ -219,7 +227,7 @@ class Events:
 REGISTRATIONS = tuple(name for name in vars(Registrations) if name.startswith("register_"))
 EVENTS = tuple(name for name in vars(Events) if not name.startswith("__"))
 ACTIONS = ("train_step", "optimizer_step", "eval_step", "write_checkpoint")
-PER_LISTENER = ("on_save", "on_load")
+PER_LISTENER = ("on_save", "on_load", "on_load_weights")
 HOOKS = REGISTRATIONS + EVENTS
 
 
@@ -234,6 +242,7 @@ class Listener:
         # Declared for checkers and editors; at run time the loop below defines them, one from each specification.
         def on_fit_start(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_load(self, *args: Any, **kwargs: Any) -> Any: ...
+        def on_load_weights(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_epoch_start(self, *args: Any, **kwargs: Any) -> Any: ...
         def train_step(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_accumulate(self, *args: Any, **kwargs: Any) -> Any: ...

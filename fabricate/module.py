@@ -10,9 +10,10 @@ import difflib
 import inspect
 import json
 import os
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, Self, TypeVar, overload
 
 import torch
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 NOT_RUNNING = "no fit or evaluation is running, so nothing records it"
 _METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export", "provide_data")
+
+
+P = ParamSpec("P")
+M = TypeVar("M")
 
 
 class NotRunning(FabricateError, AttributeError):
@@ -78,6 +83,28 @@ class RunningTrainer(Protocol):
     def request_save(self) -> None: ...
     def save(self, path: str | os.PathLike[str]) -> Path: ...
     def stop(self, reason: str = ...) -> None: ...
+
+
+class _OfTheClass(Generic[P]):
+    """A class method that makes a module. Called on a module, it would leave this one as it is: that is an error."""
+
+    def __init__(self, function: Callable[Concatenate[Any, P], Any]) -> None:
+        self._function = function
+
+    @overload
+    def __get__(self, instance: None, owner: type[M]) -> Callable[P, M]: ...
+    @overload
+    def __get__(self, instance: M, owner: type[M]) -> Callable[P, NoReturn]: ...
+    def __get__(self, instance: M | None, owner: type[M]) -> Callable[P, Any]:
+        return types.MethodType(self._function if instance is None else _refused, owner)
+
+
+def _refused(kind: type, *arguments: object, **overrides: object) -> NoReturn:
+    raise ConfigurationError(
+        f"load_from_checkpoint makes a new module and leaves the one that it is called on as it is; call it on the class, module = "
+        f"{kind.__name__}.load_from_checkpoint(path), or evaluate this one with the weights: trainer.validate(module, data, "
+        "checkpoint=path)"
+    )
 
 
 class TrainModule(torch.nn.Module, Listener):
@@ -294,8 +321,8 @@ class TrainModule(torch.nn.Module, Listener):
         if self._trainer.is_main if self._trainer is not None else detect(os.environ).rank == 0:
             print(*values, flush=True)
 
-    @classmethod
-    def load_from_checkpoint(cls, path: str | Path, **overrides: Any) -> Self:
+    @_OfTheClass
+    def load_from_checkpoint(cls: Any, /, path: str | Path, **overrides: Any) -> Any:
         """A module with the weights of the checkpoint at `path` (or of the newest one in a run directory), on the CPU.
 
         Recorded constructor arguments are used, `overrides` win. Raises `CheckpointError` when there is none, when it is
@@ -314,7 +341,7 @@ class TrainModule(torch.nn.Module, Listener):
         module = cls(*bound.args[1:], **bound.kwargs)
         module.configure_model()
         object.__setattr__(module, "_built", True)  # a Trainer must not build it anew
-        load_weights(Path(path), module)
+        _take(module, load_weights(Path(path), module), Path(path))
         return module
 
 
@@ -353,6 +380,26 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
         else:
             lost.append(name)
     return held, lost
+
+
+def not_taken(module: TrainModule, path: Path) -> str:
+    """The note about what `on_save` of a module put into a checkpoint of which the weights alone are loaded."""
+    return (
+        f"{type(module).__name__}.on_save put values into {path}, and only the weights are loaded from it: define on_load_weights(self, "
+        "state) to take what belongs to them"
+    )
+
+
+def _take(module: TrainModule, state: dict[str, Any], path: Path) -> None:
+    """Give `module` the `state` that its `on_save` put into the checkpoint at `path`; no Trainer runs it."""
+    if not state:
+        return
+    if not overrides(module, "on_load_weights"):
+        module.print(f"note: {not_taken(module, path)}")
+        return
+    arguments = {"trainer": None, "module": module, "state": state}
+    taken = inspect.signature(module.on_load_weights).parameters
+    module.on_load_weights(**{name: value for name, value in arguments.items() if name in taken})
 
 
 def _bind(kind: type[TrainModule], recorded: dict[str, Any], overrides: dict[str, Any]) -> inspect.BoundArguments:

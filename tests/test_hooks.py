@@ -144,7 +144,7 @@ def test_an_interrupted_fit_saves_and_exports_nothing(tmp_path: Path) -> None:
 
 def test_every_event_is_heard_by_the_tests_above(tmp_path: Path) -> None:
     listed = {*EPOCH, "on_fit_start", "on_complete", "on_export", "on_fit_end", "on_teardown"}
-    told = {"on_load", "on_step_skipped", "on_exception", "on_preempt"}
+    told = {"on_load", "on_load_weights", "on_step_skipped", "on_exception", "on_preempt"}
     assert listed | told == set(EVENTS)
 
 
@@ -190,7 +190,7 @@ def test_listeners_are_called_in_a_fixed_order(tmp_path: Path) -> None:
         max_steps=4,
     )
     expected = ["HearingSingle", "HearingPrecision", "HearingRegression", "first", "second"]
-    silent = {"on_load", "on_step_skipped", "on_exception", "on_preempt"}
+    silent = {"on_load", "on_load_weights", "on_step_skipped", "on_exception", "on_preempt"}
     assert {hook: names[:5] for hook, names in heard.items() if hook not in silent} == {
         hook: expected for hook in EVENTS if hook not in silent
     }
@@ -275,7 +275,7 @@ def test_any_subset_of_the_arguments_may_be_taken(hook: str, tmp_path: Path) -> 
         listened_to(max_steps=4)
     if hook in PER_LISTENER:
         listened_to(max_steps=5)
-    if hook == "on_load":  # what a listener saved nothing for, it does not hear
+    if hook in ("on_load", "on_load_weights"):  # what a listener saved nothing for, it does not hear
         assert seen == {}
     else:
         assert [list(seen[number]) for number in range(len(subsets))] == subsets
@@ -297,6 +297,43 @@ def test_on_load_gives_back_what_on_save_put_there(tmp_path: Path) -> None:
     assert second.loaded is not None
     assert second.loaded["step"] == 1
     assert torch.equal(second.loaded["tensor"], torch.arange(3))
+
+
+class Centred(Regression):
+    """What it subtracts is in no buffer."""
+
+    mean = 0.0
+
+    def on_save(self, state: dict[str, Any]) -> None:
+        state["mean"] = self.mean
+
+    def on_step(self) -> None:
+        self.mean += 1.0
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+
+class Takes(Centred):
+    def on_load_weights(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+def test_what_a_module_saved_beside_its_weights_comes_with_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(module=Centred(), run_dir=tmp_path, max_steps=3)
+    capsys.readouterr()
+    trainer = Trainer(run_dir=tmp_path, progress=False)
+    assert trainer.validate(Takes(), ROWS, checkpoint="last", batch_size=4) == {"val_mean": 3.0}
+    assert Takes.load_from_checkpoint(tmp_path).mean == 3.0
+    assert "on_save" not in str(capsys.readouterr())
+    assert trainer.validate(Centred(), ROWS, checkpoint="last", batch_size=4) == {"val_mean": 0.0}
+    assert Centred.load_from_checkpoint(tmp_path).mean == 0.0
+    said = capsys.readouterr()
+    for text in said:
+        assert "note: Centred.on_save put values into" in text
+        assert "define on_load_weights(self, state)" in text
 
 
 # --------------------------------------------------------------------------------------------------- what a specification says

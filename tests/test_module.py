@@ -285,3 +285,11 @@ def test_a_model_built_late_is_loaded(tmp_path: Path) -> None:
     module = Late()
     _fit(module, run_dir=tmp_path)
     assert _same(module, Late.load_from_checkpoint(tmp_path))
+
+
+def test_loading_on_a_module_instead_of_its_class_is_refused(tmp_path: Path) -> None:
+    module = Perceptron(2, 1)
+    with pytest.raises(ConfigurationError, match=r"module = Perceptron\.load_from_checkpoint\(path\)"):
+        module.load_from_checkpoint(tmp_path)
+    assert hasattr(module, "load_from_checkpoint")
+    assert "the checkpoint at `path`" in (Perceptron.load_from_checkpoint.__doc__ or "")

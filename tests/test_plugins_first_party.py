@@ -112,6 +112,26 @@ def test_an_average_is_validated_exported_and_resumed_bit_for_bit(tmp_path: Path
         assert _equal(exported, _exported(tmp_path / "resumed"))
 
 
+def test_the_best_checkpoint_is_loaded_with_its_average(tmp_path: Path) -> None:
+    measured: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Best(Net):
+        def validation_step(self, batch: torch.Tensor) -> dict[str, Any]:
+            measured[self.trainer.step] = _weights(self)
+            return {"loss": abs(self.trainer.step - 4)}
+
+    keep = {"last": 1, "best": 1, "metric": "val_loss"}
+    options: dict[str, Any] = {"run_dir": tmp_path, "keep": keep, "plugins": ["ema:decay=0.9"], "progress": False}
+    module = Best()
+    trainer = Trainer(max_steps=8, validate_every=2, save_every=2, load_best=True, sanity_batches=0, **options)
+    result = trainer.fit(module, ROWS, ROWS[:16], batch_size=4)
+    assert result.best_checkpoint is not None
+    assert _equal(_exported(tmp_path), measured[4])
+    assert _equal(_weights(module), _weights(Best.load_from_checkpoint(result.best_checkpoint)))
+    Trainer(**options).validate(Best(), ROWS[:16], checkpoint="best", batch_size=4)
+    assert _equal(measured[0], measured[4])
+
+
 def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
     torch.manual_seed(0)
     module, seen = Net().bfloat16(), list[torch.Tensor]()
@@ -129,13 +149,6 @@ def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
     torch.testing.assert_close(seen[0].float(), average[-1], rtol=0.004, atol=1e-6)  # half of bfloat16's spacing
     assert (average[-1] - average[0]).abs().max() > 0.002
     assert module.second.bias.dtype == torch.bfloat16
-
-
-def test_an_average_is_not_replaced_by_the_best_checkpoint(tmp_path: Path) -> None:
-    keep = {"best": 1, "metric": "val_bias", "mode": "min"}
-    trainer = Trainer(plugins=["ema"], max_epochs=1, run_dir=tmp_path, keep=keep, load_best=True, progress=False)
-    with pytest.raises(ConfigurationError, match="ema and load_best=True: what a validation measured was the average"):
-        trainer.fit(Net(), ROWS, ROWS, batch_size=4)
 
 
 def test_an_average_over_drifting_replicas_is_refused() -> None:

@@ -20,10 +20,11 @@ class SaveOnException(Callback):
     """When a fit fails, saves the state after the last whole update as `RUN_DIR/checkpoints/step-...`; the error goes on as ever, with a
     note of what was saved or why nothing was.
 
-    The same call of `fit` goes on from there, bit for bit as if it had not failed. For this, generator states and buffers are
-    copied after every update. Nothing is saved while an optimizer or a hook `on_step` is at work, where weights are not
-    finite, at a second Ctrl-C, and where another rank goes on or is gone: a checkpoint needs all ranks, so they have to
-    fail in the same update, within ten seconds of each other. A rank that fails alone reports its error after that time.
+    The same call of `fit` goes on from there, bit for bit as if it had not failed; a validation that failed is done again. For
+    this, generator states and buffers are copied after every update. Nothing is saved while an optimizer or a hook `on_step`
+    is at work, where weights are not finite, at a second Ctrl-C, and where another rank goes on or is gone: a checkpoint needs
+    all ranks, so they have to fail in the same update, within ten seconds of each other. A rank that fails alone reports its
+    error after that time.
 
         Trainer(plugins=[SaveOnException()], run_dir="runs/one", ...)
     """

@@ -97,11 +97,12 @@ class Source(ABC):
 
     `kind` is "dataloader", "dataset", "stream" or "iterable". Counts that need a length nobody gave are None:
     `batch_size` (rows per rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last),
-    `global_batch` (rows per update), `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the
-    data, None where a sampler or the data itself decides. `resumes` is "exactly, by position", "by its own
-    state" or "by replay". `data` is what is read. `state`: of data that resumes by its own, where it was after the window
-    yielded last; a checkpoint takes it, and a run that goes on sets it before its first window. `first`: a digest of the first rows
-    that this rank read in the pass under way; every rank reads the same ones. Empty until then, and on one rank.
+    `global_batch` (rows per update), `batches_per_update` (of all ranks, where the batches are the user's),
+    `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the data, None where a sampler or the data
+    itself decides. `resumes` is "exactly, by position", "by its own state" or "by replay". `data` is what is read. `state`: of data
+    that resumes by its own, where it was after the window yielded last; a checkpoint takes it, and a run that goes on sets it
+    before its first window. `first`: a digest of the first rows that this rank read in the pass under way; every rank reads the
+    same ones. Empty until then, and on one rank.
     """
 
     data: Any
@@ -130,6 +131,7 @@ class Source(ABC):
         self.shuffle = shuffle
         self.notes: tuple[str, ...] = tuple(setup.notes)
         self.global_batch = self._units_per_window if batch_size else None
+        self.batches_per_update = None if batch_size else self._units_per_window
         self.num_units = units
         """The epoch's length before the limit, in rows, or in batches where these are the user's."""
         usable = units if units is None or self._cap is None else min(units, self._cap)
@@ -151,6 +153,11 @@ class Source(ABC):
     def rows_differ(self) -> bool:
         """Whether the last window of an epoch is known to be shorter than the others."""
         return bool(self.num_samples and self.global_batch and self.num_samples % self.global_batch)
+
+    @property
+    def sampler_names(self) -> list[str]:
+        """The classes of the samplers, where these decide the order."""
+        return [type(sampler).__qualname__ for sampler in self.samplers if sampler is not None and self.shuffle is None]
 
     def order(self) -> dict[str, Any]:
         """What makes the order of the rows, as JSON values, for `fabricate rows`. "drawn": "permutation" or "sequence" of `units` rows,

@@ -20,6 +20,7 @@ LONGEST_WAIT_SECONDS, MOST_UPDATES = 0.1, 16
 OUTSIDE_UPDATES = {
     *("on_fit_start", "on_load", "on_epoch_start", "on_log", "on_eval_start", "eval_step", "on_eval_end", "on_save"),
     *(
+        "on_load_weights",
         "write_checkpoint",
         "on_saved",
         "on_epoch_end",
@@ -68,12 +69,12 @@ class Agenda:
         self._by_clock = [due for due in self._moments if due.by_clock and run.engine.rank == 0]
         self._reads_clock = run.watch is not None or bool(self._by_clock)
         self._most_steps = math.inf if settings.max_steps is None else settings.max_steps
-        self._least = settings.min_steps or 0, settings.min_epochs or 0
+        self._least_steps = settings.min_steps or 0
         self._ranks = OneRank(run) if run.engine.world_size == 1 else ManyRanks(run)
         self._find_next_step()
 
     def _find_next_step(self) -> None:
-        least = self._least[0] if self._run.progress.step < self._least[0] else math.inf
+        least = self._least_steps if self._run.progress.step < self._least_steps else math.inf
         self._next_step = min((self._most_steps, least, *(due.next for due in self._by_step)))
 
     def due(self, window: Window, route: int) -> bool:
@@ -122,10 +123,10 @@ class Agenda:
     def _requested(self) -> Wanted:
         """What was requested on this rank, except an evaluation."""
         run = self._run
-        requests, background, progress = run.requests, run.checkpoints.background, run.progress
+        requests, background = run.requests, run.checkpoints.background
         return Wanted(
             save=requests.save or bool(requests.paths),
-            stop=bool(requests.stop) and progress.step >= self._least[0] and progress.epoch >= self._least[1],
+            stop=bool(requests.stop) and run.is_long_enough(),
             interrupted=bool(requests.signal),
             writing=background is not None and background.running,
         )

@@ -22,6 +22,10 @@ from fabricate.training.updates.freezing import check_trained
 _SAVED = "a checkpoint holds what was logged before it; log it in on_step or on_epoch_end, say"
 
 
+EPOCH_METRICS, EVALUATION, EPOCH_END = "epoch metrics", "evaluation", "epoch end"
+"""What a boundary may owe, in `Now.owed`."""
+
+
 def limit_reached(run: Run) -> str:
     """The limit that the fit has reached, or nothing."""
     settings, progress = run.settings, run.progress
@@ -46,16 +50,34 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
         _end_epoch(run)
     wanted, limit = agenda.decide(), limit_reached(run)
     last = window.last or wanted.end or bool(limit)
+    run.now.owed = [EPOCH_METRICS] * window.last + [EVALUATION] * wanted.evaluate + [EPOCH_END] * window.last
     _report(run, first, wanted, epoch, result.norm, last)
-    if window.last:
+    return _complete(run, agenda, wanted, epoch, limit)
+
+
+def complete(run: Run, agenda: Agenda) -> str:
+    """Do what was left of a boundary when the run failed in it, in a validation, say; as `boundary`. Resuming, before the next update."""
+    epoch = run.now.epoch = run.progress.epoch - (EPOCH_END in run.now.owed)
+    return _complete(run, agenda, Wanted(evaluate=EVALUATION in run.now.owed), epoch, limit_reached(run))
+
+
+def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) -> str:
+    """What comes after the report: the end of an epoch, a validation, a save. What is done is no longer owed."""
+    owed = run.now.owed
+    last = EPOCH_END in owed
+    if EPOCH_METRICS in owed:
         _log_epoch(run, epoch)
-    if wanted.evaluate:
+        owed.remove(EPOCH_METRICS)
+    if EVALUATION in owed:
         _validate(run, epoch)
-    if window.last and run.calls.on_epoch_end is not None:
-        run.calls.on_epoch_end(run.trainer, run.module, epoch)
-        _log_late(run, epoch)
-    wanted = agenda.decide_again(wanted, hooks_ran=wanted.log or wanted.evaluate or window.last)
-    _check(run, wanted, ends=wanted.end or bool(limit), last=window.last)
+        owed.remove(EVALUATION)
+    if last:
+        if run.calls.on_epoch_end is not None:
+            run.calls.on_epoch_end(run.trainer, run.module, epoch)
+            _log_late(run, epoch)
+        owed.remove(EPOCH_END)
+    wanted = agenda.decide_again(wanted, hooks_ran=wanted.log or wanted.evaluate or last)
+    _check(run, wanted, ends=wanted.end or bool(limit), last=last)
     run.now.at_boundary = True
     with refusing_logs(run.module, _SAVED):
         if not wanted.writing:

@@ -14,7 +14,7 @@ from fabricate.data.batches import Window
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.training.agenda import Agenda
-from fabricate.training.boundary import boundary, interruption, limit_reached
+from fabricate.training.boundary import boundary, complete, interruption, limit_reached
 from fabricate.training.evaluations.evaluation import check_first, validate
 from fabricate.training.evaluations.sanity import check_validation
 from fabricate.training.first_update import FirstUpdate
@@ -41,7 +41,7 @@ def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
     state, agenda = LoopState(run), Agenda(run)
     try:
-        if reason := _before_updates(run):
+        if reason := _before_updates(run, agenda):
             return reason
         while not (reason := limit_reached(run)):
             for window in windows(run):  # one window of micro-batches makes one update (or one turn of each optimizer)
@@ -60,11 +60,14 @@ def fit(run: Run) -> str:
         return interruption(run)
 
 
-def _before_updates(run: Run) -> str:
+def _before_updates(run: Run, agenda: Agenda) -> str:
     """A fit that is complete says so; a new one validates first, or tries its validation on a few batches. Returns the reason why there
     is nothing to train; "" if there is. All ranks."""
     if run.checkpoints.restored:
-        stopped = next(filter(None, run.engine.gather_json(run.requests.stop)), "")  # by a plugin, in on_load
+        if run.now.owed and (reason := complete(run, agenda)):
+            return reason
+        requested = run.requests.stop if run.is_long_enough() else ""  # by a plugin, in on_load
+        stopped = next(filter(None, run.engine.gather_json(requested)), "")
         if limit := limit_reached(run):
             run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
         elif stopped:

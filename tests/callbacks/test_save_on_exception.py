@@ -183,6 +183,34 @@ def test_a_validation_that_fails_leaves_the_state_before_it(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
 
 
+class FailsAtTheEnd(Callback):
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def on_eval_start(self, trainer: Trainer) -> None:
+        if self.fails and trainer.step == 6:
+            raise ZeroDivisionError("the user's own")
+
+    def on_epoch_end(self, module: TrainModule, epoch: int) -> None:
+        module.log("ended", float(epoch))
+
+
+def test_a_validation_that_failed_is_done_again(tmp_path: Path) -> None:
+    def run(folder: str, fails: bool = False) -> None:
+        plugins = [SaveOnException(), FailsAtTheEnd(fails)]
+        trainer = Trainer(
+            max_epochs=2, seed=3, run_dir=tmp_path / folder, save_every=None, progress=False, plugins=plugins
+        )
+        trainer.fit(Net(), rows(), rows(), batch_size=16)
+
+    with pytest.raises(ZeroDivisionError):
+        run("run", fails=True)
+    run("run")
+    run("straight")
+    assert logged(tmp_path / "run") == logged(tmp_path / "straight")
+    assert [sum("val_loss" in metrics for _, metrics in logged(tmp_path / "run"))] == [2]
+
+
 def test_it_needs_a_place_to_save_to() -> None:
     with pytest.raises(ConfigurationError, match=r"SaveOnException.*run_dir"):
         Trainer(max_steps=1, progress=False, plugins=[SaveOnException()]).fit(Net(), rows(), batch_size=4)

@@ -127,3 +127,28 @@ def test_a_run_that_is_complete_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     rates, result = fit(tmp_path, Tuned())
     assert (rates, result.steps, result.stop_reason) == ([], 2, "max_steps")
     assert "already complete: nothing to train (max_steps reached at step 2)" in capsys.readouterr().out
+
+
+def test_another_accumulation_of_batches_of_ones_own_is_refused(tmp_path: Path) -> None:
+    def run(steps: int, **options: Any) -> FitResult:
+        batches = [(torch.ones(2, 3), torch.ones(2, 1))] * 8
+        return Trainer(max_steps=steps, run_dir=tmp_path, progress=False, **options).fit(Tuned(), batches)
+
+    run(1, gradient_accumulation_steps=2)
+    with pytest.raises(CheckpointError, match="updates of 2 batches of train, those of this run have 4"):
+        run(2, gradient_accumulation_steps=4)
+    accept = ("global_batch_size",)
+    assert run(2, gradient_accumulation_steps=4, accept_changes=accept).steps == 2
+
+
+def test_another_sampler_is_refused(tmp_path: Path) -> None:
+    from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+
+    def run(steps: int, sampler: Any) -> FitResult:
+        rows: Any = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        return Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows)
+
+    run(1, WeightedRandomSampler([1.0] * 8, 8))
+    with pytest.raises(CheckpointError, match=r"'WeightedRandomSampler'.*'SubsetRandomSampler'"):
+        run(2, SubsetRandomSampler(range(8)))
+    assert run(2, WeightedRandomSampler([1.0] * 8, 8)).steps == 2

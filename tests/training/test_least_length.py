@@ -68,6 +68,30 @@ def test_a_request_of_one_rank_waits_on_all() -> None:
     assert run_ranks(ends, 2, StopsOn(1), min_steps=3, strategy="ddp") == [(3, "enough")] * 2
 
 
+class Interrupted(EarlyStopping):
+    """Would end the fit at step 4, which is interrupted at step 5."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__(patience=1)
+        self.first = first
+
+    def on_step(self, step: int) -> None:
+        if step == 5 and self.first:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_waits_for_its_least_length_goes_on_to_it_after_a_resume(tmp_path: Path) -> None:
+    once: dict[str, Any] = {"val": True, "run_dir": tmp_path, "validate_every": 2, "min_steps": 9}
+    assert ends(Interrupted(True), **once) == (5, "interrupted")
+    steps, reason = ends(Interrupted(False), **once)
+    assert (steps, reason[:15]) == (9, "early stopping:")
+
+
+def test_a_stop_that_waits_is_in_the_checkpoint(tmp_path: Path) -> None:
+    assert ends(StopsOn(0, kill=True), min_steps=9, run_dir=tmp_path) == (3, "interrupted")
+    assert ends(StopsOn(0), min_steps=9, run_dir=tmp_path) == (9, "enough")
+
+
 def test_a_signal_does_not_wait(tmp_path: Path) -> None:
     assert ends(StopsOn(0, kill=True), min_steps=9, run_dir=tmp_path) == (3, "interrupted")
 

@@ -37,6 +37,7 @@ _STATE: Final = {
     "weight_per_row": "scaler",
     "data": "data position",
     "progress": "data position",
+    "owed": "data position",
     "seed": "rng",
     "latest": "metrics",
     "torchmetrics": "metrics",

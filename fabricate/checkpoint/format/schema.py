@@ -44,18 +44,23 @@ _SHARED: Final = {
     "plugins": _Each(dict),
     "metrics_bytes": int,
 }
-_LATER: Final = {"weight_per_row": _Each(float)}
-"""What checkpoints of earlier versions lack."""
 _OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
+_LATER: Final = {"weight_per_row": _Each(float), "stop": str, "owed": [str]}
+"""What checkpoints of earlier versions lack, in either file."""
 
 
 def shared_state(reader: Reader) -> Any:
     """The content of state.json; of an imported checkpoint it has `module` only. CheckpointError for any other shape."""
     tree: Any = reader.json("state.json")
     imported = isinstance(tree, dict) and "imported" in tree
-    later = {key: shape for key, shape in _LATER.items() if isinstance(tree, dict) and key in tree}
-    _check(tree, {"module": _MODULE} if imported else {**_SHARED, **later}, f"checkpoint {reader.path}: state.json")
+    _check(
+        tree, {"module": _MODULE} if imported else _with_later(_SHARED, tree), f"checkpoint {reader.path}: state.json"
+    )
     return tree
+
+
+def _with_later(shape: Mapping[str, Any], tree: Any) -> dict[str, Any]:
+    return {**shape, **{key: below for key, below in _LATER.items() if isinstance(tree, dict) and key in tree}}
 
 
 def saved_world_size(reader: Reader) -> int:
@@ -69,7 +74,7 @@ def own_state(reader: Reader, rank: int) -> Any:
     """The content of a rank's own file, rank-00000.json. CheckpointError for any other shape."""
     name = f"rank-{rank:05d}.json"
     tree: Any = reader.json(name)
-    _check(tree, _OWN, f"checkpoint {reader.path}: {name}")
+    _check(tree, _with_later(_OWN, tree), f"checkpoint {reader.path}: {name}")
     return tree
 
 

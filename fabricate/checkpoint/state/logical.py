@@ -444,8 +444,9 @@ def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
         return dict(module["arguments"]), list(module["unrecorded"])
 
 
-def load_weights(path: Path, module: torch.nn.Module) -> None:
-    """Read the weights of a checkpoint (or of a run's newest) into an unsharded module, every block verified."""
+def load_weights(path: Path, module: torch.nn.Module) -> dict[str, Any]:
+    """Read the weights of a checkpoint (or of a run's newest) into an unsharded module, every block verified. Returns what the module's
+    `on_save` put into the checkpoint."""
     with Reader(find(path)) as reader:
         from_meta = [n for n, p in module.named_parameters() if p.is_meta]
         if from_meta:
@@ -453,6 +454,8 @@ def load_weights(path: Path, module: torch.nn.Module) -> None:
         compare_model(reader, module, Single())
         compare_frozen(reader, module, Single())
         load_model(reader, module)
+        saved = shared_state(reader).get("plugins", {}).get("module", {})
+        return decode_mapping(reader, saved, "module")
 
 
 def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[str, torch.Tensor]]:

@@ -26,10 +26,12 @@ from fabricate.checkpoint.state.logical import (
     compare_frozen,
     compare_model,
     compare_optimizer,
+    decode_mapping,
     load_model,
     optimizer_groups,
 )
 from fabricate.errors import CheckpointError
+from fabricate.module import not_taken, overrides
 from fabricate.training.saves.changes import check_changes, take_over
 from fabricate.training.saves.saved_state import data_identity, restore
 from fabricate.training.saves.saving import checkpoints, prune
@@ -213,12 +215,25 @@ def resume(run: Run, path: Path) -> None:
 def _compare_data(run: Run, path: Path, tree: Any) -> None:
     accept_changes = run.settings.accept_changes
     now, then = data_identity(run), tree["data"]
-    for key, argument in (("global_batch_size", "global_batch_size"), ("num_samples", "train"), ("shuffle", "train")):
-        if now[key] != then[key] and argument not in accept_changes:
+    compared = {
+        "global_batch_size": "global_batch_size",
+        "num_samples": "train",
+        "shuffle": "train",
+        "samplers": "train",
+    }
+    for key, argument in compared.items():
+        if key in then and now[key] != then[key] and argument not in accept_changes:
             raise CheckpointError(
                 f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
                 f"Use the same {argument}, or say that it is meant: Trainer(accept_changes=({argument!r},))"
             )
+    batches = then.get("batches_per_update"), now["batches_per_update"]
+    if None not in batches and batches[0] != batches[1] and "global_batch_size" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved with updates of {batches[0]} batches of train, those of this run have {batches[1]} (ranks x "
+            "gradient_accumulation_steps): the batches of an update would be others. Choose gradient_accumulation_steps so that it is the "
+            "same, or say that it is meant: Trainer(accept_changes=('global_batch_size',))"
+        )
     made = (then.get("fingerprint"), now["fingerprint"])
     if None not in made and made[0] != made[1] and "train" not in accept_changes:
         note = (
@@ -280,12 +295,18 @@ def _note_repeated(run: Run, log: BinaryIO, size: int) -> None:
 
 
 def load_weights_only(run: Run, path: Path) -> None:
-    """Load a checkpoint's weights into the prepared module, for evaluation. All ranks."""
+    """Load a checkpoint's weights into the prepared module, and what listeners saved beside them. All ranks."""
     with Reader(format.find(path)) as reader:
         reader.verify()
         compare_model(reader, run.module, run.engine.strategy)
         compare_frozen(reader, run.module, run.engine.strategy)
         load_model(reader, run.module, run.engine.strategy)
+        saved = shared_state(reader).get("plugins", {})  # an imported one has none
+        for name, call in run.calls.listeners("on_load_weights"):
+            if name in saved:
+                call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, saved[name], name))
+        if saved.get("module") and not overrides(run.module, "on_load_weights"):
+            run.journal.note(not_taken(run.module, path))
 
 
 def best(run: Run) -> tuple[Path, float] | None:

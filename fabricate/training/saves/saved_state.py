@@ -110,6 +110,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         "seed": run.source.seed,
         "data": data_identity(run) | {"state": saver.encode(run.source.state, "data", saver.whole)},
         "progress": run.progress.state(),
+        "owed": run.now.owed,
         "latest": saver.encode(run.journal.latest, "latest", saver.whole),
         "plugins": plugins,
         "metrics_bytes": metrics_file.stat().st_size if metrics_file is not None and metrics_file.exists() else 0,
@@ -125,6 +126,7 @@ def _own_state(run: Run, saver: Saver, buffers: dict[str, torch.Tensor]) -> dict
         "metrics": saver.encode(run.metrics.state(), f"{rank}/metrics", saver.own),
         "buffers": sorted(buffers),
         "torchmetrics": saver.encode(torchmetrics_state(run.module), f"{rank}/torchmetrics", saver.own),
+        "stop": "" if run.is_long_enough() else run.requests.stop,
     }
 
 
@@ -133,8 +135,10 @@ def data_identity(run: Run) -> dict[str, Any]:
     return {
         "num_samples": run.source.num_samples,
         "global_batch_size": run.source.global_batch,
+        "batches_per_update": run.source.batches_per_update,
         "kind": run.source.kind,
         "shuffle": run.source.shuffle,
+        "samplers": run.source.sampler_names,
         "fingerprint": fingerprint(run.source.data),
     }
 
@@ -156,6 +160,7 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
         engine.load_scaler_state(tree["scaler"])
     optim.weight_per_row.update(tree.get("weight_per_row", {}))
     run.progress.load(tree["progress"])
+    run.now.owed = list(tree.get("owed", []))
     _restore_data(run, reader, tree)
     run.journal.latest = decode_mapping(reader, tree["latest"], "latest")
     for name, call in run.calls.listeners("on_load"):
@@ -187,6 +192,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
     same = world_size == engine.world_size and first_readers.step == engine.ranks_per_row
     ranks: Sequence[int] = [engine.rank] if same else first_readers if engine.rank == 0 else [0]
     own = [own_state(reader, rank) for rank in ranks]
+    run.requests.stop = next(filter(None, (each.get("stop", "") for each in own)), run.requests.stop)
     metrics, torchmetrics, rng = (
         [decode_mapping(reader, each[name], name) for each in own] for name in ("metrics", "torchmetrics", "rng")
     )

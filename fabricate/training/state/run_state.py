@@ -128,6 +128,8 @@ class Now:
     """From the first micro-batch of an update until it is counted."""
     whole: tuple[int, Any] = (0, None)
     """`Progress.micro_step` and the state of the data after the last whole update; an update that fails leaves others behind."""
+    owed: list[str] = field(default_factory=list)
+    """What is left to be done of the boundary under way; a run that fails in it and saves does it when it is resumed."""
     failure: BaseException | None = None
     """Why the run ends, while listeners are informed of it."""
 
@@ -179,3 +181,8 @@ class Run:
     now: Now = field(default_factory=Now)
     notes: list[str] = field(default_factory=list)
     """Lines for the plan."""
+
+    def is_long_enough(self) -> bool:
+        """Whether `min_steps` and `min_epochs` are over, so that a requested stop ends the fit."""
+        least_steps, least_epochs = self.settings.min_steps or 0, self.settings.min_epochs or 0
+        return self.progress.step >= least_steps and self.progress.epoch >= least_epochs

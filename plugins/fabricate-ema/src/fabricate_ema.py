@@ -7,7 +7,7 @@ average is put into the module for every evaluation, and for the export.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from fabricate import Callback, ConfigurationError
@@ -40,22 +40,25 @@ class EMA(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.strategy.replicas_drift:
             raise ConfigurationError(f"ema: ranks drift apart under {trainer.strategy.name!r}; use strategy='ddp'")
-        if trainer.settings.load_best:
-            raise ConfigurationError(
-                "ema and load_best=True: what a validation measured was the average, and the best checkpoint would be loaded without it; "
-                "leave load_best out"
-            )
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Begin, unless it has begun. Not before: a checkpoint without an average may have changed the weights."""
+        self._begin(trainer, module, {})
+
+    def _begin(self, trainer: Trainer, module: TrainModule, averages: Mapping[str, torch.Tensor]) -> None:
+        """Average what is trained, from what the weights are or from `averages`, by name."""
         import torch  # here, because looking for plugins imports this file and has to stay quick
 
         self._strategy = trainer.strategy
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad and name not in self._parts:
+            if name not in self._parts and (parameter.requires_grad or name in averages):
                 part = self._strategy.local_part(parameter)
-                dtype = torch.promote_types(part.dtype, torch.float32)  # in bfloat16 it would not move
-                self._parts[name] = part, part.memory.to(dtype, copy=True)
+                # In bfloat16 it would not move.
+                self._parts[name] = part, part.memory.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+        for name, saved in averages.items():
+            part, average = self._parts[name]
+            own = part.over(average)
+            own.write(saved.flatten()[own.start : own.start + own.count])
 
     def on_step(self, step: int) -> None:
         import torch
@@ -80,10 +83,10 @@ class EMA(Callback):
         state["average"] = {name: part.over(average) for name, (part, average) in self._parts.items()}
 
     def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
-        self.on_epoch_start(trainer, module)
-        for name, (part, average) in self._parts.items():
-            own = part.over(average)
-            own.write(state["average"][name].flatten()[own.start : own.start + own.count])
+        self._kept = []  # of weights in whose place those of the checkpoint are now
+        self._begin(trainer, module, state["average"])
+
+    on_load_weights = on_load
 
     def on_teardown(self) -> None:
         # After an exception other ranks may be gone, so that the strategy cannot be told.
