@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,19 +37,76 @@ def recompute(module: torch.nn.Module, units: Sequence[tuple[str, torch.nn.Modul
     ours = [unit for _, unit in units if id(unit) not in theirs]
     for model in own:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    before = [(unit, vars(unit).get("forward")) for unit in ours]
     for unit in ours:
-        unit.forward = functools.partial(_again, unit.forward)
+        unit.forward = _Again(unit)
 
     def undo() -> None:
         for model in own:
             model.gradient_checkpointing_disable()
-        for unit in ours:
-            vars(unit).pop("forward", None)
+        for unit, forward in before:
+            if forward is None:
+                vars(unit).pop("forward", None)
+            else:  # one of the user's, in the place of its class's
+                unit.forward = forward
 
     return undo
 
 
-def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+class _Again:
+    """Stands in for a unit's `forward`: as it is, and once more in backward. Buffers that it changes (running statistics of a batch norm,
+    say) are changed once: the second time it begins with what they were, and leaves what they are."""
+
+    def __init__(self, unit: torch.nn.Module) -> None:
+        self._unit, self._forward = unit, unit.forward
+        self._changing: list[str] | None = None
+        """The names of those buffers, known after the first call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        held = dict(self._unit.named_buffers()) if self._changing is None else self._held(self._changing)
+        before = {name: buffer.clone() for name, buffer in held.items()}
+        versions = {name: _version(buffer) for name, buffer in held.items()}
+        ran = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal ran
+            with _in_the_place_of_buffers(self._unit, before) if ran else contextlib.nullcontext():
+                ran = True
+                return self._forward(*args, **kwargs)
+
+        output = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        if self._changing is None:
+            self._changing = [name for name in held if self._changes(name, held[name], versions[name])]
+            for name in held.keys() - set(self._changing):
+                del before[name]
+        return output
+
+    def _held(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: self._unit.get_buffer(name) for name in names}
+
+    def _changes(self, name: str, before: torch.Tensor, version: int | None) -> bool:
+        """Whether the first call changed a buffer. torch's batch norm writes into its running statistics without a new version."""
+        running = name.rpartition(".")[2].startswith("running_")
+        return running or self._unit.get_buffer(name) is not before or _version(before) != version
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def _in_the_place_of_buffers(unit: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """While inside, `unit` has copies of `values` in the place of the buffers of these names."""
+    own = []
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        buffers = unit.get_submodule(owner)._buffers
+        own.append((buffers, name, buffers[name]))
+        buffers[name] = value.clone()
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in own:
+            buffers[name] = buffer

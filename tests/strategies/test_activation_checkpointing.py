@@ -46,7 +46,7 @@ class Flat(Deep):
         self.blocks = torch.nn.Sequential()
 
 
-def weights(strategy: Any, module: TrainModule | None = None, **arguments: Any) -> tuple[list[list[float]], int]:
+def weights(strategy: Any, module: Deep | None = None, **arguments: Any) -> tuple[list[list[float]], int]:
     """The weights after a fit, those that this rank has, and how often the first block ran."""
     module = module or Deep()
     torch.manual_seed(1)
@@ -83,3 +83,37 @@ def test_a_module_without_blocks_is_refused() -> None:
         ConfigurationError, match="activation_checkpointing=True: Flat has no transformers model and no ModuleList"
     ):
         weights("single", Flat(), activation_checkpointing=True)
+
+
+class Counting(torch.nn.Module):
+    """Buffers that a forward changes: running statistics, and one in the place of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("fixed", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        result: torch.Tensor = self.norm(x) * self.fixed * self.calls
+        return result
+
+
+def test_buffers_that_a_block_changes_change_once() -> None:
+    found = []
+    for again in (False, True):
+        module = Deep()
+        module.blocks.append(Counting())
+        weights("single", module, activation_checkpointing=again)
+        found.append([*module.state_dict().values()])
+    assert all(map(torch.equal, *found))
+    assert float(module.blocks[2].calls) == 3
+
+
+def test_a_forward_of_the_users_own_is_there_afterwards() -> None:
+    module = Deep()
+    plain = module.blocks[0].forward
+    module.blocks[0].forward = own = lambda x: 2 * plain(x)
+    Trainer(max_steps=1, activation_checkpointing=True, progress=False).fit(module, torch.randn(8, 6), batch_size=4)
+    assert module.blocks[0].forward is own
