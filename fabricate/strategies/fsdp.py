@@ -371,6 +371,10 @@ class FSDP(Strategy):
         self._undo, self._watched = [], []
         return False
 
+    def on_epoch_start(self, module: torch.nn.Module) -> None:
+        """Refuse hooks on gradients that came since the module was sharded, in on_fit_start, say."""
+        _refuse_hooks(module)
+
     # -- one update -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fabricate import ConfigurationError, Trainer
 from fabricate.testing import run_ranks
-from tests.support.by_hand import ROWS, Net, assert_as_by_hand, assert_idle_layers_as_by_hand
+from tests.support.by_hand import ROWS, Net, assert_as_by_hand, assert_idle_layers_as_by_hand, fit
 
 
 @pytest.mark.parametrize("strategy", ["zero2:offload_optimizer=cpu", "zero3:offload_optimizer=cpu,offload_param=cpu"])
@@ -43,3 +45,29 @@ def test_offload_to_files_says_what_the_machine_lacks_and_leaves_nothing(tmp_pat
         assert "nowhere' takes no files: No such file or directory; give a folder on a local disk" in nowhere
         assert "needs libaio with its headers: apt install libaio-dev" in no_library
     assert list(tmp_path.iterdir()) == []
+
+
+class FirstOnly(Net):
+    """A layer that only the first micro-batch of an update uses."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, Any]:
+        loss = (self.second(self.first(batch)).square()).mean()
+        return {"loss": loss + self(batch).mean() if batch_idx % 2 == 0 else loss, "weight": len(batch)}
+
+
+def _lost() -> list[str]:
+    told = []
+    for strategy in ("zero2", "zero3"):
+        try:
+            fit(f"{strategy}:offload_optimizer=cpu", steps=1, net=FirstOnly)
+        except ConfigurationError as exc:
+            told.append(str(exc))
+    return told
+
+
+def test_a_gradient_that_deepspeed_would_leave_out_is_an_error() -> None:
+    for told in run_ranks(_lost, 2):
+        assert [text.partition(": ")[0] for text in told] == [
+            f"strategy='zero{n}' with offload_optimizer" for n in (2, 3)
+        ]
+        assert all("in an earlier micro-batch of this update and none in the last one" in text for text in told)

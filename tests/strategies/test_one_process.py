@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch.distributed import checkpoint
 
-from fabricate import Callback, ConfigurationError, RankError, Trainer
+from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.testing.ranks import run_alone
 from tests.support.by_hand import BATCH, ROWS, STEPS, TOLERANCE, Net, Seen, by_hand, difference, made
 
@@ -116,13 +116,22 @@ def of_another_size() -> str:
     return str(caught.value)
 
 
-def hooked() -> str:
-    """A hook on a gradient, set before the fit."""
-    module = made(Net, "adamw")
-    next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
-    with pytest.raises(ConfigurationError) as caught:
-        Trainer(strategy="fsdp", max_steps=1, progress=False).fit(module, ROWS, batch_size=BATCH)
-    return str(caught.value)
+class Hooks(Callback):
+    def on_fit_start(self, module: TrainModule) -> None:
+        next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
+
+
+def hooked() -> list[str]:
+    """A hook on a gradient, set before the fit, or when it begins."""
+    said = []
+    for plugins in ([], [Hooks()]):
+        module = made(Net, "adamw")
+        if not plugins:
+            next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
+        with pytest.raises(ConfigurationError) as caught:
+            Trainer(strategy="fsdp", max_steps=1, progress=False, plugins=plugins).fit(module, ROWS, batch_size=BATCH)
+        said.append(str(caught.value))
+    return said
 
 
 def opened_by_the_script() -> list[Any]:
@@ -203,9 +212,8 @@ def test_a_process_group_of_another_size_is_an_error_before_ranks_wait(answers: 
 
 
 def test_hooks_on_gradients_that_would_not_be_called_are_an_error(answers: dict[str, Any]) -> None:
-    assert answers["hooked"].startswith("strategy='fsdp' would not call the hooks on the gradients of "), answers[
-        "hooked"
-    ]
+    begin = "strategy='fsdp' would not call the hooks on the gradients of "
+    assert [text[: len(begin)] for text in answers["hooked"]] == [begin, begin], answers["hooked"]
 
 
 def test_a_process_group_that_the_script_opened_is_kept(answers: dict[str, Any]) -> None:

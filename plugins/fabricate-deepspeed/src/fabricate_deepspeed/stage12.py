@@ -104,5 +104,8 @@ class ZeRO2(_WholeParameters):
     name: ClassVar[str] = "zero2"
     stage: ClassVar[int] = 2
 
+    def _offloads_gradients(self) -> bool:
+        return bool(self._engine.optimizer.cpu_offload)
+
     def _describe_shards(self) -> dict[str, str]:
         return {"parameters": "whole on every rank", "gradients and optimizer state": "in shards"}

@@ -46,6 +46,9 @@ class ZeRO3(ZeRO):
         self._folder = ""
         self._converted: set[torch.nn.Parameter] = set()
 
+    def _offloads_gradients(self) -> bool:
+        return bool(self._engine.optimizer.offload_optimizer)
+
     def _offload(self) -> dict[str, str | None]:
         return {**super()._offload(), "offload_param": self.offload_param}
 

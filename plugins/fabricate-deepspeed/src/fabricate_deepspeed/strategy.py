@@ -259,7 +259,25 @@ class ZeRO(Strategy, abc.ABC):
 
     def backward(self, loss: torch.Tensor) -> None:
         self._left_over = True
+        before = len(self._ran)
         self._engine.backward(loss, scale_wrt_gas=False)
+        if before and self._offloads_gradients() and self._engine.is_gradient_accumulation_boundary():
+            self._refuse_lost(set(self._ran[:before]) - set(self._ran[before:]))
+
+    def _offloads_gradients(self) -> bool:
+        """Whether DeepSpeed adds up the gradients of a window in host memory, and takes those of its last micro-batch over from there."""
+        return False
+
+    def _refuse_lost(self, numbers: set[int]) -> None:
+        """Refuse parameters whose gradients DeepSpeed would leave out: of an earlier micro-batch of the window, and not of the last."""
+        if numbers:
+            ran = [parameter for number, (parameter, _) in enumerate(shards.slices(self._engine)) if number in numbers]
+            names = [name for name, own in self._root.module.named_parameters() if any(own is each for each in ran)]
+            raise ConfigurationError(
+                f"strategy={self.name!r} with offload_optimizer: {', '.join(names[:4])} had a gradient in an earlier micro-batch of this "
+                "update and none in the last one, and DeepSpeed would leave it out: use every parameter in each micro-batch (add 0 * its "
+                "sum), leave out offload_optimizer, or use gradient_accumulation_steps=1"
+            )
 
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
         self._loss_scale.scale_gradients(factor)
