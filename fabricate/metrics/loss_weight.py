@@ -79,13 +79,45 @@ def is_sum(loss: torch.Tensor, rows: int | None = None) -> bool:
 
 
 def _is_sum(node: Any, divisors: list[float], rows: int | None, alone: bool) -> bool:
-    if type(node).__name__ == "SumBackward0":
-        over_rows = rows is not None and tuple(node._saved_self_sym_sizes)[:1] == (rows,)
-        if not over_rows and not alone:  # a penalty on parameters, most likely
-            return False
-    elif getattr(node, "_saved_reduction", None) != _SUM:
+    if not _sums_rows(node, rows, alone):
         return False
     return not (divisors if rows is None else any(divisor >= rows / 2 for divisor in divisors))
+
+
+def odd_divisor(loss: torch.Tensor, rows: int) -> float | None:
+    """The number by which `loss`, or one of its terms, divides a sum over its batch of `rows`, where that counts neither the rows nor the
+    elements: a constant, or a count of labels. None where there is none, or where the sum is not divided: see `is_sum`."""
+    terms = _terms(loss)
+    for node, divisors in terms:
+        if _sums_rows(node, rows, alone=len(terms) == 1):
+            large = [divisor for divisor in divisors if divisor >= rows / 2]
+            if large and not any(_counts(divisor, rows, _summed_sizes(node)) for divisor in large):
+                return large[0]
+    return None
+
+
+def _counts(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
+    """Whether `number` is that of the rows, or of elements of a tensor of these `sizes`, in which rows come first."""
+    possible = {float(rows)}
+    for place, size in enumerate(sizes):
+        possible = {float(size)} | possible if not place else possible | {each * size for each in possible}
+    return any(math.isclose(number, each, rel_tol=1e-6) for each in possible)
+
+
+def _summed_sizes(node: Any) -> tuple[int, ...]:
+    """Of the tensor whose elements a sum adds up, as far as the operation keeps it."""
+    if type(node).__name__ == "SumBackward0":
+        return tuple(node._saved_self_sym_sizes)
+    kept = getattr(node, "_saved_target", None)
+    return () if kept is None else tuple(kept.shape)
+
+
+def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
+    """Whether an operation sums over the rows of a batch: a sum of other tensors is a penalty on parameters, most likely, unless the
+    loss is nothing else (`alone`)."""
+    if type(node).__name__ == "SumBackward0":
+        return alone or (rows is not None and tuple(node._saved_self_sym_sizes)[:1] == (rows,))
+    return getattr(node, "_saved_reduction", None) == _SUM
 
 
 def is_over_a_part(loss: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
-from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_part, is_sum, last_operation
+from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_part, is_sum, last_operation, odd_divisor
 from fabricate.training.updates.step_output import Made
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -131,6 +131,50 @@ def test_a_sum_over_rows_that_are_known_is_told_from_a_mean(
     loss: Callable[[], torch.Tensor], rows: int, a_sum: bool
 ) -> None:
     assert is_sum(loss(), rows) == a_sum
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows", "divisor"),
+    [
+        (lambda: LOGITS.square().sum() / 6, 6, None),
+        (lambda: 0.5 * LOGITS.square().sum() / 30, 6, None),
+        (lambda: LOGITS.square().sum() / 6 / 5, 6, None),
+        (lambda: LOGITS.square().sum() / 24, 6, 24),
+        (lambda: LOGITS.square().sum() / 5, 6, 5),
+        (lambda: cross_entropy(LOGITS, TARGET, reduction="sum") / 6, 6, None),
+        (lambda: cross_entropy(LOGITS, TARGET, reduction="sum") / 4, 6, 4),
+        (lambda: mse_loss(LOGITS, LOGITS.detach() + 1, reduction="sum") / 12 + LOGITS.mean(), 6, 12),
+        (lambda: LOGITS.square().mean() / 24, 6, None),
+        (lambda: LOGITS.square().sum(), 6, None),
+    ],
+)
+def test_a_sum_that_is_divided_by_something_else_than_its_rows_is_seen(
+    loss: Callable[[], torch.Tensor], rows: int, divisor: float | None
+) -> None:
+    assert odd_divisor(loss(), rows) == divisor
+
+
+class Constant(TrainModule):
+    """Divides by the rows of a whole batch, whatever the batch."""
+
+    def __init__(self, divisor: int) -> None:
+        super().__init__()
+        self.layer, self.divisor = torch.nn.Linear(5, 1), divisor
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch).square().sum() / self.divisor
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("rows", "divisor", "noted"), [(8, 4, False), (8, 8, True), (10, 4, True)])
+def test_a_constant_in_the_place_of_the_rows_gets_a_note(
+    rows: int, divisor: int, noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(max_epochs=2, gradient_accumulation_steps=2, progress=False)
+    trainer.fit(Constant(divisor), torch.ones(rows, 5), batch_size=4)
+    assert capsys.readouterr().err.count(f"the loss divides a sum over its batch by {divisor}, and") == noted
 
 
 MEASURED = torch.tensor([[0.0, torch.nan], [1.0, 2.0], [torch.nan, 0.5]])

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from fabricate.data.batches import Window, rows_of, rows_that_came
-from fabricate.metrics.loss_weight import counted
+from fabricate.metrics.loss_weight import counted, odd_divisor
 from fabricate.metrics.reading import on_device
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.step_output import (
@@ -36,10 +36,13 @@ from fabricate.training.updates.step_output import (
     check_loss,
     check_not_negative,
     check_window,
+    note_divisor,
     unpack,
 )
 from fabricate.training.updates.stepping import choose
 
+_MOST_LOOKS = 6
+"""Different numbers of rows at which a loss is looked at, with 0 and None."""
 _NO_WEIGHT = -1000
 """Below every exponent that a weight per row has: the rank's first micro-batch weighs nothing."""
 
@@ -170,8 +173,16 @@ class Losses:
         self.readers = run.engine.data_world_size
         self.default = run.optim.default
         self.rules: dict[str, RowWeights] = {}
+        self.rows_seen: set[int | None] = {0, None}
+        """How many rows micro-batches have had, as far as that was looked at."""
         # Where backward gathers parameters, its first gather would wait behind the sum, and that for the end of the forward.
         self.sum_beside_backward = not run.engine.strategy.shards_parameters
+
+    def look_at_rows(self, loss: torch.Tensor, rows: int | None) -> None:
+        """The first times that a micro-batch has another number of rows: a loss may divide by the number of those before."""
+        self.rows_seen.add(rows)
+        if rows and len(self.rows_seen) <= _MOST_LOOKS and (divisor := odd_divisor(loss, rows)) is not None:
+            note_divisor(self.run, divisor)
 
     def new_rule(self, loss: torch.Tensor, given: Any) -> RowWeights:
         """The rule of an update's optimizers whose first loss is `loss`."""
@@ -217,6 +228,9 @@ class WindowLosses:
         weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
         if self._first is not None:
             self._note_missing_rows(weight, rows)
+            self._losses.rows_seen.add(rows)
+        elif rows not in self._losses.rows_seen and self.rule.source == "rows":
+            self._losses.look_at_rows(loss, rows)
         if not self._expected:
             self._expected = self._rows * self._weight_per_row(weight, 1 if rows is None else rows)
         for_backward = self.rule.share(loss, weight, self._expected)

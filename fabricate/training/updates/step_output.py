@@ -13,7 +13,7 @@ import torch
 
 from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation, terms_over_labels
+from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation, odd_divisor, terms_over_labels
 from fabricate.training.state.run_state import Run
 
 
@@ -60,6 +60,8 @@ class Made(NamedTuple):
 
     operation: str
     is_sum: bool
+    divisor: float | None
+    """Of a sum over the batch; see `odd_divisor`."""
     over_a_part: bool
     cross_entropies: list[tuple[bool, torch.Tensor, int]]
     """Those among its terms; see `terms_over_labels`."""
@@ -67,7 +69,10 @@ class Made(NamedTuple):
     @classmethod
     def by(cls, loss: torch.Tensor, rows: int | None) -> Made:
         """Read off `loss`, before backward. `rows`: of its batch, where they are known."""
-        return cls(last_operation(loss), is_sum(loss, rows or None), is_over_a_part(loss), terms_over_labels(loss))
+        divisor = odd_divisor(loss, rows) if rows else None
+        return cls(
+            last_operation(loss), is_sum(loss, rows or None), divisor, is_over_a_part(loss), terms_over_labels(loss)
+        )
 
     def part(self) -> str:
         """Why it seems to be a mean over something else than rows; empty if it does not. Waits for the device."""
@@ -149,6 +154,9 @@ def _note_rows(run: Run, made: Made) -> None:
             "large an update is depends on the rows of a micro-batch. Return the mean, with reduction='mean', say"
         )
         return
+    if made.divisor is not None:
+        note_divisor(run, made.divisor)
+        return
     shape = several_labels(run.now.batch)
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else made.part()
     leading = leading_dimensions(run.now.batch)
@@ -159,6 +167,15 @@ def _note_rows(run: Run, made: Made) -> None:
     run.journal.note(
         f"{why} and the loss is no plain cross-entropy (it comes from {made.operation}), so it weighs the rows of its batch. Where rows "
         "have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was taken over} from training_step"
+    )
+
+
+def note_divisor(run: Run, divisor: float) -> None:
+    """Note a loss that is a sum over its batch divided by a number that is not that of its rows."""
+    run.journal.note(
+        f"the loss divides a sum over its batch by {divisor:g}, and a batch has another number of rows; it is taken for a mean over them, "
+        "so that the update depends on how a global batch is split. Divide by the rows of the batch, as .mean() does; or, where the number "
+        "counts labels, return {'loss': loss, 'weight': that number} from training_step"
     )
 
 
