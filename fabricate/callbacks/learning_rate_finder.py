@@ -70,7 +70,7 @@ class LearningRateFinder(Callback):
         return float(self.min_lr * (self.max_lr / self.min_lr) ** share)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.run_dir is not None:
+        if trainer.run_dir is not None and not trainer.settings.fast_dev_run:
             raise ConfigurationError(
                 "LearningRateFinder: run_dir is set, and what a range test trains is not to be resumed; use a "
                 "Trainer without run_dir for it"
@@ -79,11 +79,23 @@ class LearningRateFinder(Callback):
             raise ConfigurationError(
                 f"LearningRateFinder needs one optimizer, and there are {', '.join(trainer.optimizers)}"
             )
+        if not trainer.settings.fast_dev_run and trainer.total_steps < self.num_training_steps:
+            raise ConfigurationError(
+                f"LearningRateFinder(num_training_steps={self.num_training_steps!r}): the fit has {trainer.total_steps} updates, so the "
+                f"rates up to max_lr would not be tried; set max_steps={self.num_training_steps}, or fewer steps"
+            )
         self.results, self._mean = {"lr": [], "loss": []}, 0.0
         tensors = [*module.parameters(), *module.buffers()]
         memories = [trainer.strategy.local_part(tensor).memory for tensor in tensors]
         self._before = [(memory, memory.clone()) for memory in memories]
         self._set(trainer, 0)
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        if trainer.step and not self.results["lr"]:
+            raise ConfigurationError(
+                f"LearningRateFinder: the fit goes on from step {trainer.step} of a checkpoint, and a range test begins with its first "
+                "update; to test the rates of its weights, fit module = Net.load_from_checkpoint(path) without resume="
+            )
 
     def _set(self, trainer: Trainer, update: int) -> None:
         for optimizer in trainer.optimizers.values():

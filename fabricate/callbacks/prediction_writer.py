@@ -128,20 +128,36 @@ def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -
         tensors[name] = output.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(output, list):
-        try:
-            return {"list": json.loads(json.dumps(output))}
-        except (TypeError, ValueError) as exc:
-            raise ConfigurationError(
-                f"PredictionWriter: predict_step returned a list with values that JSON does not hold ({exc}); return "
-                "tensors, numbers or texts"
-            ) from None
+        return {"list": [_json(value) for value in output]}
     if isinstance(output, Mapping):
-        return {"mapping": {str(key): _tree(value, rows, name, tensors) for key, value in output.items()}}
+        return {"mapping": [[_json(key), _tree(value, rows, name, tensors)] for key, value in output.items()]}
     if isinstance(output, tuple) and output:
         return {"tuple": [_tree(value, rows, name, tensors) for value in output]}
     raise ConfigurationError(
         f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them"
     )
+
+
+def _json(value: Any) -> Any:
+    """`value`, which is JSON that reads back equal: no tuples, no mappings with other keys than texts."""
+    try:
+        again = json.loads(json.dumps(value))
+        if not _equal(again, value):
+            raise TypeError(f"{value!r} would come back as {again!r}")
+    except (TypeError, ValueError) as exc:
+        raise ConfigurationError(
+            f"PredictionWriter: predict_step returned a value that JSON does not hold ({exc}); return tensors, numbers, texts, lists, or "
+            "mappings with texts as keys"
+        ) from None
+    return again
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return bool(one == other or one != one)
 
 
 def _size(output: Any) -> str:
@@ -156,7 +172,7 @@ def _row(tree: Any, row: int, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "list":
         return value[row]
     if kind == "mapping":
-        return {key: _row(inner, row, tensors) for key, inner in value.items()}
+        return {key: _row(inner, row, tensors) for key, inner in value}
     return tuple(_row(inner, row, tensors) for inner in value)
 
 

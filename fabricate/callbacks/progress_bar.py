@@ -6,6 +6,7 @@ The bar reads the trainer's counters from its own refresh thread: nothing happen
 from __future__ import annotations
 
 import html
+import math
 import multiprocessing
 import sys
 import threading
@@ -82,10 +83,12 @@ class ProgressBar(Callback):
         self._shown, self._last = 0.0, -1
         self._metrics: dict[str, float] = {}
         self._main = False
+        self._looked = False
+        """Whether the chosen metrics were compared with those that there are."""
         self._tokens = 0.0
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._looked = trainer, False
         self._main = trainer.is_main
         self._begin: tuple[float, int, int] | None = None
         try:
@@ -139,9 +142,10 @@ class ProgressBar(Callback):
         """What is known now, the most useful first. `at`: the update that the metrics are from, if that is not the last one;
         `room`: characters, None for a line with the loss or the chosen metrics of any length."""
         progress = self._trainer.progress
-        first = [name for name in self._chosen or ("loss",) if name in self._metrics] or list(self._metrics)[:2]
+        known = self._trainer.metrics if self._chosen else self._metrics  # those of a validation may be chosen
+        first = [name for name in self._chosen or ("loss",) if name in known] or list(self._metrics)[:2]
         parts = [f"step {progress.step if at is None else at}" + (f"/{self._total}" if self._total else "")]
-        parts += [f"{name} {self._metrics[name]:.4g}" for name in first]
+        parts += [f"{name} {known.get(name, math.nan):.4g}" for name in first]
         parts += self._rates()
         if room is not None and not self._chosen:
             parts += [f"{name} {value:.4g}" for name, value in self._metrics.items() if name not in first]
@@ -187,7 +191,24 @@ class ProgressBar(Callback):
         if stage == "validate" and metrics:
             self._print(f"step {trainer.step}  " + "  ".join(f"{n} {v:.5g}" for n, v in metrics.items()))
 
-    def on_fit_end(self) -> None:
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self._note_missing(trainer)
+
+    def _note_missing(self, trainer: Trainer) -> None:
+        """Name the chosen metrics of which none has come, once: at the end of the first epoch, or of a shorter fit."""
+        known = {name.removeprefix("epoch_") for name in trainer.metrics} | trainer.validation_metrics
+        missing = [name for name in self._chosen if name not in known] if not self._looked else []
+        self._looked = True
+        if missing and self._main:
+            there = ", ".join(sorted(known)) or "none"
+            print(
+                f"note: progress={missing}: there are no such metrics until now; there are {there}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._note_missing(trainer)
         if self._live is None and self._last != self._trainer.step:
             self._print(self.line())
 

@@ -115,3 +115,18 @@ def test_what_cannot_be_a_range_is_refused(tmp_path: Path) -> None:
         Trainer(max_steps=2, run_dir=tmp_path, plugins=[LearningRateFinder()], progress=False).fit(
             Net(), rows(), batch_size=8
         )
+
+
+def test_a_fit_that_is_too_short_or_goes_on_from_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"progress": False, "print_plan": "none"}
+    with pytest.raises(ConfigurationError, match=r"num_training_steps=20\): the fit has 5 updates"):
+        Trainer(max_steps=5, plugins=[LearningRateFinder(num_training_steps=20)], **options).fit(
+            Net(), rows(), batch_size=8
+        )
+    saved = Trainer(max_steps=2, run_dir=tmp_path, **options).fit(Net(), rows(), batch_size=8).checkpoint
+    assert saved is not None
+    trainer = Trainer(max_steps=20, plugins=[LearningRateFinder(num_training_steps=20)], **options)
+    module = Net()
+    with pytest.raises(ConfigurationError, match="goes on from step 2 of a checkpoint"):
+        trainer.fit(module, rows(), batch_size=8, resume=saved)
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in Net().state_dict().items())

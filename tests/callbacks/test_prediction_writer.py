@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ class Wrong(Net):
 class Objects(Net):
     def predict_step(self, batch: Any) -> Any:
         return [object() for _ in batch]
+
+
+class Pairs(Net):
+    """Lists, which JSON makes of them, would not be equal."""
+
+    def predict_step(self, batch: Any) -> Any:
+        return [(1, 2) for _ in batch]
+
+
+class Numbered(Net):
+    def predict_step(self, batch: Any) -> Any:
+        return {0: batch[:, 0], 1: [{"nan": math.nan, "text": ["a"]} for _ in batch]}
 
 
 def rows() -> torch.Tensor:
@@ -96,7 +109,17 @@ def test_a_folder_that_holds_something_is_refused_and_so_are_predictions_that_ar
         next(PredictionWriter.read(tmp_path))
 
 
-@pytest.mark.parametrize(("module", "words"), [(Wrong, r"shape \(1, 2\) for a batch of 4 rows"), (Objects, "JSON")])
+@pytest.mark.parametrize(
+    ("module", "words"), [(Wrong, r"shape \(1, 2\) for a batch of 4 rows"), (Objects, "JSON"), (Pairs, "come back as")]
+)
 def test_predictions_that_cannot_be_written_are_refused(tmp_path: Path, module: type[Net], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         Trainer(progress=False, plugins=[PredictionWriter(tmp_path / "p")]).predict(module(), rows(), batch_size=4)
+
+
+def test_keys_that_are_numbers_come_back_as_numbers(tmp_path: Path) -> None:
+    Trainer(progress=False, plugins=[PredictionWriter(tmp_path)]).predict(Numbered(), rows()[:3], batch_size=2)
+    first = next(PredictionWriter.read(tmp_path))
+    assert list(first) == [0, 1]
+    assert math.isnan(first[1].pop("nan"))
+    assert first[1] == {"text": ["a"]}

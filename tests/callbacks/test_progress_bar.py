@@ -58,6 +58,20 @@ def test_the_metrics_to_show_can_be_chosen(capsys: pytest.CaptureFixture[str]) -
     assert "step 1/1  accuracy 0.25" in capsys.readouterr().out
 
 
+def test_a_metric_of_the_validation_can_be_chosen_and_one_that_never_comes_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer = Trainer(max_epochs=3, log_every=1, progress=["val_loss", "perplexity", "acuracy"])
+    trainer.fit(Accuracy(), ROWS, ROWS[:2], batch_size=2)
+    said = capsys.readouterr()
+    assert "  val_loss " in said.out.splitlines()[-1]
+    (note,) = [line for line in said.err.splitlines() if line.startswith("note: progress=")]
+    assert (
+        "progress=['acuracy']: there are no such metrics until now; there are accuracy, loss, lr, perplexity, val_"
+        in note
+    )
+
+
 @pytest.mark.parametrize("given", ["loss", 3, [1]])
 def test_a_choice_that_is_not_a_list_of_names_is_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="give True, False, or the metrics to show"):
