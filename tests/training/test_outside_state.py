@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.state.logical import read_whole
+from fabricate.training.saves import unsaved
 
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
 
@@ -69,6 +71,36 @@ def test_what_no_checkpoint_holds_is_named_with_the_way_to_save_it(
     assert f"note: not in checkpoints, so that a resumed run draws other numbers: {generators}. Draw from" in said.out
     assert "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began" in said.err
     assert "register_buffer" in said.err
+
+
+class Remembering(Callback):
+    """Of every kind one that changes and one that does not."""
+
+    def __init__(self) -> None:
+        self.history, self.table, self.grid = list[float](), {"x": [1.0]}, np.zeros(2)
+        self.warm, self.phase, self.pair, self.ring = False, "a", (1, 2), deque([1])
+        self.same_list, self.same_table, self.same_grid, self.same_text = [0.0], {"y": [1]}, np.ones(2), "b"
+        self.loop: list[Any] = [0]
+        self.loop.append(self.loop)
+
+    def on_step(self) -> None:
+        self.history.append(1.0)
+        self.table["x"][0] += 1
+        self.grid += 1
+        self.warm, self.phase, self.pair = True, "b", (2, 1)
+        self.ring.append(2)
+
+
+def test_collections_arrays_texts_and_truth_values_are_looked_at_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsaved, "few", ", ".join)
+    Trainer(max_steps=1, progress=False, run_dir=tmp_path, plugins=[Remembering()]).fit(
+        Regression(), ROWS, batch_size=2
+    )
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "Remembering" in line]
+    changed = ["history", "table", "grid", "warm", "phase", "pair", "ring"]
+    assert note.split(" changed since")[0].split(", ")[-7:] == [f"Remembering.{name}" for name in changed]
 
 
 class Order(torch.utils.data.Sampler[int]):

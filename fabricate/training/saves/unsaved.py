@@ -7,6 +7,7 @@ have changed. Must not know: what a checkpoint has (`saved_state`).
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from fabricate.errors import few
 from fabricate.module import overrides
 from fabricate.optim.schedules import captured
+from fabricate.training.saves.attributes import OURS
 from fabricate.training.state.run_state import Run
 
 _LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
@@ -96,7 +98,11 @@ def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tup
         return
     follows = ("epoch", "_epoch") if callable(getattr(value, "set_epoch", None)) else ()
     for name, attribute in getattr(value, "__dict__", {}).items():
-        if name not in follows and not (seeded and name == "generator" and type(attribute) is torch.Generator):
+        if (
+            name not in follows
+            and name not in OURS
+            and not (seeded and name == "generator" and type(attribute) is torch.Generator)
+        ):
             yield f"{owner}.{name}", attribute
 
 
@@ -105,11 +111,25 @@ def _draws(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    return type(value) in (int, float) or isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor | np.ndarray) or type(value) in (*_PLAIN, *_COLLECTIONS)
 
 
-def _mark(value: Any) -> Any:
-    """Another one where a number or a tensor has changed, or is something else now."""
+_PLAIN = (bool, int, float, complex, str, bytes)
+_COLLECTIONS = (list, tuple, dict, set, deque)
+_MOST_ITEMS, _MOST_BYTES = (1000, 50, 0), 2**24
+"""Of longer collections, by how deep they lie, the length is looked at, of larger arrays the shape."""
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """Another one where a value or what is inside of it has changed, or is something else now."""
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
-    return value if _counts(value) else None
+    if isinstance(value, np.ndarray):
+        return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
+    if type(value) not in _COLLECTIONS:
+        return repr(value) if type(value) in _PLAIN else type(value).__name__
+    if len(value) > _MOST_ITEMS[depth]:
+        return len(value)
+    items = [*value, *value.values()] if type(value) is dict else value
+    marks = [_mark(each, depth + 1) for each in items]
+    return sorted(map(repr, marks)) if type(value) is set else marks
