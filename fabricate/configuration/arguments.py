@@ -222,7 +222,7 @@ class Settings:
     max_grad_value: Annotated[float | None, _or_none(_positive)]
     nonfinite: Annotated[str, _one_of("stop", "skip")]
     seed: Annotated[int | None, _or_none(_seed)]
-    deterministic: bool
+    deterministic: Annotated[bool, _boolean]
     detect_anomaly: Annotated[bool, _boolean]
     compile: Annotated[str | Mapping[str, Any] | None, _compile]
     activation_checkpointing: Annotated[bool, _boolean]
@@ -233,7 +233,7 @@ class Settings:
     load_best: Annotated[bool, _boolean]
     save_frozen: Annotated[bool, _boolean]
     validate_every: Annotated[Every | None, _or_never]
-    validate_first: bool
+    validate_first: Annotated[bool, _boolean]
     sanity_batches: Annotated[int, _whole(0)]
     log_every: Annotated[Every, Every.parse]
     progress: Annotated[bool | tuple[str, ...], _progress]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -42,16 +43,24 @@ def read_setting(text: str) -> tuple[str, Any]:
         value = yaml.safe_load(written)
     except yaml.YAMLError as exc:
         raise ConfigurationError(f"--set {text!r}: the value cannot be read as YAML: {exc}") from None
-    return name.strip().replace("-", "_"), _number(value)
+    name = name.strip().replace("-", "_")
+    return name, written if name in _NAMES and isinstance(value, bool) else _number(value, written.strip())
 
 
-def _number(value: Any) -> Any:
-    """YAML takes 1e-3 for text."""
+_NAMES = ("strategy", "precision")
+"""Arguments whose values are names: YAML takes precision=no for false."""
+_DIGITS = re.compile(r"[-+]?[0-9][0-9_]*")
+
+
+def _number(value: Any, written: str) -> Any:
+    """YAML takes 1e-3 for text, 010 for 8 and 1:30 for 90."""
     if isinstance(value, str):
         try:
             return float(value)
         except ValueError:
-            pass
+            return value
+    if type(value) is int and not written.startswith("0x"):
+        return int(written) if _DIGITS.fullmatch(written) else written
     return value
 
 

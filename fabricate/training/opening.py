@@ -12,6 +12,7 @@ import os
 import secrets
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ from fabricate.training.state.journal import Journal
 from fabricate.training.state.run_state import Owner, Run
 
 _OVER = "the run is over, so nothing records it"
+_PROCESS = threading.RLock()
+"""Held by the thread in which a run is at work."""
 
 
 class Defaults:
@@ -105,6 +108,7 @@ def opened(
         )
     settle(trainer.settings, found, data)
     with contextlib.ExitStack() as stack:
+        _hold_process(stack)
         run_dir, engine = _open_engine(stack, trainer.settings, found, data, training="train" in stages)
         seed = _agree_on_seed(engine, found, data)
         run = _assemble(trainer, found, module, data, engine, run_dir, stack, began)
@@ -123,6 +127,16 @@ def opened(
             for child, mode in modes:
                 child.training = mode
             _close(run)
+
+
+def _hold_process(stack: contextlib.ExitStack) -> None:
+    """Refuse a run beside one of another thread, until `stack` ends. One inside of another, in a hook, is the same thread's."""
+    if not _PROCESS.acquire(blocking=False):
+        raise FabricateError(
+            "a fit or an evaluation is running in another thread of this process: torch's random generators and Accelerate's state are the "
+            "process's, so neither would be right; run one after the other, or each in a process of its own"
+        )
+    stack.callback(_PROCESS.release)
 
 
 def _open_engine(

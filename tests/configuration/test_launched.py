@@ -34,6 +34,10 @@ print(json.dumps([settings.max_steps, settings.max_epochs, str(settings.save_eve
         ("validate_every=null", None),
         ("keep={last: 2, best: 1}", {"last": 2, "best": 1}),
         ("progress=[loss, accuracy]", ["loss", "accuracy"]),
+        ("precision=no", "no"),
+        ("seed=010", 10),
+        ("seed=0x10", 16),
+        ("max_steps=1_000", 1000),
     ],
 )
 def test_values_are_written_as_in_yaml(text: str, value: Any) -> None:
@@ -108,3 +112,7 @@ def test_a_file_and_set_together_reach_the_script(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     # The strategy travels as the option --strategy does.
     assert json.loads(done.stdout) == [9, 2, "1 epoch", "auto", 1]
+
+
+def test_a_time_is_not_read_as_a_number_of_steps() -> None:
+    assert read_setting("save_every=1:30") == ("save_every", "1:30")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,31 @@ def test_a_fit_inside_a_fit_is_refused() -> None:
         plugins=[Nests()],
         forwards=1,
     )
+
+
+def test_a_fit_beside_one_of_another_thread_is_refused() -> None:
+    told: list[str] = []
+
+    def fit(*plugins: object) -> int:
+        return Trainer(max_steps=1, progress=False, plugins=plugins).fit(Regression(), ROWS, batch_size=2).steps
+
+    def other() -> None:
+        with pytest.raises(FabricateError) as caught:
+            fit()
+        told.append(str(caught.value))
+
+    class Beside(Callback):
+        def on_step(self) -> None:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    assert fit(Beside()) == 1
+    assert "running in another thread of this process" in told[0]
+    thread = threading.Thread(target=lambda: told.append(str(fit())))
+    thread.start()
+    thread.join()
+    assert told[1:] == ["1"]
 
 
 def test_a_loader_that_accelerate_prepared_is_refused() -> None:
