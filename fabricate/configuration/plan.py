@@ -80,7 +80,8 @@ class Plan:
         """What runs on what, the global batch and how it comes about, the length, what is written, and what is unusual: at most
         `SUMMARY_LINES` lines. The last one says where the rest is."""
         values = {setting.name: setting.value for setting in self.settings}
-        lines = [f"fabricate: {values['module']}, {_model(values)}", f"  runs on  {_place(values)}"]
+        place = _place(values, self.source("strategy"))
+        lines = [f"fabricate: {values['module']}, {_model(values)}", f"  runs on  {place}"]
         if "total_steps" in values:
             lines.append(f"  updates  {_updates(values, self.source('global_batch_size'))}")
         lines.append(f"  writes   {_written(values)}")
@@ -101,9 +102,12 @@ def _model(values: Mapping[str, Any]) -> str:
     return f"{parameters}; about {size_text(values['memory_per_rank']['total'])} per rank, without activations"
 
 
-def _place(values: Mapping[str, Any]) -> str:
+def _place(values: Mapping[str, Any], chosen: str) -> str:
+    """`chosen`: the source of the strategy; why it is one that divides the model is in it where nobody asked for that."""
     ranks, compiled = values["world_size"], ", compiled" if values["compile"] else ""
-    return f"{ranks} rank{'s' if ranks > 1 else ''} ({values['device']}), {values['strategy']}, {values['precision']}{compiled}"
+    automatic, _, why = chosen.partition("; ")
+    reason = f" ({why})" if automatic.startswith("auto: ") and values["strategy"] == "fsdp" else ""
+    return f"{ranks} rank{'s' if ranks > 1 else ''} ({values['device']}), {values['strategy']}{reason}, {values['precision']}{compiled}"
 
 
 def _updates(values: Mapping[str, Any], how: str) -> str:

@@ -163,6 +163,8 @@ def test_auto_divides_what_does_not_fit_and_says_why(monkeypatch: pytest.MonkeyP
         assert plan["strategy"] == strategy
         assert re.search(rf"^auto: 4 processes; a replica takes [\d.]+ [KMGT]?i?B,? {words} ", plan.source("strategy"))
         assert plan["memory_by_strategy"].keys() == {"ddp", "fsdp"}
+        why = re.search(r"\(cpu\), fsdp \(a replica takes .*, more than .* \(.*\)\), fp32", plan.summary())
+        assert bool(why) == (strategy == "fsdp"), plan.summary()
     assert plan.source("memory_by_strategy").startswith("all within")
     plan = Trainer(max_steps=1, strategy="ddp").plan(Net(width=too_wide), rows(), batch_size=2)
     assert (plan["strategy"], plan.source("strategy")) == ("ddp", "argument")
