@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.throughput import Throughput
     from fabricate.callbacks.unfreeze_at import UnfreezeAt
     from fabricate.checkpoint.convert.importing import import_checkpoint
+    from fabricate.configuration.batch_size_finder import BatchSizeFinder
     from fabricate.configuration.plan import Plan
     from fabricate.configuration.training_arguments import from_training_arguments
     from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, PluginError, RankError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fabricate.values import Every, FitResult, metric_mode
 
 _HOME = {
+    "BatchSizeFinder": "configuration.batch_size_finder",
     "Callback": "hooks",
     "CheckpointError": "errors",
     "ConfigurationError": "errors",
@@ -77,6 +79,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "DDP",
     "FSDP",
+    "BatchSizeFinder",
     "Callback",
     "CheckpointError",
     "ConfigurationError",

@@ -5,6 +5,8 @@ Building a Trainer has no effects; everything happens in `fit`, `validate`, `tes
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from fabricate.configuration.arguments import CHECKS, Settings
+from fabricate.configuration.batch_size_finder import BatchSizeFinder
 from fabricate.configuration.launched import with_launched
 from fabricate.configuration.opened_data import Data, open_data, settle
 from fabricate.configuration.plan import Plan
@@ -31,6 +34,7 @@ from fabricate.module import STEPS, TrainModule, check_dataloader_idx, check_met
 from fabricate.registry import foreign_names
 from fabricate.registry.hook_calls import Calls
 from fabricate.training import loop
+from fabricate.training.batch_size import facts_of, first_size, found_size
 from fabricate.training.evaluations import calibration, evaluation
 from fabricate.training.finish import finish_fit
 from fabricate.training.interruptions.preemption import told_to_end
@@ -362,18 +366,21 @@ class Trainer:
         train: Any = None,
         val: Any = None,
         *,
-        batch_size: int | None = None,
+        batch_size: int | BatchSizeFinder | None = None,
         num_workers: int = 0,
         collate_fn: Any = None,
         shuffle: bool | None = None,
     ) -> Plan:
         """The resolved plan, without training: `str(plan)` is its text. Arguments as for `fit`. Nothing is built on a device
-        and no rank talks to another."""
+        and no rank talks to another; of a `BatchSizeFinder` it has the first size."""
         check_methods(module)
         train, val = module.provide_data(self, "fit", train, val)
         with environment_restored():
             found = resolve(self.settings, module)
-            loading = Loading(batch_size, num_workers, collate_fn, shuffle)
+            if isinstance(batch_size, BatchSizeFinder):
+                loading = first_size(batch_size, Loading(None, num_workers, collate_fn, shuffle))
+            else:
+                loading = Loading(batch_size, num_workers, collate_fn, shuffle)
             data = open_data(self.settings, found, train, val, loading)
             return self._plan_ahead(found, module, data)
 
@@ -400,7 +407,7 @@ class Trainer:
         val: Any = None,
         *,
         resume: str | os.PathLike[str] = "auto",
-        batch_size: int | None = None,
+        batch_size: int | BatchSizeFinder | None = None,
         num_workers: int = 0,
         collate_fn: Any = None,
         shuffle: bool | None = None,
@@ -409,7 +416,8 @@ class Trainer:
 
         train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (then `batch_size` per rank,
         `num_workers`, `collate_fn`, `shuffle` count; `train` is shuffled unless `shuffle=False`), any iterable of batches; `val` also a
-        mapping of named sets. A module with `provide_data` may bring them.
+        mapping of named sets. A module with `provide_data` may bring them. `batch_size=BatchSizeFinder()`: the largest that fits
+        into memory.
         resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint.
         SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank: after the update under way the state is saved and
         `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further
@@ -427,9 +435,26 @@ class Trainer:
             raise ConfigurationError(
                 f"resume={resume!r}: give 'auto' (go on from run_dir, the default), 'never' (begin anew) or the path of a checkpoint"
             )
+        if isinstance(batch_size, BatchSizeFinder):
+            facts = functools.partial(facts_of, self.settings, module, train, val, resume == "auto")
+            fit = functools.partial(self._try, module, train, val)
+            loading = Loading(None, num_workers, collate_fn, shuffle)
+            loading = found_size(batch_size, self.settings, loading, facts, fit)
+        else:
+            loading = Loading(batch_size, num_workers, collate_fn, shuffle)
+        return self._fit(module, train, val, os.fspath(resume), loading, began)
+
+    def _try(self, module: TrainModule, train: Any, val: Any, settings: Settings, loading: Loading) -> None:
+        """A fit with other settings, which leaves this Trainer as it is."""
+        trainer = copy.copy(self)
+        trainer.settings = settings
+        trainer._fit(module, train, val, "never", loading, time.monotonic())
+
+    def _fit(self, module: TrainModule, train: Any, val: Any, resume: str, loading: Loading, began: float) -> FitResult:
+        """`fit`, its arguments checked. began: the monotonic time at which the user called."""
         settings = self.settings
         found = resolve(settings, module)
-        data = open_data(settings, found, train, val, Loading(batch_size, num_workers, collate_fn, shuffle))
+        data = open_data(settings, found, train, val, loading)
         if data.validation and not overrides(module, "validation_step"):
             raise ConfigurationError(
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"

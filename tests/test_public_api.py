@@ -14,6 +14,7 @@ import fabricate.testing
 PUBLIC = [
     "DDP",
     "FSDP",
+    "BatchSizeFinder",
     "Callback",
     "CheckpointError",
     "ConfigurationError",

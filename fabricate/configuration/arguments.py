@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
+from fabricate.configuration.batch_size_finder import BatchSizeFinder
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.values import Every, metric_mode
 
@@ -169,6 +170,10 @@ def _path(name: str, value: Any) -> Path:
 def _plugins(name: str, value: Any) -> tuple[object, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigurationError(f"{name}={value!r}: give a list, {name}=[...]")
+    if finder := next((plugin for plugin in value if isinstance(plugin, BatchSizeFinder)), None):
+        raise ConfigurationError(
+            f"{name}: a BatchSizeFinder stands in the place of the batch size: fit(module, train, batch_size={finder})"
+        )
     return tuple(value)
 
 
@@ -270,9 +275,9 @@ class Settings:
             raise ConfigurationError(
                 f"max_grad_norm={norm!r} and max_grad_value={value!r} are both set; choose one of them"
             )
-        return settings._for_a_trial() if settings.fast_dev_run else settings
+        return settings.for_a_trial() if settings.fast_dev_run else settings
 
-    def _for_a_trial(self) -> Self:
+    def for_a_trial(self) -> Self:
         """For `fast_dev_run`: some updates, as many batches of a validation after them."""
         number = self.fast_dev_run
         return replace(

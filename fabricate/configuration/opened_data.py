@@ -31,6 +31,8 @@ class Data:
     train: Source | None = None
     validation: dict[str, Source] = field(default_factory=dict)
     accumulation: tuple[int, str] = (1, "default")
+    found: str = ""
+    """Where the batch size comes from, if it was searched for."""
 
     def total_steps(self, settings: Settings) -> int | None:
         """The number of updates of the whole fit; None when it cannot be known."""
@@ -101,7 +103,7 @@ def open_data(
         source.notes += (f"overfit_batches={few}: validation reads the training batches, not val",)
     if train is not None:
         _refuse_one_pass(settings, train, sets)
-    return Data(source, validation, accumulation)
+    return Data(source, validation, accumulation, loading.found)
 
 
 def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object]) -> None:
@@ -147,7 +149,7 @@ def _training_source(
     settings: Settings, resolved: Resolved, data: object, loading: Loading, accumulation: int
 ) -> Source:
     loading = _with_size(data, loading, resolved)
-    rank, world_size = _reader(resolved)
+    rank, world_size = reader(resolved)
     return open_source(
         data,
         argument="train",
@@ -165,7 +167,7 @@ def _validation_source(
     resolved: Resolved, data: object, argument: str, loading: Loading, limit: int | float | None
 ) -> Source:
     loading = _for_evaluation(data, _with_size(data, loading, resolved))
-    rank, world_size = _reader(resolved)
+    rank, world_size = reader(resolved)
     return open_source(
         data,
         argument=argument,
@@ -178,7 +180,7 @@ def _validation_source(
     )
 
 
-def _reader(resolved: Resolved) -> tuple[int, int]:
+def reader(resolved: Resolved) -> tuple[int, int]:
     """Which of the readers of the data this rank is, and how many there are: ranks that divide a layer read the same rows."""
     per_row = ranks_per_row(resolved.strategy, resolved.launch.world_size)
     return resolved.launch.rank // per_row, resolved.launch.world_size // per_row
@@ -203,7 +205,7 @@ def _accumulation(source: Source, resolved: Resolved) -> tuple[int, str]:
             f"{setting} needs rows that can be counted ahead: pass a dataset with batch_size=..., or set "
             "gradient_accumulation_steps"
         )
-    _, readers = _reader(resolved)
+    _, readers = reader(resolved)
     per_step = source.batch_size * readers
     number, rest = divmod(size, per_step)
     if rest or not number:

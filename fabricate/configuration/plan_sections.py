@@ -54,7 +54,8 @@ def make_plan(
         *_outputs(settings, bool(data.validation)),
     )
     sources = [source for source in (data.train, *data.validation.values()) if source is not None]
-    all_notes = [*notes, *_notes_on_ranks(resolved), *(note for source in sources for note in source.notes)]
+    found = [f"batch_size={data.train.batch_size}: {data.found}"] if data.found and data.train is not None else []
+    all_notes = [*found, *notes, *_notes_on_ranks(resolved), *(note for source in sources for note in source.notes)]
     lines = tuple(replace(line, source=_source(resolved, line)) for line in lines)
     return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)), tuple(_adopted(resolved)))
 
@@ -99,7 +100,10 @@ def _batches(settings: Settings, resolved: Resolved, data: Data, train: Source) 
     world_size = resolved.launch.world_size
     readers = world_size // ranks_per_row(resolved.strategy, world_size)
     if train.batch_size is not None:
-        per_rank, product = "per rank", f"{train.batch_size} x {data.accumulation[0]} x {readers}"
+        per_rank, product = (
+            "; ".join(filter(None, ("per rank", data.found))),
+            f"{train.batch_size} x {data.accumulation[0]} x {readers}",
+        )
     else:
         per_rank = product = "as the batches come"
     yield Setting(

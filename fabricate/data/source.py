@@ -16,9 +16,10 @@ from fabricate.errors import ConfigurationError
 class Loading:
     """How rows become batches, for data that does not say so itself (data sets and streams).
 
-    `batch_size` counts rows per rank and micro-batch. `shuffle=None` shuffles training data sets only. `drop_last`
-    leaves out the last incomplete *global* batch of a training epoch. `pin_memory` puts batches where a device can
-    copy them from by itself; a DataLoader that asks for it anyway keeps it, iterables of batches come as they are.
+    `batch_size` counts rows per rank and micro-batch; `found`: where it comes from, if it was searched for.
+    `shuffle=None` shuffles training data sets only. `drop_last` leaves out the last incomplete *global* batch of a training epoch.
+    `pin_memory` puts batches where a device can copy them from by itself; a DataLoader that asks for it anyway keeps it, iterables of
+    batches come as they are.
     """
 
     batch_size: int | None = None
@@ -27,6 +28,7 @@ class Loading:
     shuffle: bool | None = None
     drop_last: bool = False
     pin_memory: bool = False
+    found: str = ""
 
 
 @dataclass(frozen=True)

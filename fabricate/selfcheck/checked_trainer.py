@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from fabricate import trainer
 from fabricate.configuration.arguments import Settings
+from fabricate.configuration.batch_size_finder import BatchSizeFinder
 from fabricate.errors import ConfigurationError
 from fabricate.module import TrainModule
 from fabricate.selfcheck import runner
@@ -42,12 +43,16 @@ class Trainer(trainer.Trainer):
         val: Any = None,
         *,
         resume: str | os.PathLike[str] = "auto",
-        batch_size: int | None = None,
+        batch_size: int | BatchSizeFinder | None = None,
         **loading: Any,
     ) -> FitResult:
         if isinstance(runner.request, Trial):
             train, batch_size = resplit(train, runner.request)
             resume = "auto"
+        if isinstance(batch_size, BatchSizeFinder):
+            raise ConfigurationError(
+                f"verify-resume compares runs of one batch size; give the script a number instead of {batch_size}"
+            )
         return super().fit(module, train, val, resume=resume, batch_size=batch_size, **loading)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import fabricate
 from fabricate import trainer
+from fabricate.configuration.batch_size_finder import BatchSizeFinder
 from fabricate.data.indexed import Indexed
 from fabricate.data.source import Loading
 from fabricate.data.user_data import open_source
@@ -40,13 +41,14 @@ class Trainer(trainer.Trainer):
         train: Any = None,
         val: Any = None,
         *,
-        batch_size: int | None = None,
+        batch_size: int | BatchSizeFinder | None = None,
         collate_fn: Any = None,
         shuffle: bool | None = None,
         **others: Any,
     ) -> Any:
         train, _ = module.provide_data(self, "fit", train, val)
-        raise _Reached(train, Loading(batch_size, 0, collate_fn, shuffle))
+        size = None if isinstance(batch_size, BatchSizeFinder) else batch_size  # None: as recorded
+        raise _Reached(train, Loading(size, 0, collate_fn, shuffle))
 
 
 def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) -> Indexed:
@@ -54,7 +56,9 @@ def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) 
     reached = _run(script, arguments)
     loading = reached.loading
     if loading.batch_size is None and not isinstance(reached.train, DataLoader):
-        loading = Loading(recorded["batch_size"], 0, loading.collate_fn, loading.shuffle)  # of a strategy's file
+        loading = Loading(
+            recorded["batch_size"], 0, loading.collate_fn, loading.shuffle
+        )  # of a strategy's file, or found
     source = open_source(
         reached.train, argument="train", loading=loading, training=True, rank=0, world_size=1, seed=recorded["seed"]
     )

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from fabricate.distributed.trials import out_of_memory
 from fabricate.errors import few, size_text
 from fabricate.model.memory import available, need, total
 from fabricate.strategies.ddp import UNUSED
 from fabricate.training.state.run_state import Run
 
-_NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory")
 _APART = ("on the same device", "is not on the expected device", "same device type", "device of")
 _LATE = (
     "a device reports what fails in its own work some calls later: the traceback, the step and the batch named here may come after those "
@@ -30,9 +30,7 @@ _MISSED = "Expected to have finished reduction in the prior iteration"
 def explain(run: Run, exc: BaseException) -> str:
     """A note for an exception of torch's that a user can do something about; empty for others. One rank, no collectives."""
     text = str(exc)
-    if isinstance(exc, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(exc, RuntimeError) and any(word in text for word in _NO_ROOM)
-    ):
+    if out_of_memory(exc):
         return _no_room(run)
     if isinstance(exc, torch.AcceleratorError):
         return _LATE
@@ -83,7 +81,7 @@ def _no_room(run: Run) -> str:
     if run.source is not None:
         ways.append(
             f"halve batch_size and double gradient_accumulation_steps ({settings.gradient_accumulation_steps or 1}): the update "
-            "stays the same"
+            "stays the same; fit(..., batch_size=BatchSizeFinder()) finds the largest that fits"
         )
     if engine.precision.compute_dtype == "float32":
         ways.append("precision='bf16' halves activations")
