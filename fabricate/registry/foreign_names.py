@@ -24,7 +24,8 @@ _LAUNCHER = "the launcher (fabricate run --nproc N)"
 _OPTIMIZER = "configure_optimizers, which returns the optimizer with its options"
 _SCHEDULE = "configure_optimizers: return (optimizer, 'cosine:warmup=0.1') or any scheduler"
 _BEST = "keep={'last': 1, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}"
-_SUMMARY = "plugins=[ModelSummary()]; the plan counts parameters in any case"
+_SUMMARY = "plugins=[ModelSummary()]"
+_FINDER = "fit(..., batch_size=BatchSizeFinder())"
 _RESUME = "fit(..., resume='path of a checkpoint'); with a run_dir, the same call resumes"
 _UPLOAD = "on_export(self, path), which may upload the folder"
 _SAMPLER = "a sampler in a DataLoader"
@@ -73,7 +74,7 @@ ARGUMENTS = {
     "use_distributed_sampler": "nothing: data is divided over the ranks, and a sampler of yours is respected",
     "replace_sampler_ddp": "nothing: data is divided over the ranks, and a sampler of yours is respected",
     "reload_dataloaders_every_n_epochs": "a sampler or an iterable that changes with the epoch",
-    "auto_scale_batch_size": "accelerate.utils.find_executable_batch_size around trainer.fit",
+    "auto_scale_batch_size": _FINDER,
     "auto_lr_find": "plugins=[LearningRateFinder()] in a fit of its own, and its suggestion() in configure_optimizers",
     "enable_autolog_hparams": "nothing: constructor arguments are recorded, and trackers get them",
     "barebones": "progress=False, save_every=None, validate_every=None",
@@ -160,7 +161,7 @@ ARGUMENTS = {
     "trackio_static_space_id": _TRACKIO,
     "per_device_train_batch_size": "fit(..., batch_size=)",
     "per_device_eval_batch_size": "a DataLoader as val, which has its own batch_size",
-    "auto_find_batch_size": "accelerate.utils.find_executable_batch_size around trainer.fit",
+    "auto_find_batch_size": _FINDER,
     "batch_size": "fit(..., batch_size=)",
     "num_workers": "fit(..., num_workers=)",
     "data_collator": "fit(..., collate_fn=)",
@@ -178,9 +179,14 @@ ARGUMENTS = {
     "model": "trainer.fit(module, train, val)",
     "train_dataset": "trainer.fit(module, train, val)",
     "eval_dataset": "trainer.fit(module, train, val)",
-    "compute_metrics": "validation_step, which returns a mapping of metrics; torchmetrics objects in self.log see the whole set",
+    "compute_metrics": "compute_metrics(self, outputs) of the module, or metrics that validation_step returns",
     "compute_loss_func": "training_step, which returns the loss",
     "tokenizer": "an attribute of the module, which model/ then contains",
+    "predict_with_generate": "plugins=[GenerateSamples(prompts)] for texts at each validation",
+    "include_num_input_tokens_seen": "nothing: trainer.progress.tokens counts them; plugins=[Throughput()] for tokens per second",
+    "skip_memory_metrics": "plugins=[DeviceStats()]",
+    "early_stopping_patience": "plugins=[EarlyStopping('val_loss', patience=3)]",
+    "ignore_data_skip": "nothing: a resumed run goes on where it was in the data",
     "processing_class": "an attribute of the module, which model/ then contains",
     "torch_compile": "compile=",
     "torch_compile_mode": "compile={'mode': ...}",
@@ -373,7 +379,7 @@ TRAINER = {
     "prediction_step": "module.validation_step",
     "evaluation_loop": "trainer.validate(module, data)",
     "get_total_train_batch_size": "trainer.plan(...), which shows the global batch",
-    "tune": "trainer.fit(module, train, val)",
+    "tune": "Trainer(plugins=[LearningRateFinder()]) in a fit of its own; fit(..., batch_size=BatchSizeFinder())",
     "backward": "training_step, which returns the loss",
 }
 """Attributes and methods of a trainer."""
@@ -388,12 +394,12 @@ MODULE = {
     "local_rank": "self.trainer.accelerator.local_process_index",
     "logger": "self.log(name, value), and self.trainer.tracker(name) for what is not a number",
     "loggers": "self.log(name, value), and self.trainer.tracker(name) for what is not a number",
-    "optimizers": "self.trainer.optimizers; which one an update is for, training_step returns: {'loss': loss, 'optimizer': name}",
+    "optimizers": "self.trainer.optimizers; training_step(self, batch, optimizer) is called for each of several in turn",
     "lr_schedulers": "configure_optimizers: a scheduler that it returns is advanced by the loop",
     "manual_backward": "training_step, which returns the loss",
-    "toggle_optimizer": "training_step, which returns {'loss': loss, 'optimizer': name}",
-    "untoggle_optimizer": "training_step, which returns {'loss': loss, 'optimizer': name}",
-    "toggled_optimizer": "training_step, which returns {'loss': loss, 'optimizer': name}",
+    "toggle_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
+    "untoggle_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
+    "toggled_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
     "clip_gradients": "Trainer(max_grad_norm=...)",
     "all_gather": "self.trainer.accelerator.gather(tensor)",
     "freeze": "self.requires_grad_(False) and self.eval() before a fit, self.trainer.freeze(parameters) during it",
@@ -403,15 +409,15 @@ MODULE = {
     "current_device": "self.device",
     "on_gpu": "self.device.type == 'cuda'",
     "fabric": "self.trainer.accelerator",
-    "example_input_array": "nothing: no summary or graph is made of it",
+    "example_input_array": "nothing: plugins=[ModelSummary()] shows the shapes of a real batch",
 }
 """Attributes and methods of a module; the dtype of its parameters is theirs: `next(self.parameters()).dtype`."""
 
 MODULE_SETTINGS = {
     "automatic_optimization": (
         False,
-        "several optimizers: configure_optimizers returns them by name, and training_step the one that an update is for: "
-        "{'loss': loss, 'optimizer': name}",
+        "several optimizers: configure_optimizers returns them by name, and training_step(self, batch, optimizer) is called for each in "
+        "turn, or returns the one that an update is for: {'loss': loss, 'optimizer': name}",
     ),
 }
 """Attributes that users set on a module, the value that would change a run, and what to use."""
@@ -472,19 +478,48 @@ NO_PRECISION = {
 }
 """Precisions that do not exist here, and the way to what is meant."""
 
+_STOPPING = "the object: plugins=[EarlyStopping('val_loss', patience=3)]"
+_UNFREEZING = "the object: plugins=[UnfreezeAt({'backbone': '1 epoch'})]"
+_WRITER = "the object: plugins=[PredictionWriter('predictions')]"
 _SAVED = "run_dir=, with save_every= and keep= for what is saved and kept"
 
 PLUGINS = {
-    "EarlyStopping": "the object: plugins=[EarlyStopping('val_loss', patience=3)]",
-    "early_stopping": "the object: plugins=[EarlyStopping('val_loss', patience=3)]",
-    "ModelSummary": "the object: plugins=[ModelSummary()]",
-    "Profiler": "the object: plugins=[Profiler()]",
-    "GradientNorms": "the object: plugins=[GradientNorms()]",
+    "EarlyStopping": _STOPPING,
+    "early_stopping": _STOPPING,
+    "EarlyStoppingCallback": _STOPPING,
+    **{
+        name: f"the object: plugins=[{name}()]"
+        for name in (
+            "DeviceStats",
+            "GradientNorms",
+            "LearningRateFinder",
+            "ModelSummary",
+            "Profiler",
+            "SaveOnException",
+            "Throughput",
+        )
+    },
+    "GenerateSamples": "the object: plugins=[GenerateSamples(['Once upon a time'])]",
+    "PredictionWriter": _WRITER,
+    "StochasticWeightAveraging": "the object: plugins=[StochasticWeightAveraging(swa_lrs=1e-2)]",
+    "UnfreezeAt": _UNFREEZING,
+    # Lightning
+    "BackboneFinetuning": _UNFREEZING,
+    "BaseFinetuning": _UNFREEZING,
+    "BasePredictionWriter": _WRITER,
+    "BatchSizeFinder": _FINDER,
+    "DeviceStatsMonitor": "plugins=[DeviceStats()]",
+    "EMAWeightAveraging": "plugins=['ema'], of the package fabricate-ema",
+    "LearningRateMonitor": "nothing: learning rates are logged",
     "ModelCheckpoint": _SAVED,
     "model_checkpoint": _SAVED,
-    "LearningRateMonitor": "nothing: learning rates are logged",
+    "OnExceptionCheckpoint": "plugins=[SaveOnException()]",
+    "RichModelSummary": "plugins=[ModelSummary()]",
+    "RichProgressBar": "progress=True",
+    "TQDMProgressBar": "progress=True",
+    "ThroughputMonitor": "plugins=[Throughput()]",
+    "Timer": "max_time='11 hours'",
     # transformers
-    "EarlyStoppingCallback": "the object: plugins=[EarlyStopping('val_loss', patience=3)]",
     "ProgressCallback": "progress=True",
     "NotebookProgressCallback": "progress=True",
     "PrinterCallback": "progress=, which prints lines where there is no terminal",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -89,6 +90,9 @@ def test_an_argument_of_transformers_or_accelerate_is_never_taken_for_another() 
         ("eval_steps", "; use validate_every='500 steps'"),
         ("save_total_limit", "; use keep="),
         ("weight_decay", "; use configure_optimizers, which returns the optimizer with its options"),
+        ("auto_scale_batch_size", "; use fit(..., batch_size=BatchSizeFinder())"),
+        ("auto_find_batch_size", "; use fit(..., batch_size=BatchSizeFinder())"),
+        ("model_summary", "; use plugins=[ModelSummary()]"),
         ("inference_mode", "; leave it out: evaluations run without gradients"),
         ("max_step", "; did you mean 'max_steps'?"),
         ("nonsense", ""),
@@ -208,6 +212,33 @@ def test_a_remedy_that_is_an_attribute_of_the_trainer_exists() -> None:
     named = {part.split()[0].rstrip(",;") for text in remedies for part in text.split("trainer.")[1:]}
     roots = {name.partition(".")[0].partition("(")[0] for name in named}
     assert {name for name in roots if not hasattr(Trainer, name) and name != "settings"} == set()
+
+
+def test_every_argument_method_and_class_that_a_remedy_names_exists() -> None:
+    import fabricate
+
+    arguments = OURS | set(inspect.signature(Trainer.fit).parameters) | {"checkpoint", "reduce", "weight", "data"}
+    remedies = [
+        text
+        for name, table in vars(foreign_names).items()
+        if name.isupper() and isinstance(table, dict)
+        for text in table.values()
+        if isinstance(text, str)
+    ]
+    argument = re.compile(r"(?:^|fit\(\.\.\., |Trainer\(| (?:and|or|with) )([a-z_]+)=")
+    of_class = re.compile(r"(?:plugins=\[|batch_size=)([A-Z]\w+)")
+    named = {name for text in remedies for name in argument.findall(text)}
+    assert len(named) > 25
+    assert named - arguments == set()
+    assert {name for text in remedies for name in of_class.findall(text) if not hasattr(fabricate, name)} == set()
+
+
+@pytest.mark.parametrize("name", sorted(foreign_names.PLUGINS))
+def test_the_name_of_a_callback_has_a_remedy(name: str) -> None:
+    text = error_of(lambda: fit(Regression(), plugins=[name]), PluginError)
+    assert (
+        f"plugins={name!r}: no installed plugin has this name{foreign_names.use(name, foreign_names.PLUGINS)}" in text
+    )
 
 
 def test_stopping_by_an_attribute_is_refused_when_it_is_set() -> None:
