@@ -33,7 +33,7 @@ _LIGER = "AutoLigerKernelForCausalLM of liger_kernel, in the module"
 _TRACKIO = "trackers=['trackio:...'], whose options go to trackio.init"
 _GENERATE = "model.generate in validation_step, with what it takes; the tokens go under 'outputs' to compute_metrics"
 _VERBOSITY = "nothing: the script says, transformers.logging.set_verbosity(...)"
-_RECOMPUTED = "nothing: blocks are computed again as with use_reentrant=False"
+_RECOMPUTED = "nothing: blocks are computed again as in torch's non-reentrant checkpoints"
 
 ARGUMENTS = {
     # Lightning
@@ -150,7 +150,7 @@ ARGUMENTS = {
     "log_on_each_node": "nothing: rank 0 prints",
     "log_level": _VERBOSITY,
     "log_level_replica": _VERBOSITY,
-    "include_num_input_tokens_seen": "plugins=[Throughput()], which counts tokens per second",
+    "include_num_input_tokens_seen": "nothing: trainer.progress.tokens counts them; plugins=[Throughput()] for tokens per second",
     "skip_memory_metrics": "plugins=[DeviceStats()]",
     "debug": "detect_anomaly=True",
     "disable_tqdm": "progress=False",
@@ -182,11 +182,7 @@ ARGUMENTS = {
     "compute_metrics": "compute_metrics(self, outputs) of the module, or metrics that validation_step returns",
     "compute_loss_func": "training_step, which returns the loss",
     "tokenizer": "an attribute of the module, which model/ then contains",
-    "predict_with_generate": "plugins=[GenerateSamples(prompts)] for texts at each validation",
-    "include_num_input_tokens_seen": "nothing: trainer.progress.tokens counts them; plugins=[Throughput()] for tokens per second",
-    "skip_memory_metrics": "plugins=[DeviceStats()]",
     "early_stopping_patience": "plugins=[EarlyStopping('val_loss', patience=3)]",
-    "ignore_data_skip": "nothing: a resumed run goes on where it was in the data",
     "processing_class": "an attribute of the module, which model/ then contains",
     "torch_compile": "compile=",
     "torch_compile_mode": "compile={'mode': ...}",
