@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEER_VENV := .venv-peers
 PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabricate-fp8[torchao]' \
-	-e plugins/fabricate-deepspeed -e plugins/fabricate-powersgd
+	-e plugins/fabricate-deepspeed -e plugins/fabricate-powersgd -e plugins/fabricate-lightning
 
 export OMP_NUM_THREADS ?= 1
 
@@ -34,7 +34,7 @@ test: lint
 # language models, benchmarks, every launcher, short forms of the campaigns against checkpoints, distributions that are built.
 test-extras: bench-peers
 	$(PEER_VENV)/bin/python -m pip install --quiet -r tests/extras/requirements.txt
-	$(PEER_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/extras
+	$(PEER_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/extras plugins/fabricate-lightning
 
 # What needs an NVIDIA GPU, and some of it a second one. Without the tests' own conftest, which hides GPUs. `make test-gpu
 # GPU_PYTHON=python3` takes an interpreter that has torch and the other packages already.

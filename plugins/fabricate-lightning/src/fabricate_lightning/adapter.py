@@ -1,0 +1,401 @@
+"""A LightningModule as a `TrainModule`: fabricate's hooks call Lightning's, in the order in which Lightning calls them.
+
+`Adapted` has what every module needs; what only some need is in `parts` and `manual`. Must not know: Lightning's Trainer arguments
+(`trainer`), which parts a module gets (`adapting`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Generator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import send_to_device
+from torch.nn.functional import cross_entropy
+
+from fabricate import ConfigurationError, Trainer, TrainModule, hookimpl
+from fabricate_lightning import data, differences, optimizers
+from fabricate_lightning.callbacks import saved
+from fabricate_lightning.checkpoints import share
+from fabricate_lightning.hooks import Hooks
+from fabricate_lightning.kinds import overrides
+from fabricate_lightning.saved import Saved, detached
+from fabricate_lightning.view import TrainerView
+
+WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
+"""How Lightning's hooks call the stages of an evaluation."""
+
+
+class Adapted(TrainModule):
+    """What `adapt` returns."""
+
+    # Of the class, which `adapt` makes for one module: as an attribute of the object the user's module would be a child, with the same
+    # parameters a second time.
+    lightning: ClassVar[Any]
+    """The user's module."""
+    view: ClassVar[TrainerView]
+    hooks: ClassVar[Hooks]
+    moves_batches: ClassVar[bool] = False
+    """Whether the hooks for the way of a batch to the device are called."""
+    clips: ClassVar[bool] = False
+    """Whether the module's hooks see gradients before they are clipped, and clipping is theirs."""
+
+    def __init__(self, **hparams: Any) -> None:
+        """hparams: what the module saved, for checkpoints to record."""
+        mode = self.training
+        super().__init__()
+        self.training = mode
+        share(self, self.lightning)
+        self.view.adapted = self
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[optimizers.SchedulerConfig] = []
+        self.stopping = False
+        self.cut_short = False
+        """Whether the fit ended within an epoch, which Lightning counts."""
+        self.batch_idx = 0
+        self.output: Any = None
+        """What the last step returned, where a hook wants it."""
+        self.keeps_output = False
+        self.kept: list[Any] | None = None
+        """What `predict_step` returned for each batch, where the Trainer returns that."""
+        self._saved = Saved(self.lightning, self.view)
+        self._trained_before = False
+        self._epoch_began = self._in_epoch = False
+        self._data_set: str | None = None
+        self._found: dict[str, float] = {}
+        """Of the evaluation under way, the values of the data sets that are done."""
+        self._number = 0
+        self._batch: Any = None
+
+    @property
+    def training(self) -> bool:
+        """The mode of the user's module."""
+        return bool(self.lightning.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.lightning.training = mode
+
+    def train(self, mode: bool = True) -> Adapted:
+        """Set the mode of the user's module, in its own way."""
+        self.lightning.train(mode)
+        return self
+
+    def record(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
+        """Record a value with fabricate's metrics."""
+        super().log(name, value, weight=weight, reduce=reduce)
+
+    # -- data ---------------------------------------------------------------------------------------------------------------------
+
+    def provide_data(self, trainer: Trainer, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
+        """What the data module or the module brings; `setup` is called before."""
+        view, module = self.view, self.lightning
+        view.core, view.function, view.evaluation = trainer, stage, "" if stage == "fit" else stage
+        view.logs.forget()
+        if data.is_datamodule(train):
+            view.datamodule, train = train, None
+        elif data.is_datamodule(val):
+            view.datamodule, val = val, None
+        owner = view.datamodule if view.datamodule is not None else module
+        self._set_up(owner, stage)
+        if stage != "fit":
+            view.loaders[stage] = data.evaluation(owner, stage, val)
+            return None, view.loaders[stage]
+        view.loaders["train"] = data.training(owner, train)
+        view.loaders["validate"] = data.evaluation(owner, "validate", val)
+        if view.loaders["validate"] is not None and not overrides(module, "validation_step"):
+            view.print(f"{type(module).__name__} has no validation_step, so its validation data is not read")
+            view.loaders["validate"] = None
+        self._trained_before, self._epoch_began, self.stopping, self.cut_short = False, False, False, False
+        return view.loaders["train"], view.loaders["validate"]
+
+    def _set_up(self, owner: Any, stage: str) -> None:
+        """Let `owner` of the data, the callbacks and the module prepare for `stage`."""
+        if data.transfers(owner) and not self.moves_batches:
+            raise ConfigurationError(
+                f"{type(owner).__name__} has hooks for the transfer of batches: adapt(module, datamodule=...)"
+            )
+        if owner is self.lightning:
+            data.prepare([owner])
+        else:
+            owner.trainer = self.view
+            data.prepare([owner, self.lightning])
+            owner.setup(stage)
+        self.hooks("setup", stage)
+
+    def _moved(self, batch: Any, number: int = 0) -> Any:
+        """`batch` after the transfer hooks: the data module's, else the module's."""
+        for owner in (self.view.datamodule, self.lightning):
+            if data.transfers(owner):
+                return data.transferred(owner, batch, self.device, number)
+        return batch
+
+    # -- optimizers -----------------------------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """What the module's `configure_optimizers` returns, as fabricate takes it."""
+        where = f"{type(self.lightning).__name__}.configure_optimizers"
+        configured = optimizers.read(where, self._original().configure_optimizers())
+        self.optimizers, self.schedulers = configured.optimizers, configured.schedulers
+        own_step = overrides(self.lightning, "lr_scheduler_step")
+        made = optimizers.for_fabricate(where, configured, self._due, self._advance if own_step else None)
+        return made[0] if len(made) == 1 else made
+
+    def _original(self) -> Any:
+        """The user's module; of a copy on the meta device, which the plan makes, one with the copy's parameters."""
+        if self._parameters is self.lightning._parameters:
+            return self.lightning
+        shadow = object.__new__(type(self.lightning))
+        shadow.__dict__.update(self.lightning.__dict__)
+        for table in ("_parameters", "_buffers", "_modules"):
+            shadow.__dict__[table] = self.__dict__[table]
+        return shadow
+
+    def _due(self, config: optimizers.SchedulerConfig) -> bool:
+        progress = self.trainer.progress
+        return (progress.micro_step if config.interval == "step" else progress.epoch) % config.frequency == 0
+
+    def _advance(self, scheduler: Any, metric: Any) -> None:
+        self.hooks.of_module("lr_scheduler_step", scheduler, metric)
+
+    def _advance_by_metric(self, epoch: int) -> None:
+        """Advance the schedulers that wait for a metric. At the end of an epoch, after its hooks."""
+        for config in self.schedulers:
+            if not config.reduce_on_plateau or (epoch + 1) % config.frequency:
+                continue
+            known = self.view.callback_metrics
+            if config.monitor not in known:
+                text = f"{type(config.scheduler).__name__} waits for {config.monitor!r}, and logged are {', '.join(known) or 'none'}"
+                if config.strict:
+                    raise ConfigurationError(f"{text}; name one of these as 'monitor'")
+                self.print(f"{text}: the learning rate stays as it is")
+            elif overrides(self.lightning, "lr_scheduler_step"):
+                self._advance(config.scheduler, known[config.monitor])
+            else:
+                config.scheduler.step(known[config.monitor])
+
+    def total_steps(self) -> float:
+        """Updates of the whole fit; infinite where that is not known."""
+        try:
+            return self.trainer.total_steps
+        except ConfigurationError:
+            return math.inf
+
+    def stepping_optimizers(self) -> list[Any]:
+        """What `self.optimizers()` gives."""
+        return list(self.optimizers)
+
+    def run_backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        """Backward of a loss, where the module optimizes manually."""
+        raise ConfigurationError("manual_backward: set self.automatic_optimization = False in __init__")
+
+    # -- steps ----------------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The module's own, whose answer fabricate gets without what it does not know."""
+        self.batch_idx = batch_idx
+        logs = self.view.logs
+        logs.hook = "training_step"
+        output = self._train(batch, batch_idx)
+        logs.hook = ""
+        if self.keeps_output:
+            self.output = detached(output)
+        return self._taken(output)
+
+    def _taken(self, output: Any) -> Any:
+        """The loss in what the module's step returned."""
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            return self._skipped()
+        return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.ndim and loss.numel() == 1 else loss
+
+    def _skipped(self) -> torch.Tensor:
+        """A loss that no parameter has a part in, for a step that returned None. It is a cross-entropy of one label, so that it may stand
+        among losses that weigh labels."""
+        if self.view.world_size > 1 or self.trainer.progress.micro_step == self.trainer.progress.step == 0:
+            why = "on several ranks" if self.view.world_size > 1 else "for the first batch of a fit"
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__}.training_step returned None {why}; return the loss"
+            )
+        return cross_entropy(
+            torch.zeros(1, 1, device=self.device, requires_grad=True),
+            torch.zeros(1, dtype=torch.long, device=self.device),
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """The module's own."""
+        return self._evaluated("validate", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """The module's own."""
+        return self._evaluated("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The module's own; without one, its forward."""
+        return self._evaluated("predict", batch)
+
+    def _evaluated(self, stage: str, batch: Any) -> Any:
+        logs = self.view.logs
+        logs.hook = f"{WORDS[stage]}_step"
+        self.output = self._steps[stage](self._batch, self.batch_idx, self._number)
+        logs.hook = ""
+        return self.output if stage == "predict" else {"weight": 1}
+
+    # -- hooks of a fit -----------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._train = _with_arguments(self.lightning, "training_step", 2)
+        self._begin_run("fit")
+        differences.report(self, trainer)
+        self.hooks("on_fit_start")
+        self._saved.remember()
+
+    def _begin_run(self, function: str) -> None:
+        stages = [
+            stage for stage in WORDS if function in ("fit", stage) and overrides(self.lightning, f"{WORDS[stage]}_step")
+        ]
+        if function == "predict":
+            stages = ["predict"]
+        self._steps: dict[str, Callable[..., Any]] = {
+            stage: _with_arguments(self.lightning, f"{WORDS[stage]}_step", 3) for stage in stages
+        }
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        if not self._trained_before:
+            self._trained_before = True
+            self.hooks("on_train_start")
+        self._epoch_began = self._in_epoch = True
+        if not trainer.progress.position:  # else a resumed run is in the midst of it
+            self.hooks("on_train_epoch_start")
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        logs, world_size = self.view.logs, self.view.world_size
+        found = logs.settle(trainer.metrics, self.lightning, world_size)
+        self.hooks.of_callbacks("on_train_epoch_end", monitoring=False)
+        self.hooks.of_module("on_train_epoch_end")
+        found |= logs.settle({}, self.lightning, world_size)
+        logs.reset()
+        self.hooks.of_callbacks("on_train_epoch_end", monitoring=True)
+        self._advance_by_metric(epoch)
+        for name, value in found.items():
+            self.record(name, value)
+        self._to_loggers(found, trainer.step, epoch)
+        self._in_epoch = False
+
+    def on_preempt(self) -> None:
+        self._in_epoch = False  # it goes on another time
+
+    def on_fit_end(self) -> None:
+        if self._in_epoch:  # Lightning ends an epoch that max_steps or a callback cuts short
+            self.hooks("on_train_epoch_end")
+            self._in_epoch, self.cut_short = False, True
+        self.hooks("on_train_end")
+        self.hooks("on_fit_end")
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.hooks.of_callbacks("on_exception", exception)
+        if self.view.datamodule is not None and overrides(self.view.datamodule, "on_exception"):
+            self.view.datamodule.on_exception(exception)
+
+    def on_teardown(self) -> None:
+        if self.view.datamodule is not None and hasattr(self.view.datamodule, "teardown"):
+            self.view.datamodule.teardown(self.view.function)
+        self.hooks("teardown", self.view.function)
+        self.view.evaluation = ""
+
+    # -- hooks of an evaluation -----------------------------------------------------------------------------------------------------
+
+    def on_eval_start(self, trainer: Trainer, stage: str) -> None:
+        view, word = self.view, WORDS[stage]
+        if view.function != "fit":
+            self._begin_run(view.function)
+        view.evaluation = stage
+        view.logs.begin_evaluation()
+        view.sanity_checking = view.function == "fit" and not self._epoch_began and not trainer.settings.validate_first
+        self._before = self.batch_idx, dict(view.logs.callback_metrics), dict(view.logs.logged_metrics)
+        self._data_set, self._found = None, {}
+        if view.sanity_checking:
+            self.hooks.of_callbacks("on_sanity_check_start")
+        self.hooks(f"on_{word}_start")
+        self.hooks(f"on_{word}_epoch_start")
+
+    @hookimpl(wrapper=True)
+    def eval_step(self, trainer: Trainer, batch: Any, stage: str) -> Generator[None, Any, Any]:
+        if trainer.data_set != self._data_set:
+            if self._data_set is not None and self.view.world_size == 1:  # else the ranks do not come here together
+                self._found |= self.view.logs.settle({}, self.lightning, 1)
+            self._data_set, self.batch_idx = trainer.data_set, -1
+        self.batch_idx += 1
+        loaders, logs = self.view.loaders.get(stage), self.view.logs
+        several = isinstance(loaders, Mapping) and len(loaders) > 1
+        self._number = list(loaders).index(trainer.data_set) if several else 0  # type: ignore[arg-type]
+        logs.suffix = f"/dataloader_idx_{self._number}" if several else ""
+        self._batch = batch = self._moved(batch, self._number)
+        logs.rows = lambda: data.rows_of(batch)
+        logs.muted = not len(trainer.batch_indices)
+        where = (batch, self.batch_idx, *([self._number] if several else []))
+        if not logs.muted:
+            self.hooks(f"on_{WORDS[stage]}_batch_start", *where)
+        answer = yield
+        if not logs.muted:
+            self.hooks(f"on_{WORDS[stage]}_batch_end", self.output, *where)
+        if stage == "predict" and self.kept is not None:
+            answer = ()  # so that fabricate keeps nothing
+            if not logs.muted:
+                self.kept.append(send_to_device(self.output, "cpu"))
+        self.output, self._batch, logs.muted, logs.suffix = None, None, False, ""
+        return answer
+
+    def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
+        view, word, logs = self.view, WORDS[stage], self.view.logs
+        found = self._found | logs.settle({}, self.lightning, view.world_size)
+        self.hooks(f"on_{word}_epoch_end")
+        found |= logs.settle({}, self.lightning, view.world_size)
+        logs.reset()
+        metrics |= found
+        if not view.sanity_checking:
+            self._to_loggers(found, trainer.step, trainer.epoch if view.function == "fit" else None)
+        self.hooks(f"on_{word}_end")
+        if view.sanity_checking:
+            self.hooks.of_callbacks("on_sanity_check_end")
+            _, logs.callback_metrics, logs.logged_metrics = self._before
+        self.batch_idx, view.sanity_checking, view.evaluation = self._before[0], False, ""
+        logs.end_evaluation()
+
+    def _to_loggers(self, found: dict[str, float], step: int, epoch: int | None) -> None:
+        """Give `found` to the user's loggers, which write on rank 0."""
+        values = found if epoch is None else {**found, "epoch": epoch}
+        for logger in self.view.loggers if found else ():
+            logger.log_metrics(values, step)
+            logger.save()
+
+    def on_saved(self, path: Path) -> None:
+        saved(self.view.checkpoint_callbacks, path, self.view.callback_metrics)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------------------
+
+    def on_save(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
+        self._saved.fill(state, trainer)
+
+    def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
+        self._saved.take(state, trainer)
+
+
+def _with_arguments(module: Any, step: str, most: int) -> Callable[..., Any]:
+    """A step of the module as a function of the batch, its number and that of the data set, of which it takes what it names."""
+    function = getattr(module, step)
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(p.name == "dataloader_iter" for p in parameters):
+        raise ConfigurationError(
+            f"{type(module).__name__}.{step}(dataloader_iter): the loop reads the data; take (batch, batch_idx)"
+        )
+    if any(p.name == "optimizer_idx" for p in parameters):
+        raise ConfigurationError(
+            f"{type(module).__name__}.{step} takes optimizer_idx, which Lightning 2 does not pass either; use manual optimization"
+        )
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = most if any(p.kind is p.VAR_POSITIONAL for p in parameters) else min(most, len(positional))
+    return lambda *arguments: function(*arguments[:taken])

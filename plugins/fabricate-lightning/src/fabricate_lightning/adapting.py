@@ -1,0 +1,91 @@
+"""`adapt`: which parts make the `TrainModule` of a LightningModule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError
+from fabricate_lightning.adapter import Adapted
+from fabricate_lightning.callbacks import translated
+from fabricate_lightning.data import TRANSFER, transfers
+from fabricate_lightning.hooks import ENGINES_OWN, Hooks
+from fabricate_lightning.kinds import is_a, overrides
+from fabricate_lightning.manual import Manual
+from fabricate_lightning.parts import WithBatchHooks, WithLoggers, WithModel, WithOptimizerStep, WithStepHook
+from fabricate_lightning.surface import attach
+from fabricate_lightning.view import TrainerView
+
+_BATCH = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *TRANSFER,
+)
+
+
+def adapt(
+    module: Any, *, datamodule: Any = None, callbacks: Sequence[Any] = (), view: TrainerView | None = None
+) -> Adapted:
+    """A `TrainModule` that runs `module`, a LightningModule, as it is: `Trainer(...).fit(adapt(module), train, val)`.
+
+    It has the parameters and the names of `module`, which is trained in place. datamodule: where data comes from; it may be given to
+    `fit` in the place of `train` as well. callbacks: Lightning's or the user's, called beside the module's hooks. view: what
+    `self.trainer` is, by default one that answers from fabricate's Trainer. Raises `ConfigurationError` for what could not run.
+    """
+    if isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+        raise ConfigurationError(
+            "adapt: the module was compiled with torch.compile; pass the module itself, and Trainer(compile=True)"
+        )
+    if inspect.isclass(module) or not is_a(module, "LightningModule"):
+        kind = f"the class {module.__name__}" if inspect.isclass(module) else type(module).__name__
+        raise ConfigurationError(f"adapt({kind}): give an object of a class that inherits from LightningModule")
+    if view is None:
+        view = TrainerView()
+        own = module.configure_callbacks() if overrides(module, "configure_callbacks") else []
+        _take_callbacks(view, with_own(list(callbacks), own))
+    view.datamodule = datamodule
+    if refused := next((name for name in ENGINES_OWN if overrides(module, name)), None):
+        raise ConfigurationError(f"{type(module).__name__}.{refused} would not be called: {ENGINES_OWN[refused]}")
+    attach(module, view)
+    hooks = Hooks(view, module, view.called, view.logs)
+    own = {"lightning": module, "hooks": hooks, "view": view, "__module__": type(module).__module__}
+    made: Any = type(type(module).__name__, (*_parts(module, hooks, view), Adapted), own)
+    adapted: Adapted = made(**{str(name): value for name, value in dict(module.hparams).items()})
+    return adapted
+
+
+def _parts(module: Any, hooks: Hooks, view: TrainerView) -> Iterator[type[Adapted]]:
+    """What `module` needs beside `Adapted`."""
+    if view.loggers:
+        yield WithLoggers
+    if hooks.listened(_BATCH) or transfers(view.datamodule):
+        yield WithBatchHooks
+    if not module.automatic_optimization:
+        yield Manual
+    elif hooks.listened(("on_before_optimizer_step", "configure_gradient_clipping")):
+        yield WithStepHook
+    if overrides(module, "optimizer_step") and module.automatic_optimization:
+        yield WithOptimizerStep
+    if overrides(module, "configure_model"):
+        yield WithModel
+
+
+def with_own(callbacks: list[Any], own: Any) -> list[Any]:
+    """`callbacks`, with those of configure_callbacks in the place of others of their class."""
+    several: list[Any] = list(own) if isinstance(own, Sequence) else [own]
+    kinds = {type(callback) for callback in several}
+    return [callback for callback in callbacks if type(callback) not in kinds] + several
+
+
+def _take_callbacks(view: TrainerView, callbacks: list[Any]) -> None:
+    """Let `view` have callbacks of which fabricate's Trainer, which has its own arguments, does nothing."""
+    found = translated(callbacks)
+    if found.settings or found.plugins:
+        kinds = ", ".join(type(callback).__name__ for callback in callbacks if callback not in found.called)
+        raise ConfigurationError(
+            f"adapt: {kinds} becomes arguments of the Trainer: give these (keep=, save_every=, max_time=, plugins=), or take "
+            "fabricate_lightning.Trainer(callbacks=...)"
+        )
+    view.callbacks, view.called = callbacks, found.called

@@ -1,0 +1,157 @@
+"""Callbacks of Lightning that fabricate does itself: what they ask for becomes arguments of its Trainer. All others are called.
+
+Must not know: the Trainer's own arguments (`arguments`), when hooks are called (`adapter`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError, DeviceStats, Every, ModelSummary, SaveOnException, Throughput
+from fabricate_lightning.kinds import is_a
+
+REFUSED = {
+    "StochasticWeightAveraging": "plugins=['ema'] of fabricate.Trainer averages weights, with adapt(module)",
+    "WeightAveraging": "plugins=['ema'] of fabricate.Trainer averages weights, with adapt(module)",
+    "GradientAccumulationScheduler": "accumulate_grad_batches has one value for a fit",
+    "BatchSizeFinder": "accelerate.utils.find_executable_batch_size around fit",
+    "LearningRateFinder": "fabricate.LearningRateFinder in a fabricate.Trainer, with adapt(module)",
+    "BaseFinetuning": "fabricate.UnfreezeAt in a fabricate.Trainer, with adapt(module)",
+    "ModelPruning": "torch.nn.utils.prune in a hook of the module",
+    "SpikeDetection": "EarlyStopping(check_finite=True); a loss that is not finite ends a fit anyway",
+}
+"""Callbacks that cannot run, with what there is instead."""
+_SHOWN = ("ProgressBar", "ModelSummary")
+
+
+@dataclass
+class Translated:
+    """What callbacks come to."""
+
+    called: list[Any] = field(default_factory=list)
+    """Those whose hooks are called."""
+    checkpoints: list[Any] = field(default_factory=list)
+    """The ModelCheckpoint objects."""
+    plugins: list[Any] = field(default_factory=list)
+    """Of fabricate's Trainer."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments of fabricate's Trainer."""
+    notes: list[str] = field(default_factory=list)
+    """What a callback asks for and does not get."""
+
+
+def translated(callbacks: Iterable[Any]) -> Translated:
+    """`callbacks`, as far as fabricate does what they do. `ConfigurationError` for one that cannot run."""
+    found = Translated()
+    for callback in callbacks:
+        if refused := next((name for name in REFUSED if is_a(callback, name)), None):
+            raise ConfigurationError(
+                f"callbacks: {type(callback).__name__} cannot run under fabricate; {REFUSED[refused]}"
+            )
+        if is_a(callback, "ModelCheckpoint"):
+            found.checkpoints.append(callback)
+        elif is_a(callback, "OnExceptionCheckpoint"):
+            found.plugins.append(SaveOnException())
+        elif is_a(callback, "DeviceStatsMonitor"):
+            found.plugins.append(DeviceStats())
+        elif is_a(callback, "ThroughputMonitor"):
+            found.plugins.append(Throughput())
+        elif is_a(callback, "Timer"):
+            found.settings["max_time"] = Every(minutes=_duration(callback) / 60)
+        elif is_a(callback, "ModelSummary"):
+            found.plugins.append(ModelSummary())
+        elif not is_a(callback, "LearningRateMonitor") and not any(is_a(callback, name) for name in _SHOWN):
+            found.called.append(callback)
+    if found.checkpoints:
+        _keep(found)
+    return found
+
+
+def _duration(callback: Any) -> float:
+    remaining = callback.time_remaining()
+    if remaining is None:
+        raise ConfigurationError("callbacks: Timer() without a duration ends nothing; leave it out, or give a duration")
+    return float(remaining)
+
+
+def _keep(found: Translated) -> None:
+    """Which checkpoints are kept, and when they are taken."""
+    found.settings["keep"] = _kept(found.checkpoints)
+    cadences = {str(every): every for c in found.checkpoints if (every := _cadence(c)) is not None}
+    if len(cadences) > 1:
+        raise ConfigurationError(
+            f"callbacks: ModelCheckpoint every {' and every '.join(cadences)}: a run saves in one rhythm; leave one out"
+        )
+    found.settings["save_every"] = next(iter(cadences.values()), None)
+    if any(c.save_on_exception for c in found.checkpoints):
+        found.plugins.append(SaveOnException())
+    if any(c.filename is not None for c in found.checkpoints):
+        found.notes.append("ModelCheckpoint(filename=...) is not used: checkpoints are named by their step")
+    if any(c.save_weights_only for c in found.checkpoints):
+        found.notes.append(
+            "ModelCheckpoint(save_weights_only=True): checkpoints hold everything; RUN_DIR/model/ has the weights alone"
+        )
+
+
+def _kept(checkpoints: list[Any]) -> Any:
+    """What `keep` of fabricate's Trainer is for these ModelCheckpoint objects."""
+    monitored = [c for c in checkpoints if c.monitor is not None and c.save_top_k != 0]
+    if len({(c.monitor, c.mode) for c in monitored}) > 1:
+        names = " and ".join(repr(c.monitor) for c in monitored)
+        raise ConfigurationError(
+            f"callbacks: ModelCheckpoint by {names}: the best are kept by one metric; leave one out"
+        )
+    if any(c.save_top_k == -1 for c in checkpoints):
+        return "all"
+    keep: dict[str, Any] = {"last": max([1, *(c.save_top_k for c in checkpoints if c.monitor is None)])}
+    if monitored:
+        best = max(c.save_top_k for c in monitored)
+        keep |= {"best": best, "metric": monitored[0].monitor, "mode": monitored[0].mode}
+    return keep
+
+
+def _cadence(checkpoint: Any) -> Every | None:
+    """When a ModelCheckpoint saves; None for never. What it was made with is in its `state_key`."""
+    key = str(checkpoint.state_key)
+    steps = re.search(r"'every_n_train_steps': (\d+)", key)
+    if steps and int(steps[1]):
+        return Every(steps=int(steps[1]))
+    interval = re.search(r"'train_time_interval': datetime\.timedelta\((.*?)\)", key)
+    if interval:
+        parts = {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", interval[1])}
+        return Every(minutes=datetime.timedelta(**parts).total_seconds() / 60)
+    return Every(epochs=checkpoint.every_n_epochs) if checkpoint.every_n_epochs else None
+
+
+def saved(checkpoints: Iterable[Any], path: Path, known: dict[str, torch.Tensor]) -> None:
+    """Let the ModelCheckpoint objects say where the checkpoint at `path` is, and whether it is the best so far."""
+    for checkpoint in checkpoints:
+        checkpoint.dirpath, checkpoint.last_model_path = str(path.parent), str(path)
+        if checkpoint.monitor is None:
+            checkpoint.best_model_path = str(path)
+        elif (score := known.get(checkpoint.monitor)) is not None:
+            checkpoint.current_score = score
+            best = checkpoint.best_model_score
+            if best is None or (score < best if checkpoint.mode == "min" else score > best):
+                checkpoint.best_model_path, checkpoint.best_model_score = str(path), score
+
+
+def learning_rates(optimizers: Iterable[torch.optim.Optimizer], configs: Iterable[Any]) -> dict[str, float]:
+    """The learning rates by the names of Lightning's LearningRateMonitor."""
+    names = {
+        id(config.scheduler.optimizer): config.name for config in configs if hasattr(config.scheduler, "optimizer")
+    }
+    found: dict[str, float] = {}
+    for optimizer in optimizers:
+        name = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
+        name = f"{name}-{sum(other.partition('/')[0] == name for other in found)}" if name in found else name
+        for number, group in enumerate(optimizer.param_groups, 1):
+            found[name if len(optimizer.param_groups) == 1 else f"{name}/pg{number}"] = float(group["lr"])
+    return found

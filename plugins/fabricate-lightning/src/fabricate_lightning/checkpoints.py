@@ -1,0 +1,69 @@
+"""Weights from a checkpoint of fabricate, or from a `.ckpt` file of Lightning's, into a LightningModule.
+
+A `.ckpt` is imported by name: `fabricate.import_checkpoint` reads its tensors and hyper-parameters, and runs no code from it. Must not
+know: the Trainer, how a run resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fabricate import TrainModule, import_checkpoint
+
+M = TypeVar("M")
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def share(part: TrainModule, module: Any) -> None:
+    """Let `part` have the parameters, buffers and children of `module`, under the same names."""
+    for table in _TABLES:
+        part.__dict__[table] = module.__dict__[table]
+
+
+def load_from_checkpoint(kind: type[M], path: str | Path, **overrides: Any) -> M:
+    """A module of the class `kind`, a LightningModule, with the weights of the checkpoint at `path`, on the CPU.
+
+    path: a checkpoint or a run directory of fabricate, or a `.ckpt` file of Lightning's. What the module saved with
+    `save_hyperparameters` are its arguments, as far as JSON holds them; `overrides` win. Raises `CheckpointError` where there is no
+    checkpoint, where it is damaged, or where an argument was not recorded and is not overridden.
+    """
+    made: list[M] = []
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    class Loaded(TrainModule):
+        def __init__(self, **hparams: Any) -> None:
+            super().__init__()
+            made.append(kind(**{name: value for name, value in hparams.items() if takes_any or name in parameters}))
+            share(self, made[0])
+
+    with imported(path) as checkpoint:
+        Loaded.load_from_checkpoint(checkpoint, **overrides)
+    return made[0]
+
+
+def load_weights(module: Any, path: str | Path) -> None:
+    """Put the weights of the checkpoint at `path` into `module`, a LightningModule."""
+
+    class Into(TrainModule):
+        def __init__(self, **hparams: Any) -> None:
+            super().__init__()
+            share(self, module)
+
+    with imported(path) as checkpoint:
+        Into.load_from_checkpoint(checkpoint, **dict.fromkeys(map(str, module.hparams)))
+
+
+@contextlib.contextmanager
+def imported(path: str | Path | None) -> Iterator[Any]:
+    """`path` as fabricate takes it: of a `.ckpt` file a checkpoint that is imported from it and there for so long, else itself."""
+    if path is None or not Path(path).is_file():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="fabricate-imported-") as directory:
+        yield import_checkpoint(path, Path(directory) / "checkpoint")

@@ -1,0 +1,135 @@
+"""Data of a LightningDataModule, of the module itself or of the caller, in the order in which Lightning asks for it.
+
+Must not know: how fabricate reads loaders.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import BatchSampler
+
+from fabricate import ConfigurationError
+from fabricate_lightning.kinds import is_a, overrides
+
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LOADERS = {"validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+def is_datamodule(value: object) -> bool:
+    """Whether `value` is a LightningDataModule, or an object with the same methods."""
+    return is_a(value, "LightningDataModule") or callable(getattr(value, "train_dataloader", None))
+
+
+def prepare(owners: Sequence[Any]) -> None:
+    """Call `prepare_data` of `owners` on one process of each host, while the others wait. All ranks."""
+    given = [owner for owner in owners if overrides(owner, "prepare_data")]
+    if not given:
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        # Without the variable processes do not know of each other yet (srun): each calls it.
+        _call(given)
+        return
+    from accelerate import PartialState
+
+    state = PartialState()
+    if state.is_local_main_process:
+        _call(given)
+    state.wait_for_everyone()
+
+
+def _call(owners: Sequence[Any]) -> None:
+    for owner in owners:
+        owner.prepare_data()
+
+
+def training(owner: Any, given: Any) -> Any:
+    """The training loader: `given`, else what `owner` brings; None where there is none."""
+    loader = given if given is not None else _of(owner, "train_dataloader")
+    return loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 and _is_loader(loader[0]) else loader
+
+
+def evaluation(owner: Any, stage: str, given: Any) -> Any:
+    """The loader of an evaluation, or a mapping of several by Lightning's names; None where there is none."""
+    loaders = given if given is not None else _of(owner, _LOADERS[stage])
+    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+    if not isinstance(several, list | tuple) or not all(map(_is_loader, several)):
+        return loaders
+    if not several:
+        return None
+    return several[0] if len(several) == 1 else {f"dataloader_idx_{n}": loader for n, loader in enumerate(several)}
+
+
+def _of(owner: Any, method: str) -> Any:
+    return getattr(owner, method)() if owner is not None and overrides(owner, method) else None
+
+
+def _is_loader(value: object) -> bool:
+    """Whether `value` gives batches, and is none."""
+    return isinstance(value, Iterable) and not isinstance(value, torch.Tensor | list | tuple | Mapping | str)
+
+
+def num_batches(loader: Any, world_size: int, limit: float | None) -> float:
+    """How many batches a rank reads in a pass over `loader`; infinite where that is not known."""
+    try:
+        number: float = len(loader)
+    except TypeError:
+        number = math.inf
+    sampler = getattr(loader, "batch_sampler", None)
+    if type(sampler) is BatchSampler and number < math.inf:
+        rows, size = len(sampler.sampler), sampler.batch_size * world_size  # type: ignore[arg-type]
+        number = rows // size if sampler.drop_last else -(-rows // size)
+    elif number < math.inf:
+        number = -(-number // world_size)
+    if isinstance(limit, int):
+        return min(number, limit)
+    return number if limit is None or number == math.inf else max(1, int(number * limit))
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch as Lightning counts them: the first dimension of the first tensor in it."""
+    rows = _rows(batch)
+    if rows is None:
+        raise ConfigurationError(
+            f"the rows of a batch of type {type(batch).__name__} are not known; give them: self.log(..., batch_size=...)"
+        )
+    return rows
+
+
+def _rows(batch: Any) -> int | None:
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 1
+    if isinstance(batch, str):
+        return len(batch)
+    parts: Any = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Iterable):
+        return next((rows for part in parts if (rows := _rows(part)) is not None), None)
+    return (
+        next((rows for part in vars(batch).values() if (rows := _rows(part)) is not None), None)
+        if _plain(batch)
+        else None
+    )
+
+
+def _plain(batch: object) -> bool:
+    return hasattr(type(batch), "__dataclass_fields__")
+
+
+def transfers(owner: Any) -> bool:
+    """Whether a data module or a module has hooks for the way of batches to the device."""
+    return owner is not None and any(overrides(owner, hook) for hook in TRANSFER)
+
+
+def transferred(owner: Any, batch: Any, device: torch.device, number: int) -> Any:
+    """`batch` after the transfer hooks of `owner`, a data module or the module. number: of the data set in an evaluation."""
+    batch = owner.on_before_batch_transfer(batch, number)
+    if overrides(owner, "transfer_batch_to_device"):
+        batch = owner.transfer_batch_to_device(batch, device, number)
+    else:
+        batch = send_to_device(batch, device)
+    return owner.on_after_batch_transfer(batch, number)

@@ -1,0 +1,40 @@
+"""What a fit of an adapted module does otherwise than Lightning, as far as it applies; printed before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fabricate import Trainer
+from fabricate_lightning.kinds import overrides
+
+
+def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
+    """The differences of a fit, one sentence each."""
+    settings, ranks = trainer.settings, trainer.accelerator.num_processes
+    accumulates = trainer.accelerator.gradient_accumulation_steps > 1
+    if accumulates:
+        yield "the last update of an epoch is the mean over the batches that are left, which Lightning divides by accumulate_grad_batches"
+    if accumulates or ranks > 1:
+        yield "a loss weighs the rows of its batch, or the labels that its cross-entropy counts; in Lightning every batch weighs the same"
+    if ranks > 1:
+        yield "what is logged is reduced over the ranks, with sync_dist=True and without; no row is evaluated twice"
+    yield "shuffled data has another order: it comes from the seed and the epoch, so that a run can resume within an epoch"
+    yield "a value of on_step is the mean since the last log boundary, in Lightning the last one; each epoch also has its mean, epoch_NAME"
+    if settings.max_steps is not None:
+        yield "an epoch that max_steps cuts short ends with on_train_epoch_end, and has no means of its own"
+    if not adapted.lightning.automatic_optimization:
+        yield "manual optimization: global_step counts batches, in Lightning the steps of all optimizers"
+    if settings.sanity_batches and trainer.validates:
+        yield "the check of validation before the first step leaves no trace in the module; callbacks keep what they saw, as in Lightning"
+    if overrides(adapted.lightning, "configure_model"):
+        yield "layers built in configure_model get their initial values from the seed and their names"
+    if trainer.run_dir is not None:
+        yield f"checkpoints are directories in {trainer.run_dir}/checkpoints, named by their step and without pickle; they resume exactly"
+    yield from adapted.view.notes
+
+
+def report(adapted: Any, trainer: Trainer) -> None:
+    """Print them on rank 0."""
+    if trainer.settings.print_plan != "none":
+        adapted.print("\n  - ".join(["what differs from Lightning:", *lines(adapted, trainer)]))

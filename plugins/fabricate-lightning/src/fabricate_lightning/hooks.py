@@ -1,0 +1,74 @@
+"""Calls of Lightning's hooks: of the callbacks in their order, then of the module, and only of what they define themselves.
+
+Must not know: when a hook is due (`adapter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fabricate_lightning.kinds import is_a, overrides
+from fabricate_lightning.logs import Logs
+
+ENGINES_OWN = {
+    "backward": "the loop calls it, once per micro-batch; change the loss in training_step, or use manual optimization",
+    "configure_sharded_model": "rename it configure_model",
+    "optimizer_zero_grad": "the loop clears gradients after each update",
+    "on_validation_model_zero_grad": "the loop clears gradients after each update",
+}
+"""Methods of a LightningModule that fabricate does not call, with what to do instead."""
+
+
+class Hooks:
+    """The hooks of one module and its callbacks."""
+
+    def __init__(self, view: Any, module: Any, callbacks: Sequence[Any], logs: Logs) -> None:
+        self._view, self._module, self._callbacks, self._logs = view, module, callbacks, logs
+        self._known: dict[tuple[str, str], list[Callable[..., Any]]] = {}
+
+    def __call__(self, hook: str, *arguments: Any) -> None:
+        """Call `hook` of the callbacks, then of the module. What the module returns is looked at by `answers`."""
+        self._run(hook, self._of(hook, "both"), arguments)
+
+    def of_callbacks(self, hook: str, *arguments: Any, monitoring: bool | None = None) -> None:
+        """Call `hook` of the callbacks alone; `monitoring`: of EarlyStopping alone, or of all but it."""
+        which = {None: "callbacks", True: "monitoring", False: "others"}[monitoring]
+        self._run(hook, self._of(hook, which), arguments)
+
+    def of_module(self, hook: str, *arguments: Any) -> Any:
+        """Call `hook` of the module alone, and return its answer."""
+        return self._run(hook, self._of(hook, "module"), arguments)
+
+    def listened(self, hooks: Iterable[str]) -> bool:
+        """Whether any callback or the module defines one of `hooks`."""
+        return any(self._of(hook, "both") for hook in hooks)
+
+    def _run(self, hook: str, functions: list[Callable[..., Any]], arguments: Sequence[Any]) -> Any:
+        before, self._logs.hook = self._logs.hook, hook
+        answer = None
+        for function in functions:
+            answer = function(*arguments)
+        self._logs.hook = before
+        return answer
+
+    def _of(self, hook: str, which: str) -> list[Callable[..., Any]]:
+        found = self._known.get((hook, which))
+        if found is None:
+            found = self._known[hook, which] = list(self._functions(hook, which))
+        return found
+
+    def _functions(self, hook: str, which: str) -> Iterable[Callable[..., Any]]:
+        for callback in self._callbacks if which != "module" else ():
+            if not overrides(callback, hook) or is_a(callback, "EarlyStopping") == {
+                "monitoring": False,
+                "others": True,
+            }.get(which):
+                continue
+            yield self._bound(callback, hook)
+        if which in ("both", "module") and overrides(self._module, hook):
+            yield getattr(self._module, hook)
+
+    def _bound(self, callback: Any, hook: str) -> Callable[..., Any]:
+        function = getattr(callback, hook)
+        return lambda *arguments: function(self._view, self._module, *arguments)

@@ -1,0 +1,176 @@
+"""Manual optimization: `training_step` calls backward and steps its optimizers, and one window of the loop is one call of it.
+
+The step runs outside of DDP's forward, which could not follow several backwards; `step` of an optimizer averages the gradients of its
+parameters over the ranks first. What the loop gets is a loss without a graph, so that its own backward and update do nothing. Gradients
+are put away between two steps, because the loop clears them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError, Trainer, hookimpl
+from fabricate_lightning import optimizers
+from fabricate_lightning.adapter import Adapted
+
+
+class Stepping(torch.optim.Optimizer):
+    """What `self.optimizers()` gives: an optimizer of the module, whose `step` averages gradients over the ranks before."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, module: Any, before_step: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        self.optimizer, self._module, self._before_step = optimizer, module, before_step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """One step. `closure`: called once before, with gradients. All ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._before_step(self.optimizer)
+        self.optimizer.step(**options)
+        return loss
+
+    @contextlib.contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """While open, parameters of other optimizers require no gradient. sync_grad: gradients are averaged in `step` anyway."""
+        with self._module.toggled_optimizer(self):
+            yield
+
+
+class Manual(Adapted):
+    """Of a module with `automatic_optimization = False`."""
+
+    def __init__(self, **hparams: Any) -> None:
+        super().__init__(**hparams)
+        self._gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._loss: torch.Tensor | None = None
+        """Of the last backward."""
+        self._stepping: list[Any] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        settings, strategy = trainer.settings, trainer.strategy
+        name = type(self.lightning).__name__
+        if strategy.shards_parameters or not strategy.exposes_gradients:
+            raise ConfigurationError(
+                f"{name} optimizes manually, and strategy={strategy.name!r} divides what its optimizers step; use strategy='ddp' or "
+                "'single'"
+            )
+        if trainer.precision.name == "fp16":
+            raise ConfigurationError(
+                f"{name} optimizes manually, which has no loss scale; use precision='bf16-mixed' (bf16) or fp32"
+            )
+        for argument in ("max_grad_norm", "max_grad_value"):
+            if getattr(settings, argument) is not None:
+                raise ConfigurationError(
+                    f"{argument}: {name} optimizes manually; call self.clip_gradients(optimizer, gradient_clip_val=...) in training_step"
+                )
+        if trainer.accelerator.gradient_accumulation_steps > 1 or settings.nonfinite == "skip":
+            raise ConfigurationError(
+                f"{name} optimizes manually: accumulate in training_step, and leave accumulate_grad_batches and nonfinite='skip' out"
+            )
+        super().on_fit_start(trainer)
+
+    def configure_optimizers(self) -> Any:
+        where = f"{type(self.lightning).__name__}.configure_optimizers"
+        configured = optimizers.read(where, self._original().configure_optimizers())
+        self.optimizers, self.schedulers = configured.optimizers, configured.schedulers
+        self._stepping = [Stepping(optimizer, self.lightning, self._before_step) for optimizer in self.optimizers]
+        # The module advances its schedulers itself; fabricate has them to save them.
+        made = optimizers.for_fabricate(where, configured, lambda config: False, lambda scheduler, metric: None)
+        return {str(number): each for number, each in enumerate(made)}
+
+    def stepping_optimizers(self) -> list[Any]:
+        return self._stepping
+
+    def run_backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        """Backward of `loss`."""
+        self._loss = loss.detach()
+        self.hooks("on_before_backward", loss)
+        loss.backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        self.hooks("on_after_backward")
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._average(p for group in optimizer.param_groups for p in group["params"])
+        self.hooks("on_before_optimizer_step", optimizer)
+
+    def _average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Make the gradients of `parameters` their mean over the ranks; one that no rank has stays away. All ranks."""
+        if self.view.world_size == 1:
+            return
+        by_kind: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            by_kind.setdefault(parameter.dtype, []).append(parameter)
+        for kind, some in by_kind.items():
+            present = torch.tensor([float(p.grad is not None) for p in some], dtype=kind, device=self.device)
+            gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in some]
+            together = torch.cat([*gradients, present])
+            torch.distributed.all_reduce(together)
+            *means, present = torch.split(together, [*(gradient.numel() for gradient in gradients), len(some)])
+            for parameter, mean, there in zip(some, means, present.tolist(), strict=True):
+                parameter.grad = (mean / self.view.world_size).reshape(parameter.shape) if there else None
+
+    # -- one window -----------------------------------------------------------------------------------------------------------------
+
+    @hookimpl(specname="train_step")
+    def manual_step(self, trainer: Trainer, batch: Any) -> Any:
+        """The module's step, in the place of the forward through the prepared model."""
+        return trainer.in_forward(lambda: self.training_step(batch, trainer.progress.micro_step))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        self._loss = None
+        super().training_step(batch, batch_idx)
+        self._gradients = {parameter: parameter.grad for parameter in self.parameters()}
+        for parameter in self._gradients:
+            parameter.grad = None
+        value = torch.zeros((), device=self.device) if self._loss is None else self._loss.float().mean()
+        return {"loss": value.clone().requires_grad_(), "optimizer": "0"}
+
+    def _taken(self, output: Any) -> Any:
+        return output
+
+    @hookimpl
+    def optimizer_step(self, trainer: Trainer) -> bool:
+        """The module has made the update; its gradients are there for who looks at them."""
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        return True
+
+    def on_eval_start(self, trainer: Trainer, stage: str) -> None:
+        self._gradients = {}  # as Lightning clears them before a validation
+        super().on_eval_start(trainer, stage)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------------------
+
+    def on_save(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        self._average(self._gradients)  # between two steps each rank may have some of its own, and rank 0's are saved
+        self._gradients = {parameter: parameter.grad for parameter in self._gradients}
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        state["gradients"] = {names[p]: gradient for p, gradient in self._gradients.items() if gradient is not None}
+        super().on_save(trainer, state)
+        for parameter in self._gradients:
+            parameter.grad = None
+
+    def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
+        saved: Mapping[str, torch.Tensor] = state["gradients"]
+        self._gradients = {p: saved[n].to(p.device) if n in saved else None for n, p in self.named_parameters()}
+        super().on_load(trainer, state)

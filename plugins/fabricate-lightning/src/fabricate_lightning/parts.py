@@ -1,0 +1,134 @@
+"""What some adapted modules have beside `Adapted`: hooks around batches, gradient clipping and updates of their own. The loop calls them
+only for these modules.
+
+Must not know: which module has which part (`adapting`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError, Trainer, hookimpl
+from fabricate_lightning.adapter import Adapted
+from fabricate_lightning.callbacks import learning_rates
+from fabricate_lightning.kinds import is_a, overrides
+
+
+class WithModel(Adapted):
+    """Of a module that builds layers in `configure_model`."""
+
+    def configure_model(self) -> None:
+        self._original().configure_model()
+
+
+class WithLoggers(Adapted):
+    """Of a module whose values go to loggers of Lightning's as well."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        owners = (self.view.datamodule, self.lightning) if self.view.autolog_hparams else ()
+        hparams = {name: value for owner in owners for name, value in dict(getattr(owner, "hparams", {})).items()}
+        written = {
+            name: value
+            for name, value in hparams.items()
+            if isinstance(value, str | int | float | list | tuple | dict | None)
+        }
+        for logger in self.view.loggers:
+            logger.log_hyperparams(written)
+            logger.save()
+        super().on_fit_start(trainer)
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        rates = {}
+        if monitors := [callback for callback in self.view.callbacks if is_a(callback, "LearningRateMonitor")]:
+            rates = learning_rates(self.optimizers, self.schedulers)
+        for monitor in monitors:
+            for name, rate in rates.items():
+                monitor.lrs.setdefault(name, []).append(rate)
+        self._to_loggers({**metrics, **rates}, step, trainer.epoch)
+
+
+class WithBatchHooks(Adapted):
+    """Of a module, or callbacks, with hooks around each training batch, or a transfer of their own."""
+
+    moves_batches = True
+
+    _in_window = False
+
+    def __init__(self, **hparams: Any) -> None:
+        super().__init__(**hparams)
+        self.keeps_output = self.hooks.listened(("on_train_batch_end",))
+
+    @hookimpl(wrapper=True)
+    def train_step(self, trainer: Trainer, batch: Any) -> Generator[None, Any, Any]:
+        self.batch_idx, self._batch = trainer.progress.micro_step, self._moved(batch)
+        where = self._batch, self.batch_idx
+        self.hooks.of_callbacks("on_train_batch_start", *where)
+        if self.hooks.of_module("on_train_batch_start", *where) == -1:
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__}.on_train_batch_start returned -1, which leaves out the rest of an epoch: end the "
+                "data there "
+                "(limit_train_batches, or a sampler), so that every rank does the same"
+            )
+        answer = yield
+        if self.lightning.automatic_optimization:  # else the module calls backward itself
+            for optimizer in () if self._in_window else self.optimizers:
+                self.hooks("on_before_zero_grad", optimizer)
+            self._in_window = True
+            self.hooks("on_before_backward", answer)
+        return answer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(self._batch, batch_idx)
+
+    def on_accumulate(self, is_last: bool) -> None:
+        if self.lightning.automatic_optimization:
+            self.hooks("on_after_backward")
+        if not is_last:
+            self._end_batch()
+
+    def on_step(self) -> None:
+        self._in_window = False
+        self._end_batch()
+
+    def on_step_skipped(self) -> None:
+        self.on_step()
+
+    def _end_batch(self) -> None:
+        output, batch, self.output, self._batch = self.output, self._batch, None, None
+        self.hooks("on_train_batch_end", output, batch, self.batch_idx)
+
+
+class WithStepHook(Adapted):
+    """Of a module, or callbacks, that look at gradients before the update, or clip them."""
+
+    clips = True
+
+    def on_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.hooks("on_before_optimizer_step", optimizer)
+        value, algorithm = self.view.clipping
+        if overrides(self.lightning, "configure_gradient_clipping"):
+            self.hooks.of_module("configure_gradient_clipping", optimizer, value, algorithm)
+        else:
+            self.view.clip_gradients(optimizer, value or 0, algorithm)
+
+
+class WithOptimizerStep(Adapted):
+    """Of a module that makes the update itself."""
+
+    @hookimpl
+    def optimizer_step(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> bool:
+        called = []
+        handle = optimizer.register_step_post_hook(lambda *_: called.append(True))
+        try:
+            self.hooks.of_module("optimizer_step", trainer.epoch, self.batch_idx, optimizer, lambda: None)
+        finally:
+            handle.remove()
+        if not called:
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__}.optimizer_step did not call optimizer.step(closure=optimizer_closure); to leave updates "
+                "out set accumulate_grad_batches, or use manual optimization"
+            )
+        return True

@@ -1,0 +1,142 @@
+"""What of an adapted module goes into a checkpoint beside weights, optimizers and metrics: attributes that have changed, the state of
+callbacks and of the data module, and what `on_save_checkpoint` adds.
+
+Must not know: files, when a checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabricate import ConfigurationError, Trainer
+from fabricate_lightning.kinds import base, overrides
+from fabricate_lightning.view import TrainerView
+
+_LIBRARIES = ("torch", "torchmetrics", "transformers", "fabricate_lightning")
+"""Whose layers hold nothing beside what checkpoints have."""
+
+
+class Checkpoint(dict[str, Any]):
+    """What `on_save_checkpoint` and `on_load_checkpoint` get: the values that they add themselves, "epoch" and "global_step"."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ConfigurationError(
+            f"checkpoint[{key!r}]: a checkpoint of fabricate holds weights, optimizers and progress by itself, and hooks see what hooks "
+            f"added: {', '.join(self) or 'nothing'}"
+        )
+
+
+class Saved:
+    """The state of one adapted module."""
+
+    def __init__(self, module: Any, view: TrainerView) -> None:
+        self._module, self._view = module, view
+        lightnings = base(type(module), "LightningModule")
+        self._not_users = {*vars(lightnings())} if lightnings is not None else set()
+        self._began: dict[str, Any] = {}
+
+    def remember(self) -> None:
+        """The attributes are now as the constructor and `setup` leave them."""
+        self._began = {place: copy.deepcopy(value) for place, _, _, value in self._attributes()}
+
+    def fill(self, state: MutableMapping[str, Any], trainer: Trainer) -> None:
+        """Put everything into `state`. All ranks."""
+        logs = self._view.logs
+        state["attributes"] = {
+            place: value
+            for place, _, _, value in self._attributes()
+            if place not in self._began or not _equal(value, self._began[place])
+        }
+        state["callbacks"] = {key: value for key, callback in self._callbacks() if (value := callback.state_dict())}
+        if (datamodule := self._view.datamodule) is not None and overrides(datamodule, "state_dict"):
+            state["datamodule"] = datamodule.state_dict()
+        added = Checkpoint(self._where(trainer))
+        self._call("on_save_checkpoint", added)
+        state["added"] = {name: value for name, value in added.items() if name not in self._where(trainer)}
+        state["metrics"] = {name: float(value) for name, value in logs.callback_metrics.items()}
+        state["epoch"] = {recorded: [name, list(options)] for recorded, (name, options) in logs.epoch.items()}
+
+    def take(self, state: Mapping[str, Any], trainer: Trainer) -> None:
+        """Put back what `fill` gave. All ranks."""
+        parts = dict(self._module.named_modules())
+        for place, value in state["attributes"].items():
+            path, _, name = place.rpartition(".")
+            if path in parts:
+                before = getattr(parts[path], name, None)
+                moved = (
+                    value.to(before.device)
+                    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
+                    else value
+                )
+                setattr(parts[path], name, moved)
+        for key, callback in self._callbacks():
+            if key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][key])
+        if "datamodule" in state and self._view.datamodule is not None:
+            self._view.datamodule.load_state_dict(state["datamodule"])
+        self._call("on_load_checkpoint", Checkpoint({**self._where(trainer), **state["added"]}))
+        self._view.logs.restore(state["metrics"], state["epoch"])
+
+    def _where(self, trainer: Trainer) -> dict[str, Any]:
+        return {"epoch": trainer.epoch, "global_step": trainer.step}
+
+    def _call(self, hook: str, checkpoint: Checkpoint) -> None:
+        for callback in self._view.callbacks:
+            if overrides(callback, hook):
+                getattr(callback, hook)(self._view, self._module, checkpoint)
+        for owner in (self._view.datamodule, self._module):
+            if owner is not None and overrides(owner, hook):
+                getattr(owner, hook)(checkpoint)
+
+    def _callbacks(self) -> Iterator[tuple[str, Any]]:
+        for callback in self._view.callbacks:
+            if overrides(callback, "state_dict"):
+                yield str(callback.state_key), callback
+
+    def _attributes(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """Of the module and its submodules the attributes that a checkpoint can hold: place, owner, name, value."""
+        for path, part in self._module.named_modules():
+            if type(part).__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            for name, value in vars(part).items():
+                if name not in self._not_users and _plain(value):
+                    yield f"{path}.{name}", part, name, value
+
+
+def _plain(value: Any) -> bool:
+    """Whether a checkpoint can hold `value`."""
+    if isinstance(value, list | tuple):
+        return all(map(_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _plain(each) for key, each in value.items())
+    return value is None or type(value) in (bool, int, float, str, torch.Tensor, np.ndarray)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def detached(output: Any) -> Any:
+    """What a step returned, without the graph."""
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {key: detached(value) for key, value in output.items()}
+    if isinstance(output, list | tuple) and type(output) in (list, tuple):
+        return type(output)(map(detached, output))
+    return output

@@ -1,0 +1,98 @@
+"""The methods of a LightningModule that ask its Trainer, and answer from an adapted one: everything else is Lightning's own.
+
+They come in between the user's classes and LightningModule, so that what the user overrides stays overridden. Must not know: how fabricate
+runs the module (`adapter`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError
+from fabricate_lightning.kinds import base
+
+_made: dict[type, type] = {}
+
+
+def attach(module: Any, view: Any) -> None:
+    """Let `module`, and the LightningModules inside it, ask `view` for what they would ask a Trainer."""
+    for part in module.modules():
+        if (lightnings := base(type(part), "LightningModule")) is not None and not isinstance(part, Surface):
+            part.__class__ = _with_surface(type(part), lightnings)
+    module.trainer = view
+
+
+def _with_surface(kind: type, lightnings: type) -> type:
+    """The class of a user's module with `Surface` below the user's own classes."""
+    if kind not in _made:
+        surface = _made.setdefault(lightnings, type("LightningModule", (Surface, lightnings), {}))
+        _made[kind] = type(
+            kind.__name__, (kind, surface), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        )
+    return _made[kind]
+
+
+class Surface:
+    """What an adapted module answers in place of LightningModule."""
+
+    trainer: Any
+    automatic_optimization: bool
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """As Lightning's; see `Logs.log`. Values are reduced over ranks, with sync_dist and without."""
+        self.trainer.take_logged(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            add_dataloader_idx=add_dataloader_idx,
+            batch_size=batch_size,
+        )
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or a list of several. With manual optimization each is one whose `step` averages gradients over ranks."""
+        found = self.trainer.stepping_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return found[0] if len(found) == 1 else found
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of `loss`, with manual optimization."""
+        if self.automatic_optimization:
+            raise ConfigurationError(
+                "manual_backward: set self.automatic_optimization = False in __init__, or return the loss"
+            )
+        self.trainer.manual_backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of `optimizer`; by default as the Trainer's arguments say."""
+        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches arrive; outside of a fit where the first parameter is."""
+        parameter = next(self.parameters(), None)  # type: ignore[attr-defined]
+        own = parameter.device if parameter is not None else torch.device("cpu")
+        device: torch.device = own if self.__dict__.get("_trainer") is None else self.trainer.device_of(own)
+        return device

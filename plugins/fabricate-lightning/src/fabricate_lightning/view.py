@@ -1,0 +1,511 @@
+"""What `self.trainer` of an adapted module is, and what callbacks get: the attributes of Lightning's Trainer that code uses, answered from
+fabricate's. All others raise an AttributeError that names them.
+
+Must not know: when hooks are called (`adapter`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+
+from fabricate import ConfigurationError, FabricateError, Trainer
+from fabricate_lightning.data import num_batches
+from fabricate_lightning.kinds import is_a
+from fabricate_lightning.logs import Logs
+
+if TYPE_CHECKING:
+    from fabricate_lightning.adapter import Adapted
+
+STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
+
+
+class TrainerView:
+    """Lightning's Trainer as far as modules, data modules and callbacks look at it."""
+
+    barebones = False
+    num_nodes = 1
+    received_sigterm = False
+    profiler = None
+    accumulation_scheduler = None
+    autolog_hparams = True
+    """Whether loggers get the hyper-parameters when a fit begins."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Any] = []
+        """All that were given."""
+        self.called: list[Any] = []
+        """Those whose hooks are called; fabricate does what the others do."""
+        self.loggers: list[Any] = []
+        self.notes: list[str] = []
+        """What differs from Lightning because of what was given."""
+        self.datamodule: Any = None
+        self.logs = Logs()
+        self.function = "fit"
+        """What was called: "fit", "validate", "test" or "predict"."""
+        self.evaluation = ""
+        """The stage of the evaluation under way; empty in training."""
+        self.sanity_checking = False
+        self.loaders: dict[str, Any] = {}
+        """By stage ("train", "validate", ...) the data of the fit or evaluation, as the user gave it."""
+        self.clipping: tuple[float | None, str] = None, "norm"
+        """What the module clips itself, in place of fabricate."""
+        self.core: Trainer | None = None
+        """fabricate's Trainer."""
+        self.adapted: Adapted | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"trainer.{name} is not available under fabricate, which runs this module; available are {', '.join(_public())}"
+        )
+
+    # -- the run ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _fabricates(self) -> Trainer:
+        if self.core is None:
+            raise RuntimeError("this exists once fit, validate, test or predict was called")
+        return self.core
+
+    @property
+    def _is_running(self) -> bool:
+        return self.core is not None and self.core.running
+
+    def device_of(self, default: torch.device) -> torch.device:
+        """The device of the run under way, `default` where there is none."""
+        return self._fabricates.accelerator.device if self._is_running else default
+
+    @property
+    def lightning_module(self) -> Any:
+        """The user's module."""
+        return self.adapted.lightning if self.adapted is not None else None
+
+    model = lightning_module
+
+    @property
+    def global_step(self) -> int:
+        """Updates so far."""
+        return self._counted("step")
+
+    @property
+    def current_epoch(self) -> int:
+        """The pass under way, from 0; after a fit, the number of those that began."""
+        return self._counted("epoch") + (self.adapted is not None and self.adapted.cut_short)
+
+    def _counted(self, name: str) -> int:
+        try:
+            return int(getattr(self.core, name)) if self.core is not None else 0
+        except FabricateError:  # before the first fit
+            return 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        if self._is_running:
+            return int(self._fabricates.accelerator.num_processes)
+        return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+
+    num_devices = world_size
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process."""
+        if self._is_running:
+            return int(self._fabricates.accelerator.process_index)
+        return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on this host."""
+        return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this host."""
+        return int(os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or os.environ.get("SLURM_NODEID") or 0)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a callback asked for the end of the fit."""
+        return self.adapted is not None and self.adapted.stopping
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value and self.adapted is not None and not self.adapted.stopping:
+            self.adapted.stopping = True
+            self._fabricates.stop("trainer.should_stop")
+
+    @property
+    def strategy(self) -> StrategyView:
+        """Of Lightning's strategy, what talks to other ranks."""
+        return StrategyView(self)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers."""
+        return list(self.adapted.optimizers) if self.adapted is not None else []
+
+    @property
+    def stepping_optimizers(self) -> list[Any]:
+        """What `self.optimizers()` gives."""
+        return self.adapted.stepping_optimizers() if self.adapted is not None else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers with Lightning's options."""
+        return list(self.adapted.schedulers) if self.adapted is not None else []
+
+    # -- where it is ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> SimpleNamespace:
+        """`fn`: what was called; `stage`: what runs."""
+        stage = "sanity_check" if self.sanity_checking else self.evaluation or STAGES[self.function]
+        return SimpleNamespace(fn=self.function, stage=stage, status="running" if self._is_running else "finished")
+
+    @property
+    def training(self) -> bool:
+        """Whether the training of a fit is under way."""
+        return self.function == "fit" and not self.evaluation
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is under way."""
+        return self.evaluation == "validate" and not self.sanity_checking
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is under way."""
+        return self.evaluation == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction is under way."""
+        return self.evaluation == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation or a test is under way."""
+        return self.validating or self.testing
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch at work is the last of the epoch."""
+        return self.adapted is not None and self.adapted.batch_idx + 1 >= self.num_training_batches
+
+    # -- metrics and loggers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """The last value of everything that was logged."""
+        return self.logs.callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The last value of everything that goes to loggers."""
+        return self.logs.logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The last value of everything with prog_bar=True."""
+        return {name: float(value) for name, value in self.logs.progress_bar_metrics.items()}
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, None without one."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """Where the first logger writes, else the run directory."""
+        found = getattr(self.logger, "log_dir", None) or getattr(self.logger, "save_dir", None) or self.default_root_dir
+        return str(found)
+
+    def take_logged(self, name: str, value: Any, **given: Any) -> None:
+        """What `self.log` got."""
+        if self.adapted is None:
+            raise ConfigurationError(f"self.log({name!r}): no fit or evaluation is under way")
+        self.logs.log(self.adapted.record, name, value, **given)
+
+    # -- arguments --------------------------------------------------------------------------------------------------------------
+
+    def _setting(self, name: str) -> Any:
+        return getattr(self._fabricates.settings, name)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """As given; None for no limit."""
+        value: int | None = self._setting("max_epochs")
+        return value
+
+    @property
+    def max_steps(self) -> int:
+        """As given; -1 for no limit."""
+        value = self._setting("max_steps")
+        return -1 if value is None else int(value)
+
+    @property
+    def min_epochs(self) -> int:
+        """As given."""
+        return int(self._setting("min_epochs") or 0)
+
+    @property
+    def min_steps(self) -> int | None:
+        """As given."""
+        value: int | None = self._setting("min_steps")
+        return value
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches per update."""
+        if self._is_running:
+            return int(self._fabricates.accelerator.gradient_accumulation_steps)
+        return int(self._setting("gradient_accumulation_steps") or 1)
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """The norm or the value at which gradients are clipped."""
+        value: float | None = self.clipping[0] or self._setting("max_grad_norm") or self._setting("max_grad_value")
+        return value
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """Whether that is a norm or a value."""
+        if self.clipping[0] is not None:
+            return self.clipping[1]
+        return "value" if self._setting("max_grad_value") is not None else "norm"
+
+    @property
+    def fast_dev_run(self) -> int:
+        """As given."""
+        return int(self._setting("fast_dev_run"))
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Updates between log boundaries."""
+        every = self._setting("log_every")
+        return int(every.amount) if every.unit == "steps" else 1
+
+    @property
+    def val_check_interval(self) -> float:
+        """1.0 where every epoch, or every few, ends with a validation."""
+        every = self._setting("validate_every")
+        whole = every is None or (every.unit == "epochs" and every.amount >= 1)
+        return 1.0 if whole else every.amount
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """Epochs between validations; None where updates are counted."""
+        every = self._setting("validate_every")
+        if every is None or (every.unit == "epochs" and every.amount < 1):
+            return 1
+        return int(every.amount) if every.unit == "epochs" else None
+
+    @property
+    def precision(self) -> str:
+        """By fabricate's name."""
+        return self._fabricates.precision.name if self._is_running else str(self._setting("precision"))
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where this run writes, else the working directory."""
+        return str(self.core.run_dir if self.core is not None and self.core.run_dir is not None else os.getcwd())
+
+    # -- data -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The updates of the whole fit."""
+        assert self.adapted is not None
+        return self.adapted.total_steps()
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches that this rank reads in an epoch; infinite where that is not known."""
+        return self._num_batches("train", "limit_train_batches")
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches that this rank reads of each validation set."""
+        return self._several("validate", "limit_val_batches")
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Batches that this rank reads of each test set."""
+        return self._several("test", "limit_test_batches")
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Batches that this rank reads of each prediction set."""
+        return self._several("predict", "limit_predict_batches")
+
+    def _num_batches(self, stage: str, limit: str) -> float:
+        loader = self.loaders.get(stage)
+        return math.inf if loader is None else num_batches(loader, self.world_size, self._setting(limit))
+
+    def _several(self, stage: str, limit: str) -> list[float]:
+        loaders = self.loaders.get(stage)
+        several = list(loaders.values()) if isinstance(loaders, dict) else [] if loaders is None else [loaders]
+        return [num_batches(loader, self.world_size, self._setting(limit)) for loader in several]
+
+    @property
+    def train_dataloader(self) -> Any:
+        """As given."""
+        return self.loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """As given; a list of several."""
+        return self._listed("validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """As given; a list of several."""
+        return self._listed("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """As given; a list of several."""
+        return self._listed("predict")
+
+    def _listed(self, stage: str) -> Any:
+        loaders = self.loaders.get(stage)
+        return list(loaders.values()) if isinstance(loaders, dict) else loaders
+
+    # -- callbacks --------------------------------------------------------------------------------------------------------------
+
+    def _callbacks(self, kind: str) -> list[Any]:
+        return [callback for callback in self.callbacks if is_a(callback, kind)]
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The ModelCheckpoint objects."""
+        return self._callbacks("Checkpoint")
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first of them."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The EarlyStopping objects."""
+        return self._callbacks("EarlyStopping")
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first of them."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> None:
+        """None: fabricate shows a bar of its own."""
+
+    # -- what can be called -----------------------------------------------------------------------------------------------------
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0."""
+        if self.is_global_zero:
+            print(*values, **options)
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool = False, storage_options: Any = None) -> None:
+        """Write a checkpoint of fabricate, a directory, to `filepath` at the next update boundary. All ranks."""
+        if weights_only or storage_options is not None:
+            raise ConfigurationError(
+                "trainer.save_checkpoint: weights_only and storage_options have no counterpart; fabricate's checkpoints resume, and "
+                "RUN_DIR/model/ has the weights alone"
+            )
+        self._fabricates.save(filepath)
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of a loss, with manual optimization."""
+        assert self.adapted is not None
+        self.adapted.run_backward(loss, *args, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of `optimizer`; what is not given is as the Trainer's arguments say. All ranks."""
+        value = self.gradient_clip_val if value is None else value
+        algorithm = str(getattr(algorithm, "value", algorithm) or self.gradient_clip_algorithm or "norm").lower()
+        if not value:
+            return
+        if algorithm not in ("norm", "value"):
+            raise ConfigurationError(f"gradient_clip_algorithm={algorithm!r}: give 'norm' or 'value'")
+        strategy = self._fabricates.strategy
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            strategy.clip_by_value(parameters, value)
+        else:
+            strategy.clip(parameters, value, strategy.grad_norm(parameters))
+
+
+class StrategyView:
+    """What modules and callbacks use of `trainer.strategy`."""
+
+    def __init__(self, view: TrainerView) -> None:
+        self._view = view
+        self._accelerator: Any = view._fabricates.accelerator
+        self.global_rank, self.world_size, self.local_rank = view.global_rank, view.world_size, view.local_rank
+        self.root_device = self._accelerator.device
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer.strategy.{name} is not available under fabricate, which runs this module")
+
+    @property
+    def model(self) -> Any:
+        """The user's module."""
+        return self._view.lightning_module
+
+    lightning_module = model
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self._accelerator.wait_for_everyone()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank `src`. All ranks."""
+        return broadcast_object_list([obj], src)[0] if self.world_size > 1 else obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean or the sum of a tensor over the ranks. All ranks."""
+        if self.world_size == 1 or not isinstance(tensor, torch.Tensor):
+            return tensor
+        return self._accelerator.reduce(tensor, "mean" if str(reduce_op).lower() in ("mean", "avg") else "sum")
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decided so. All ranks."""
+        if self.world_size == 1:
+            return bool(decision)
+        decisions = gather_object([bool(decision)])
+        return bool(min(decisions) if all else max(decisions))
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all ranks in a new first dimension; without it in one process. All ranks."""
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            raise ConfigurationError(
+                "all_gather(sync_grads=True): gradients do not pass between ranks here; gather without it"
+            )
+        gathered: torch.Tensor = self._accelerator.gather(tensor.detach()[None])
+        return gathered
+
+
+def _public() -> list[str]:
+    return sorted(name for name in vars(TrainerView) if not name.startswith("_"))

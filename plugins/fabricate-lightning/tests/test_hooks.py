@@ -1,0 +1,194 @@
+"""The hooks of modules and callbacks: called in Lightning's order with Lightning's arguments, and what cannot be called is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fabricate_lightning
+import lightning
+import pytest
+import torch
+from fabricate_lightning import adapt
+from lightning_shapes import Classifier, by_fabricate, by_lightning, loader
+
+from fabricate import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CALLS: list[tuple[Any, ...]] = []
+
+
+def noting(kind: type, who: str, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Methods that note every hook of `kind`, with the types of its arguments."""
+
+    def method(hook: str) -> Any:
+        def note(self: Any, *arguments: Any, **named: Any) -> None:
+            given = [*arguments, *named.values()]
+            CALLS.append(
+                (who, hook, [type(each).__name__ for each in given[2 if who == "callback" and len(given) > 1 else 0 :]])
+            )
+
+        return note
+
+    return {name: method(name) for name in _hooks(kind) if name not in but}
+
+
+def _hooks(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        for name in vars(base):
+            if name.startswith("on_") and name not in (
+                "on_gpu",
+                "on_exception",
+                "on_save_checkpoint",
+                "on_load_checkpoint",
+            ):
+                yield name
+
+
+_MODULE_ONLY = tuple(
+    f"on_{stage}_model_{what}" for stage in ("validation", "test", "predict") for what in ("eval", "train", "zero_grad")
+)
+_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
+
+
+class Steps(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        CALLS.append(("training_step", batch_idx, self.global_step, self.current_epoch, self.trainer.is_last_batch))
+        return {"loss": super().training_step(batch, batch_idx), "more": 1}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        CALLS.append(("validation_step", batch_idx, dataloader_idx))
+        super().validation_step(batch, batch_idx)
+        return {"scores": 1}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        CALLS.append(("test_step", batch_idx, self.trainer.testing, self.trainer.state.fn == "test"))
+
+    def predict_step(self, batch: Any) -> Any:
+        return self(batch[0])
+
+
+Noting: Any = type("Noting", (Steps,), noting(lightning.LightningModule, "module", _MODULE_ONLY + _TRANSFER))
+Callback: Any = type("Callback", (lightning.Callback,), noting(lightning.Callback, "callback"))
+
+
+def _run(trainer: Any) -> tuple[list[Any], Any]:
+    CALLS.clear()
+    torch.manual_seed(0)
+    module = Noting()
+    trainer.fit(module, loader(), [loader(number=20), loader(number=12)])
+    trainer.validate(module, loader(number=20), verbose=False)
+    trainer.test(module, loader(number=20), verbose=False)
+    predicted = trainer.predict(module, loader(number=20))
+    return list(CALLS), predicted
+
+
+def test_hooks_are_called_in_the_order_of_lightning() -> None:
+    options: dict[str, Any] = {
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accumulate_grad_batches": 2,
+    }
+    theirs, predicted = _run(
+        lightning.Trainer(**options, accelerator="cpu", enable_model_summary=False, callbacks=[Callback()])
+    )
+    ours, our_predictions = _run(fabricate_lightning.Trainer(**options, callbacks=[Callback()]))
+    assert ours == theirs
+    assert [p.shape for p in our_predictions] == [p.shape for p in predicted]
+
+
+def test_setup_and_teardown_get_the_stage() -> None:
+    class Stages(Classifier):
+        def setup(self, stage: str) -> None:
+            self.losses.append(len(stage))
+
+        def teardown(self, stage: str) -> None:
+            self.losses.append(len(stage))
+
+        def configure_callbacks(self) -> Any:
+            return lightning.pytorch.callbacks.LambdaCallback(
+                on_train_start=lambda trainer, module: module.losses.append(99.0)
+            )
+
+    losses = by_fabricate(Stages(), loader(), max_epochs=1).module.losses
+    assert (losses[0], losses[1], losses[-1]) == (3, 99.0, 3)
+
+
+class SkipsTheEpoch(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        return -1
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (SkipsTheEpoch, "on_train_batch_start returned -1, which leaves out the rest of an epoch"),
+        (OwnBackward, "OwnBackward.backward would not be called: the loop calls it"),
+    ],
+)
+def test_a_hook_that_fabricate_cannot_follow_is_named(kind: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        by_fabricate(kind(), loader())
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda self, dataloader_iter: None, "the loop reads the data"),
+        (lambda self, batch, batch_idx, optimizer_idx: None, "Lightning 2 does not pass"),
+    ],
+)
+def test_arguments_of_steps_that_are_not_passed_are_named(step: Any, said: str) -> None:
+    kind = type("Odd", (Classifier,), {"training_step": step})
+    with pytest.raises(ConfigurationError, match=said):
+        by_fabricate(kind(), loader())
+
+
+def test_only_a_lightning_module_is_adapted() -> None:
+    for wrong, said in ((Classifier, "the class Classifier"), (torch.nn.Linear(1, 1), r"adapt\(Linear\)")):
+        with pytest.raises(ConfigurationError, match=said):
+            adapt(wrong)
+
+
+# --------------------------------------------------------------------------------------------------- self.trainer
+
+
+def test_attributes_of_the_trainer_are_those_of_lightning() -> None:
+    names = """max_epochs max_steps min_epochs global_step current_epoch world_size num_devices num_nodes global_rank local_rank node_rank
+        is_global_zero estimated_stepping_batches num_training_batches num_val_batches accumulate_grad_batches gradient_clip_val
+        log_every_n_steps val_check_interval check_val_every_n_epoch sanity_checking training validating testing predicting evaluating
+        should_stop fast_dev_run barebones received_sigterm loggers logger early_stopping_callback progress_bar_callback"""
+    seen: list[dict[str, Any]] = []
+
+    class Looks(Classifier):
+        def on_train_epoch_end(self) -> None:
+            seen.append({name: getattr(self.trainer, name) for name in names.split()})
+            assert self.trainer.lightning_module is self
+            assert self.trainer.model is not None
+            assert self.trainer.optimizers[0] is not None
+            assert self.trainer.strategy.root_device == self.device
+
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1}
+    by_lightning(Looks(), loader(), loader(number=20), **options)
+    by_fabricate(Looks(), loader(), loader(number=20), **options)
+    theirs, ours = seen
+    assert ours == theirs
+
+
+def test_other_attributes_of_the_trainer_are_named() -> None:
+    class Looks(Classifier):
+        def on_train_start(self) -> None:
+            assert not hasattr(self.trainer, "fit_loop")
+            _ = self.trainer.strategy.lightning_optimizers
+
+    with pytest.raises(
+        AttributeError, match=r"trainer\.strategy\.lightning_optimizers is not available under fabricate"
+    ):
+        by_fabricate(Looks(), loader())

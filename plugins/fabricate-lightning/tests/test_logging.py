@@ -1,0 +1,169 @@
+"""`self.log`: names, defaults of on_step and on_epoch, reductions, torchmetrics objects, and where the values go."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torchmetrics
+from fabricate_lightning.levels import LEVELS
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.core.hooks import ModelHooks
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning_shapes import Classifier, both, by_fabricate, loader
+
+from fabricate import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def data() -> tuple[Any, ...]:
+    return loader(), [loader(number=20, seed=1), loader(number=12, seed=2)]
+
+
+def test_the_levels_of_hooks_are_those_of_lightning() -> None:
+    theirs = {name: options for name, options in _FxValidator.functions.items() if options is not None}
+    assert LEVELS.keys() == theirs.keys()
+    for name, level in LEVELS.items():
+        options = theirs[name]
+        assert (level.on_step, level.on_epoch) == (options["default_on_step"], options["default_on_epoch"]), name
+        assert level.of_epoch == (options["allowed_on_step"] == (False,)), name
+    assert {name for name in vars(ModelHooks) if name.startswith("on_")} >= {
+        n for n in LEVELS if n.startswith("on_train_")
+    }
+
+
+class Everything(Classifier):
+    """Logs in every way, in training and in evaluations of several sets."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        number = float(batch_idx)
+        self.log("default", number)
+        self.log("both", number, on_epoch=True)
+        self.log("epoch_only", number, on_step=False, on_epoch=True, batch_size=batch_idx + 1)
+        self.log("sum", 1, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("without_logger", number, logger=False)
+        self.log_dict({"a": loss.detach(), "b": torch.tensor([2.0])}, prog_bar=True)
+        return loss
+
+    def on_train_start(self) -> None:
+        self.log("at_start", 3.0)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at_epoch_end", 10.0 * self.current_epoch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after_batch", outputs["loss"] if isinstance(outputs, dict) else float(outputs))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        scores = self(batch[0])
+        self.log("val", scores.mean(), on_step=True)
+        for reduction in ("min", "max", "sum"):
+            self.log(reduction, float(batch_idx + 1), reduce_fx=reduction)
+        self.log(f"own/{dataloader_idx}", float(dataloader_idx), add_dataloader_idx=False)
+        self.log("weighed", float(batch_idx), batch_size=batch_idx + 1)
+        self.val_accuracy(scores, batch[1])
+        self.log("accuracy", self.val_accuracy, add_dataloader_idx=False) if dataloader_idx == 0 else None
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_late", 7.0)
+
+
+def test_everything_that_is_logged_has_lightnings_name_and_value() -> None:
+    theirs, ours = both(Everything, data)
+    assert set(ours.metrics) == set(theirs.metrics)
+    assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
+    for kind in ("logged_metrics", "progress_bar_metrics"):
+        one, other = (
+            {name: float(value) for name, value in getattr(run.trainer, kind).items()} for run in (theirs, ours)
+        )
+        assert other == pytest.approx(one, abs=1e-6), kind
+
+
+class Collection(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {"accuracy": torchmetrics.Accuracy, "recall": torchmetrics.Recall}
+        self.collection = torchmetrics.MetricCollection(
+            {name: kind(task="multiclass", num_classes=3, average="macro") for name, kind in kinds.items()},
+            prefix="val_",
+        )
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        self.log("mean_loss", self.mean, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.collection.update(self(batch[0]), batch[1])
+        self.log_dict(self.collection)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("best", self.collection["recall"].compute())
+
+
+def test_collections_of_metrics_and_their_values_within_an_epoch_are_those_of_lightning() -> None:
+    theirs, ours = both(Collection, lambda: (loader(), loader(number=20, seed=1)), val_check_interval=3, max_epochs=2)
+    assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("hook", "call", "said"),
+    [
+        ("on_fit_start", lambda m: m.log("x", 1), r"self\.log\('x'\) in on_fit_start: nothing can be logged there"),
+        ("on_train_epoch_end", lambda m: m.log("x", 1, on_step=True), "the hook belongs to no batch"),
+        ("on_train_start", lambda m: m.log("x", torch.zeros(2)), "a metric is one number"),
+        ("on_train_start", lambda m: m.log("x", {"a": 1}), "use self.log_dict"),
+        ("on_train_start", lambda m: m.log("x", 1, reduce_fx=len), r"reduce_fx=<built-in function len>\): give 'mean'"),
+        ("on_train_start", lambda m: m.log("x", 1, reduce_fx="max"), "log a torchmetrics object"),
+        ("on_train_start", lambda m: m.log("x/dataloader_idx_1", 1), "is added to the name"),
+    ],
+)
+def test_what_cannot_be_logged_is_named(hook: str, call: Any, said: str) -> None:
+    kind = type("Wrong", (Classifier,), {hook: lambda self, *_: call(self)})
+    with pytest.raises(ConfigurationError, match=said):
+        by_fabricate(kind(), loader(), max_epochs=1)
+
+
+def test_values_go_to_the_run_and_to_loggers(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="one", version=3)
+    monitor = LearningRateMonitor()
+    module = Classifier(width=6)
+    trained = by_fabricate(
+        module,
+        loader(),
+        loader(number=20),
+        logger=logger,
+        callbacks=[monitor],
+        log_every_n_steps=2,
+        enable_checkpointing=True,
+        max_epochs=2,
+    )
+    run = tmp_path / "one" / "version_3"
+    assert trained.trainer.log_dir == str(run)
+    assert trained.trainer.logger is logger
+    assert trained.module.logger is logger
+    with (run / "metrics.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    known = {name for line in lines for name, value in line.items() if value}
+    assert known >= {"train_loss_step", "train_loss_epoch", "val_loss", "val/accuracy", "epoch", "lr-AdamW"}
+    assert len(monitor.lrs["lr-AdamW"]) == 7
+    assert "width: 6" in (run / "hparams.yaml").read_text()
+    stages = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    validations = [line["metrics"] for line in stages if line["stage"] == "validate"]
+    assert [set(metrics) for metrics in validations] == [{"val_loss", "val/accuracy"}] * 2
+
+
+def test_logging_without_a_trainer_warns_as_lightnings_module_does() -> None:
+    module = Classifier()
+    module.log("x", 1)
+    assert isinstance(module, lightning.LightningModule)
