@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -15,26 +16,28 @@ if TYPE_CHECKING:
     from fabricate.module import TrainModule
     from fabricate.trainer import Trainer
 
-PEAKS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "RTX A6000": 155e12,
-    "MI300X": 1307e12,
-}
-"""Dense 16-bit FLOPs per second of a device, by a part of its name: the makers' data sheets. The first that fits counts."""
+PEAKS = (
+    (r"GB200", 2500e12),  # NVIDIA Blackwell architecture technical brief
+    (r"\bB200$", 2250e12),  # the same
+    (r"\bH200$", 989e12),  # nvidia.com/en-us/data-center/h200; figures there are with sparsity, twice the dense ones
+    (r"\bH100 NVL", 835e12),  # nvidia.com/en-us/data-center/h100, the same
+    (r"\bH100 (PCIe|80GB HBM2e)", 756e12),
+    (r"\bH100\b", 989e12),
+    (r"\bA100\b", 312e12),  # NVIDIA A100 datasheet
+    (r"\bA10$", 125e12),  # NVIDIA A10 datasheet
+    (r"\bL40S$", 362e12),  # NVIDIA L40S datasheet
+    (r"\bL4$", 121e12),  # NVIDIA Ada GPU architecture whitepaper
+    (r"\bRTX 4090$", 165e12),  # the same, with accumulation in float32
+    (r"\bRTX 3090$", 71e12),  # NVIDIA GA102 GPU architecture whitepaper, with accumulation in float32
+    (r"\bRTX A6000$", 155e12),  # the same
+    (r"\bV100S-PCIE", 130e12),  # NVIDIA V100 datasheet
+    (r"\bV100-SXM", 125e12),
+    (r"\bV100-PCIE", 112e12),
+    (r"\bT4$", 65e12),  # NVIDIA T4 datasheet
+    (r"\bMI300X\b", 1307e12),  # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+)
+"""Dense 16-bit FLOPs per second of a device, by a pattern of its name, with where the maker says so. The first that fits counts. A device
+whose sources differ (A10G) or that is sold in slower forms under the same name (laptops) is not listed."""
 
 
 class Throughput(Callback):
@@ -134,5 +137,9 @@ def _known_peak(trainer: Trainer, module: TrainModule) -> float | None:
 
     if module.device.type != "cuda" or trainer.precision.compute_dtype not in ("bfloat16", "float16"):
         return None
-    name = torch.cuda.get_device_name(module.device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return peak_of(torch.cuda.get_device_name(module.device))
+
+
+def peak_of(name: str) -> float | None:
+    """Of a device with this name; None for one that is not known."""
+    return next((peak for pattern, peak in PEAKS if re.search(pattern, name)), None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fabricate import ConfigurationError, DeviceStats, Throughput, Trainer, TrainModule
+from fabricate.callbacks.throughput import peak_of
 from fabricate.testing import run_ranks
 
 FORWARD = 2 * (8 * 16 + 16)
@@ -144,3 +145,31 @@ def test_each_rank_measures_itself() -> None:
 def test_a_peak_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"Throughput\(peak=0\)"):
         Throughput(peak=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA L4", 121),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("Tesla T4", 65),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_exactly_this_one(name: str, teraflops: int | None) -> None:
+    assert peak_of(name) == (None if teraflops is None else teraflops * 1e12)
