@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fabricate.data.batches import EvalBatch, Window
+from fabricate.data.identity import fingerprint, indices
 from fabricate.data.order import num_windows
 from fabricate.errors import ConfigurationError
 
@@ -174,6 +176,11 @@ class Source(ABC):
             "batch_size": self.batch_size,
             "accumulation": self._setup.accumulation,
         }
+
+    @cached_property
+    def identity(self) -> dict[str, str | None]:
+        """What tells the rows from others of the same number, as it was when it was first asked for: see `fabricate.data.identity`."""
+        return {"fingerprint": fingerprint(self.data), "indices": indices(self.data, self.samplers)}
 
     @property
     def seed(self) -> int:

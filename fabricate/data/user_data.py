@@ -6,7 +6,6 @@ source reads (`indexed`, `sequential`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from fabricate.data.identity import is_hugging_face
 from fabricate.data.indexed import BatchOrder, Draw, Indexed, RowOrder, as_indices, drawn
 from fabricate.data.order import epoch_order
 from fabricate.data.sequential import Sequential
@@ -71,7 +71,7 @@ def open_source(
     if isinstance(data, DataLoader):
         return _open_loader(data, setup, loading)
     _refuse_several(data, setup)
-    if isinstance(data, IterableDataset) or _is_hugging_face(data, "IterableDataset"):
+    if isinstance(data, IterableDataset) or is_hugging_face(data, "IterableDataset"):
         return _open_stream(data, setup, loading)
     if isinstance(data, list | tuple) and loading.batch_size is None:
         return _open_iterable(data, setup, loading)
@@ -148,7 +148,7 @@ def _open_dataset(data: Any, setup: Setup, loading: Loading) -> Source:
         )
     if loading.batch_size is None:
         raise setup.error("is a dataset: pass batch_size=... (rows per rank and micro-batch)")
-    if loading.collate_fn is None and _is_hugging_face(data, "Dataset") and data.format["type"] is None:
+    if loading.collate_fn is None and is_hugging_face(data, "Dataset") and data.format["type"] is None:
         data = data.with_format("torch")
         setup.notes.append(
             f'{setup.argument}: rows are read as tensors (with_format("torch")), the data set had no format'
@@ -266,7 +266,7 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
             f"is a stream ({name}) and num_workers={loading.num_workers}: each worker process would read the whole "
             "stream, and every row would come once per worker. Pass num_workers=1 (or 0)"
         )
-    if _is_hugging_face(data, "IterableDataset"):
+    if is_hugging_face(data, "IterableDataset"):
         if setup.world_size > 1 and data._distributed is not None:
             raise setup.error(
                 "is a stream that split_dataset_by_node has divided over the ranks; pass the whole stream, which fabricate divides"
@@ -281,7 +281,7 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
             setup.notes.append(
                 f'{setup.argument}: rows are read as tensors (with_format("torch")), the stream had no format'
             )
-    has_state = _has_state(data) and not _is_hugging_face(data, "IterableDataset")  # it forgets a shuffle buffer
+    has_state = _has_state(data) and not is_hugging_face(data, "IterableDataset")  # it forgets a shuffle buffer
     _note_sequential(setup, "rows", has_state)
     return Sequential(
         setup,
@@ -325,16 +325,6 @@ def _note_sequential(setup: Setup, what: str, has_state: bool) -> None:
         setup.notes.append(f"{setup.argument}: every rank reads all {what} and keeps its own")
     if setup.training and not has_state:
         setup.notes.append(f"{setup.argument}: resuming reads the epoch again up to the position, which takes its time")
-
-
-def _is_hugging_face(data: Any, name: str) -> bool:
-    datasets = sys.modules.get("datasets")  # its objects cannot exist before it is imported
-    return datasets is not None and isinstance(data, getattr(datasets, name))
-
-
-def fingerprint(data: Any) -> str | None:
-    """What a `datasets.Dataset` says that its rows were made from, and how; None of other data."""
-    return str(data._fingerprint) if _is_hugging_face(data, "Dataset") else None
 
 
 def _shuffled_without_seed(data: Any) -> bool:

@@ -47,7 +47,7 @@ from fabricate.strategies.base import Strategy
 from fabricate.training.reports.tracking import start_trackers
 from fabricate.training.saves import resuming
 from fabricate.training.saves.replicas import compare
-from fabricate.training.saves.saved_state import data_identity, versions
+from fabricate.training.saves.saved_state import versions
 from fabricate.training.saves.unsaved import remember, unsaved_notes
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import train_mode
@@ -101,7 +101,7 @@ def _beginning(run: Run) -> dict[str, Any]:
         "epoch": progress.epoch,
         "position": progress.position,
         "keep": run.settings.keep,
-        "data": {**run.source.order(), **ranks, "fingerprint": data_identity(run)["fingerprint"]},
+        "data": {**run.source.order(), **ranks, **run.source.identity},
         "versions": {"python": platform.python_version(), "fabricate": own_version(), **versions()},
     }
 

@@ -12,9 +12,17 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+)
 
-from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate import Callback, CheckpointError, ConfigurationError, Trainer, TrainModule
 from fabricate.data.source import Loading, Source
 from fabricate.data.user_data import open_source
 
@@ -142,7 +150,7 @@ def fit(run_dir: Path, steps: int, data: Any, **options: Any) -> tuple[list[floa
         max_steps=steps, run_dir=run_dir, seed=2, gradient_accumulation_steps=2, progress=False, plugins=[losses],
         save_every=None, **options,
     )  # fmt: skip
-    trainer.fit(module, data, **({} if isinstance(data, Remembers) else {"batch_size": 2}))
+    trainer.fit(module, data, **({} if isinstance(data, Remembers | DataLoader) else {"batch_size": 2}))
     return losses.heard, module.layer.weight.flatten().tolist()
 
 
@@ -187,3 +195,48 @@ def test_other_rows_of_the_same_number_are_told(tmp_path: Path, capsys: pytest.C
     assert [event["event"] for event in events].count("data_changed") == 1
     fit(tmp_path, 5, rows, accept_changes=("train",))
     assert "fingerprint" not in capsys.readouterr().err
+
+
+TABLE = torch.arange(48.0).view(16, 3)
+OTHER = TABLE + 1
+
+
+class Columns(Dataset[torch.Tensor]):
+    """A data set of the user's, over a tensor."""
+
+    def __init__(self, column: torch.Tensor) -> None:
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.column[index]
+
+
+@pytest.mark.parametrize("kind", [list, Columns, lambda rows: StackDataset(row=Columns(rows[:, 0]))])
+def test_other_tensors_of_the_same_length_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Any
+) -> None:
+    fit(tmp_path, 2, kind(TABLE))
+    fit(tmp_path, 3, kind(TABLE))
+    assert "fingerprint" not in capsys.readouterr().err
+    fit(tmp_path, 4, kind(OTHER))
+    assert "whose fingerprint is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("through", ["data set", "loader", "sampler"])
+def test_other_rows_drawn_from_the_same_data_are_an_error(tmp_path: Path, through: str) -> None:
+    """A second `random_split` without a seed, or the next fold in the run directory of the one before."""
+
+    def rows(picked: list[int]) -> Any:
+        if through == "sampler":
+            return DataLoader(Columns(OTHER), 4, sampler=SubsetRandomSampler(picked))
+        part = Subset(ConcatDataset([Columns(OTHER), Columns(TABLE)]), picked)
+        return DataLoader(part, 4) if through == "loader" else part
+
+    fit(tmp_path, 2, rows([*range(12)]))
+    fit(tmp_path, 2, rows([*range(12)]))  # complete; the same rows
+    with pytest.raises(CheckpointError, match="the indices of its Subset or sampler are others"):
+        fit(tmp_path, 2, rows([*range(2, 14)]))
+    fit(tmp_path, 3, rows([*range(2, 14)]), accept_changes=("train",))

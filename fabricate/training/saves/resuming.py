@@ -227,18 +227,23 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
                 f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
                 f"Use the same {argument}, or say that it is meant: Trainer(accept_changes=({argument!r},))"
             )
-    batches = then.get("batches_per_update"), now["batches_per_update"]
-    if None not in batches and batches[0] != batches[1] and "global_batch_size" not in accept_changes:
+    if _differ("batches_per_update", then, now) and "global_batch_size" not in accept_changes:
         raise CheckpointError(
-            f"{path} was saved with updates of {batches[0]} batches of train, those of this run have {batches[1]} (ranks x "
-            "gradient_accumulation_steps): the batches of an update would be others. Choose gradient_accumulation_steps so that it is the "
-            "same, or say that it is meant: Trainer(accept_changes=('global_batch_size',))"
+            f"{path} was saved with updates of {then['batches_per_update']} batches of train, those of this run have "
+            f"{now['batches_per_update']} (ranks x gradient_accumulation_steps): the batches of an update would be others. Choose "
+            "gradient_accumulation_steps so that it is the same, or say that it is meant: Trainer(accept_changes=('global_batch_size',))"
         )
-    made = (then.get("fingerprint"), now["fingerprint"])
-    if None not in made and made[0] != made[1] and "train" not in accept_changes:
+    if _differ("indices", then, now) and "train" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved with other rows of the data set than train has now: the indices of its Subset or sampler are others, so "
+            "rows that were kept back for validation would be trained on. Draw the same ones, random_split(..., "
+            "generator=torch.Generator().manual_seed(0)) for instance; for another fold take another run_dir; or say that it is meant: "
+            "Trainer(accept_changes=('train',))"
+        )
+    if _differ("fingerprint", then, now) and "train" not in accept_changes:
         note = (
-            f"{path} was saved with a train whose fingerprint is {made[0]}, this one's is {made[1]}: other rows, or the same made "
-            "anew. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) says that it is meant"
+            f"{path} was saved with a train whose fingerprint is {then['fingerprint']}, this one's is {now['fingerprint']}: other rows, or "
+            "the same made anew. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) says that it is meant"
         )
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
@@ -248,6 +253,11 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
             f"{path} was saved with seed={tree['seed']}, this run has seed={run.settings.seed}; use the same, "
             "or Trainer(accept_changes=('seed',))"
         )
+
+
+def _differ(name: str, then: Any, now: Any) -> bool:
+    """Whether a value that tells rows apart is known on both sides, and another one."""
+    return None not in (then.get(name), now[name]) and then[name] != now[name]
 
 
 def _compare_parts(run: Run, path: Path, tree: Any) -> None:

@@ -31,7 +31,6 @@ from fabricate.checkpoint.state.logical import (
     read_whole,
     transient_names,
 )
-from fabricate.data.user_data import fingerprint
 from fabricate.errors import CheckpointError
 from fabricate.metrics.torchmetrics_objects import load_torchmetrics_state, torchmetrics_state
 from fabricate.model.building import eval_modes, pretrained_record
@@ -139,7 +138,7 @@ def data_identity(run: Run) -> dict[str, Any]:
         "kind": run.source.kind,
         "shuffle": run.source.shuffle,
         "samplers": run.source.sampler_names,
-        "fingerprint": fingerprint(run.source.data),
+        **run.source.identity,
     }
 
 
