@@ -45,8 +45,11 @@ _LOADERS = (
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("dataloader_multiprocessing_context", "dataloader_in_order"),
 )
-_MADE = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "logging_dir", "use_cpu")
-"""What TrainingArguments sets itself: copies of other fields; and `use_cpu`, which the state that it makes says to a fit."""
+_SILENT = (
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "logging_dir", "use_cpu"),
+    *("do_train", "do_eval", "do_predict"),
+)
+"""Copies of other fields, `use_cpu`, which the state that TrainingArguments makes says to a fit, and flags of scripts."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> From
             f"handled={sorted(handled)}: {type(args).__name__} has no field {', '.join(sorted(unknown))}"
         )
     given: dict[str, Any] = {}
-    taken = {*_OPTIMIZER, *_LOADERS, *_MADE, "resume_from_checkpoint"}
+    taken = {*_OPTIMIZER, *_LOADERS, *_SILENT, "resume_from_checkpoint"}
     for names, part in _PARTS.items():
         given |= part(args)
         taken |= set(names)

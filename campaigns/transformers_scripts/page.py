@@ -1,0 +1,96 @@
+"""The tables of the comparison, and what in them is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from campaigns.transformers_scripts.cases import CASES, TOLERANCE
+from campaigns.transformers_scripts.sides import EXAMPLES, Outcome
+
+HEADING = "## Five scripts, side by side\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a case on each side; `script` is that of transformers, if a checkout was given."""
+
+    name: str
+    ours: Outcome
+    trainer: Outcome
+    script: Outcome | None
+
+
+def distance(ours: Outcome, theirs: Outcome) -> float:
+    """The largest difference of the loss of an update, relative to it."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+
+
+def wrong(row: Row) -> Iterator[str]:
+    """What differs and is not known to."""
+    case = CASES[row.name]
+    for side, theirs in (("transformers.Trainer", row.trainer), ("the script", row.script)):
+        if theirs is None:
+            continue
+        if len(theirs.losses) != len(row.ours.losses):
+            yield f"{row.name}: {side} made {len(theirs.losses)} updates, fabricate {len(row.ours.losses)}"
+            continue
+        first = abs(theirs.losses[0] - case.factor * row.ours.losses[0]) / abs(theirs.losses[0])
+        if first > TOLERANCE or (case.factor == 1 and distance(row.ours, theirs) > TOLERANCE):
+            yield f"{row.name}: a loss of {side} differs by {max(first, distance(row.ours, theirs)):.1e}"
+        for metric in set(case.metrics) - set(case.unequal):
+            here, there = row.ours.metrics[metric], theirs.metrics[metric]
+            if abs(here - there) > 1e-4 * max(abs(there), 1):  # their scripts round some
+                yield f"{row.name}: {metric} is {there} by {side}, {here} by fabricate"
+
+
+def lines_of(name: str, source: Path | None) -> tuple[str, int]:
+    """How many lines transformers' script has, with what it imports from its folder, and ours."""
+    case = CASES[name]
+    ours = len((EXAMPLES / f"{case.script}.py").read_text(encoding="utf-8").splitlines())
+    if source is None:
+        return "-", ours
+    folder = source / "examples" / "pytorch" / case.folder
+    files = [folder / file for file in (f"{case.script}.py", *case.others)]
+    return str(sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)), ours
+
+
+def table(rows: Sequence[Row], source: Path | None) -> str:
+    """In Markdown."""
+    heads = ["script", "lines, theirs", "lines, ours", "updates", "a loss differs by at most: `transformers.Trainer`"]
+    heads += ["their script", "metrics at the end: theirs", "ours", "what differs, and why"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        case = CASES[row.name]
+        theirs, ours = lines_of(row.name, source)
+        script = "-" if row.script is None else f"{distance(row.ours, row.script):.1e}"
+        metrics = [
+            ", ".join(f"{metric} {side.metrics[metric]:.5g}" for metric in case.metrics)
+            for side in (row.trainer, row.ours)
+        ]
+        cells = [f"`{case.script}`{row.name.removeprefix(case.script)}", theirs, str(ours), str(len(row.ours.losses))]
+        lines.append([*cells, f"{distance(row.ours, row.trainer):.1e}", script, *metrics, case.reason])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def section(text: str, source: Path) -> str:
+    """The text of the page below `HEADING`."""
+    init = (source / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'__version__ = "(.+)"', init)
+    version = found[1] if found else "?"
+    return f"""
+`python -m campaigns.transformers_scripts --source CHECKOUT --out docs/from-transformers.md` wrote this table: transformers
+{transformers.__version__}, the scripts of the repository at {version}, one process on a CPU. `examples/transformers` has each script
+again, with the same command line.
+
+All sides get one command line, one model (tiny, without dropout) and the same data in the same order: `transformers.Trainer` on what our
+script made, and transformers' own script, unmodified. Masks of `run_mlm` are drawn from the tokens of a batch on every side. Differences
+are relative, the largest over all updates. Lines are all of the file, and of `trainer_qa.py` and `utils_qa.py`, which `run_qa` needs;
+`tiny.py`, which builds the tiny models, is not counted.
+
+{text}
+"""

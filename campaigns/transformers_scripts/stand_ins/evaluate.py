@@ -1,0 +1,39 @@
+"""In the place of the package `evaluate`, which loads its metrics from the hub: those that the five scripts ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from campaigns.transformers_scripts.sides import load as load_script
+
+
+class Metric:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.batches: list[tuple[Any, Any]] = []
+
+    def add_batch(self, predictions: Any, references: Any) -> None:
+        self.batches.append((predictions, references))
+
+    def compute(
+        self, predictions: Sequence[Any] = (), references: Sequence[Any] = (), **options: Any
+    ) -> dict[str, float]:
+        for more, wanted in self.batches:
+            predictions, references = [*predictions, *more.tolist()], [*references, *wanted.tolist()]
+        self.batches = []
+        pairs = list(zip(predictions, references, strict=True))
+        if self.name == "squad":
+            overlap = load_script("run_qa").overlap
+            found = [(p["prediction_text"], r["answers"]["text"]) for p, r in pairs]
+            exact = [max(text == answer for answer in answers) for text, answers in found]
+            f1 = [max(overlap(text, answer) for answer in answers) for text, answers in found]
+            return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(f1) / len(f1)}
+        if self.name == "rouge":
+            scores = [load_script("run_summarization").rouge_l(text, wanted) for text, wanted in pairs]
+            return {"rougeL": sum(scores) / len(scores)}
+        return {"accuracy": float(sum(int(p == r) for p, r in pairs) / len(pairs))}
+
+
+def load(name: str, *configuration: str, **options: Any) -> Metric:
+    return Metric(name)
