@@ -1,14 +1,18 @@
-"""Writes docs/hooks.md, docs/interfaces.md and docs/trainer.md from the source: `python docs/reference.py`."""
+"""Writes docs/hooks.md, docs/interfaces.md, docs/trainer.md and the tables of names in docs/from-transformers.md from the source:
+`python docs/reference.py`."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from fabricate import Precision, Strategy, Trainer, TrainModule, hooks
+from fabricate.configuration import training_arguments
+from fabricate.registry import foreign_names
 from fabricate.strategies.base import GROUPS
 
 DOCS = Path(__file__).parent
@@ -37,7 +41,8 @@ _TRAINER = """\
 Written by `docs/reference.py` from `fabricate/trainer.py` and `fabricate/module.py`; change the text there.
 
 All that a training script uses, with the defaults. [Quickstart](quickstart.md) is the place to start; [hooks](hooks.md) may be defined in a
-module too. The arguments that [Lightning](from-lightning.md#arguments-of-the-trainer) calls otherwise have a table.
+module too. The arguments that [Lightning](from-lightning.md#arguments-of-the-trainer) and
+[transformers](from-transformers.md#arguments-by-their-old-names) call otherwise have tables.
 
 ## Arguments of `Trainer`
 """
@@ -148,7 +153,64 @@ def _members(tree: ast.ClassDef, level: str) -> list[str]:
     return (["\n".join(attributes) + "\n"] if attributes else []) + entries
 
 
+_TRAINER_ARGUMENTS = (
+    *("train_dataset", "eval_dataset", "data_collator", "processing_class", "model_init", "compute_loss_func"),
+    *("compute_metrics", "preprocess_logits_for_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs"),
+)
+"""Of transformers.Trainer, beside the model and args."""
+
+
+def transformers_page() -> str:
+    """docs/from-transformers.md with its tables of names; all else stays as it is."""
+    from transformers import TrainerCallback
+
+    events = [name for name in dir(TrainerCallback) if name in foreign_names.HOOKS]
+    tables = {
+        "| transformers | fabricate | `from_training_arguments` |": _training_arguments(),
+        "## Arguments of `transformers.Trainer`": _names(_TRAINER_ARGUMENTS, foreign_names.ARGUMENTS),
+        "## Methods and attributes of the trainer": _names(foreign_names.TRANSFORMERS_TRAINER, foreign_names.TRAINER),
+        "## Callbacks and their events": _names(
+            [name for name in foreign_names.PLUGINS if name.endswith("Callback")], foreign_names.PLUGINS
+        ),
+        "| event | hook |": _names(events, foreign_names.HOOKS),
+    }
+    page = (DOCS / "from-transformers.md").read_text(encoding="utf-8")
+    for heading, lines in tables.items():
+        before, found, after = page.partition(f"{heading}\n")
+        begin, rule, rows = after.partition("|---|\n")
+        page = before + found + begin + rule + "\n".join(lines) + "\n" + re.sub(r"\A(\|.*\n)*", "", rows)
+    return page
+
+
+def _names(names: Iterable[str], table: Mapping[str, str]) -> list[str]:
+    return [f"| `{name}` | {table[name].replace('|', chr(92) + '|')} |" for name in names]
+
+
+def _training_arguments() -> list[str]:
+    """A line for each field of transformers' arguments: what to use here, and what `from_training_arguments` does with it."""
+    from transformers import Seq2SeqTrainingArguments
+
+    taken = {name for names in training_arguments._PARTS for name in names}
+    places = {
+        **dict.fromkeys(training_arguments._LOADERS, "`loaders`"),
+        **dict.fromkeys(training_arguments._OPTIMIZER, "`optimizers`"),
+        "resume_from_checkpoint": "`resume`",
+        "use_cpu": "the device",
+        "gradient_checkpointing": "`trainer`",
+        "gradient_checkpointing_kwargs": "`trainer`",
+    }
+    lines = []
+    for name in (field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)):
+        use = foreign_names.ARGUMENTS.get(name, "the same")
+        place = (
+            "`trainer`" if name in taken else places.get(name, "left out" if use.startswith("nothing") else "an error")
+        )
+        lines.append(f"| `{name}` | {use} | {place} |")
+    return lines
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "from-transformers.md": transformers_page,
     "hooks.md": hooks_page,
     "interfaces.md": interfaces_page,
     "trainer.md": trainer_page,

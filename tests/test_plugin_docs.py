@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import transformers.training_args  # noqa: F401  at once: what it imports sets a variable of the environment
 
 from fabricate import Precision, Strategy, hooks
 from fabricate.testing import check_strategy
@@ -32,7 +33,7 @@ def _module(file: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["hooks.md", "interfaces.md", "trainer.md"])
+@pytest.mark.parametrize("page", ["from-transformers.md", "hooks.md", "interfaces.md", "trainer.md"])
 def test_a_generated_page_is_up_to_date(page: str) -> None:
     assert (DOCS / page).read_text(encoding="utf-8") == _reference().PAGES[page](), "run python docs/reference.py"
 
