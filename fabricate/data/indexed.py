@@ -6,9 +6,9 @@ read and collated as it would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.digests import digest
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators, set_epoch
-from fabricate.data.source import Setup, Source
+from fabricate.data.source import Setup, Source, first_other
 from fabricate.data.workers import Workers, WorkerStart, iterate
+from fabricate.errors import ConfigurationError
 
 _Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
 
@@ -54,6 +55,9 @@ class RowOrder:
     def sizes(self, begin: int, shares: list[Share]) -> list[int]:
         return [share.rows for share in shares]
 
+    def digest(self) -> str:
+        return digest(self._indices if self._indices.dtype != object else self._indices.tolist())
+
 
 class BatchOrder:
     """An epoch's order in the batches of the user's own batch sampler; a unit is a batch."""
@@ -79,6 +83,9 @@ class BatchOrder:
 
     def sizes(self, begin: int, shares: list[Share]) -> list[int]:
         return [len(self._batches[begin + share.start]) if share.rows else 0 for share in shares]
+
+    def digest(self) -> str:
+        return digest([self._ends, RowOrder(as_indices([*chain.from_iterable(self._batches)])).digest()])
 
 
 Draw = Callable[[int, int], RowOrder | BatchOrder]  # an epoch's order, from (seed, epoch)
@@ -163,6 +170,16 @@ class Indexed(Source):
                 indices = order.fetch(place) if place[2] else []
                 yield EvalBatch(batch, len(indices), indices)
 
+    def unlike(self, everyone: Sequence[str]) -> ConfigurationError | None:
+        rank = first_other(everyone)
+        if rank is None:
+            return None
+        return self._setup.error(
+            f"is read in another order on rank {rank} than on rank 0, so that rows would be read twice or not at all: "
+            f"{type(self.samplers[0]).__name__} draws from a random generator of its own. Let it draw from those of Python, NumPy or "
+            "torch, which are seeded alike on every rank for each epoch, or from one that its set_epoch(self, epoch) seeds"
+        )
+
     def order_of(self, epoch: int) -> RowOrder | BatchOrder:
         """The order of a whole epoch, without the limit."""
         return self._draw(self._setup.seed, epoch)
@@ -176,6 +193,8 @@ class Indexed(Source):
         order = self.order_of(epoch)
         if not len(order):
             raise self._setup.empty()
+        if self.shuffle is None and self._setup.world_size > 1:  # a sampler of the user's, which every rank asks
+            self.first = order.digest()
         return order, len(order) if self._cap is None else min(self._cap, len(order))
 
     def _plan(self, units: int) -> list[Share]:

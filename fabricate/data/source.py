@@ -96,6 +96,11 @@ class Setup:
                 raise ConfigurationError(f"{name}={getattr(loading, name)!r} has no effect: {self.argument} {remedy}.")
 
 
+def first_other(everyone: Sequence[Any]) -> int | None:
+    """The first rank whose value, of those in rank order, is not that of rank 0."""
+    return next((rank for rank, value in enumerate(everyone) if value != everyone[0]), None)
+
+
 class Source(ABC):
     """Data opened for one rank: what the plan prints about it, and its windows.
 
@@ -105,8 +110,8 @@ class Source(ABC):
     `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the data, None where a sampler or the data
     itself decides. `resumes` is "exactly, by position", "by its own state" or "by replay". `data` is what is read. `state`: of data
     that resumes by its own, where it was after the window yielded last; a checkpoint takes it, and a run that goes on sets it
-    before its first window. `first`: a digest of the first rows that this rank read in the pass under way; every rank reads the
-    same ones. Empty until then, and on one rank.
+    before its first window. `first`: a digest of what every rank reads alike in the pass under way, the first rows, or the order
+    that a sampler of the user's gives. Empty until then, on one rank, and where the order is fabricate's.
     """
 
     data: Any
@@ -193,7 +198,7 @@ class Source(ABC):
 
     def different(self, everyone: Sequence[Any], what: str) -> ConfigurationError | None:
         """The error about a value of this data that is not the same on every rank, in rank order; None where it is."""
-        rank = next((rank for rank, value in enumerate(everyone) if value != everyone[0]), None)
+        rank = first_other(everyone)
         if rank is None:
             return None
         shown = f" ({everyone[0]} on rank 0, {everyone[rank]} on rank {rank})" if isinstance(everyone[0], int) else ""
@@ -202,6 +207,10 @@ class Source(ABC):
             "that is divided already (split_dataset_by_node, shard(), a file for each rank) would be divided again, and rows would be left "
             "out. Where the script draws rows at random, let it call fabricate.seed_everything(0) first: every rank then draws the same"
         )
+
+    def unlike(self, everyone: Sequence[str]) -> ConfigurationError | None:
+        """The error about `first`, of every rank in order, where it is not the same on every rank."""
+        return self.different(everyone, "other first rows")
 
     def probe(self) -> str:
         """A digest of some rows, read for it alone; empty where that could do harm. Leaves random generators as they are."""

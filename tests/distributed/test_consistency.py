@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
+from torch.utils.data import BatchSampler, DataLoader
 
 from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.distributed.meeting import compare_builds, meet
@@ -225,6 +227,19 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
         return iter(self.rows.rows)
 
 
+class Shuffled(torch.utils.data.Sampler[int]):
+    """Draws from a generator that it brings."""
+
+    def __init__(self, generator: Any) -> None:
+        self.own = generator
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.own.sample(range(24), 24)
+
+
 def _data(kind: str) -> Any:
     """The data that this rank passes."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -238,6 +253,11 @@ def _data(kind: str) -> Any:
         "split stream": lambda: split_dataset_by_node(whole.to_iterable_dataset(), rank, world_size),
         "noise": lambda: Rows(0, 1, own_noise=True),
         "whole": lambda: whole,
+        "sampler": lambda: DataLoader(Rows(0, 1), 2, sampler=Shuffled(random.Random(rank))),
+        "batch sampler": lambda: DataLoader(
+            Rows(0, 1), batch_sampler=BatchSampler(Shuffled(random.Random(rank)), 2, True)
+        ),
+        "seeded sampler": lambda: DataLoader(Rows(0, 1), 2, sampler=Shuffled(random)),
     }[kind]()
 
 
@@ -253,7 +273,8 @@ class AnyRows(Regression):
 def _with_own_data(kinds: list[str], evaluate: bool) -> list[str]:
     found = []
     for kind in kinds:
-        trainer, size = Trainer(max_epochs=1, seed=1, progress=False), {} if kind == "batches" else {"batch_size": 2}
+        trainer = Trainer(max_epochs=1, seed=1, progress=False)
+        size = {} if kind == "batches" or "sampler" in kind else {"batch_size": 2}
         try:
             if evaluate:
                 trainer.validate(AnyRows(1), _data(kind), **size)
@@ -274,6 +295,9 @@ DIVIDED = {
     "split stream": "is a stream that split_dataset_by_node has divided over the ranks",
     "noise": "",
     "whole": "",
+    "sampler": "is read in another order on rank 1 than on rank 0",
+    "batch sampler": "is read in another order on rank 1 than on rank 0",
+    "seeded sampler": "",
 }
 
 

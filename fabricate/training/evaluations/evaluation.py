@@ -182,10 +182,10 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
 
 
 def check_first(run: Run, source: Source) -> None:
-    """Raise `ConfigurationError`, on every rank, where ranks read other rows first. After reading; all ranks."""
-    if run.engine.world_size == 1 or source.resumes == "exactly, by position":
+    """Raise `ConfigurationError`, on every rank, where ranks read other rows, or in another order. After reading; all ranks."""
+    if run.engine.world_size == 1 or not source.first:
         return
-    if error := source.different(run.engine.gather_json(source.first), "other first rows"):
+    if error := source.unlike(run.engine.gather_json(source.first)):
         raise error
 
 
