@@ -147,7 +147,14 @@ class _Reader(IterableDataset[Any]):
         setup = self._setup
         cursor, position = self._open()
         begin = position
+        workers = _Workers(self.dataset if begin == 0 else None)
         for chunk, last, state in _chunks(cursor, self._window, setup.drop_last):
+            if workers.read_the_same(chunk):
+                raise setup.error(
+                    f"is a stream that each of its {workers.number} worker processes reads whole, so that every row comes "
+                    f"{workers.number} times. Let __iter__ of the data set yield the part of its worker "
+                    "(torch.utils.data.get_worker_info()), or use num_workers=1"
+                )
             shares = plan_window(len(chunk), self._batch_size or 1, setup.world_size, setup.rank)
             beginning = digest([chunk[0], chunk[-1]]) if setup.world_size > 1 and position == begin else ""
             plan = self._plan(chunk, shares, position, last, state)._replace(digest=beginning)
@@ -200,6 +207,28 @@ class _Reader(IterableDataset[Any]):
             f"cannot resume at row {self._start}: reading it again reached row {position}. The data, its order "
             "or the limit changed since the checkpoint was written"
         )
+
+
+class _Workers:
+    """Sees whether all worker processes of a DataLoader over a stream begin with the same rows. torch takes a batch of each in turn; where
+    the batch after those is the same again, the rows are alike by themselves."""
+
+    def __init__(self, data: Any) -> None:
+        is_stream = (
+            isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and not has_own_loop(data)
+        )
+        self.number = data.num_workers if is_stream and data.num_workers > 1 else 0
+        self._missing = self.number + 1 if self.number else 0
+        self._first: list[str] = []
+
+    def read_the_same(self, batches: list[Any]) -> bool:
+        """Whether it shows in these batches, which follow those of the call before. True once at most."""
+        if not self._missing:
+            return False
+        self._first += map(digest, batches[: self._missing])
+        self._missing = self.number + 1 - len(self._first)
+        *first, following = self._first
+        return not self._missing and len(set(first)) == 1 and following != first[0]
 
 
 class _Cursor:

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from fabricate.data.batches import rows_of, rows_that_came
 from fabricate.data.source import Loading, Source
@@ -159,6 +159,39 @@ def test_batches_of_an_iterable_are_dealt_in_turn_with_their_own_rows() -> None:
     counts = [[count for window in source.windows(0) for _, count in window.micro_batches] for source in sources]
     assert counts == [[3, 2, 1], [1, 4, 0]]
     assert (sources[0].kind, sources[0].updates_per_epoch, sources[0].num_samples) == ("iterable", 2, None)
+
+
+class Divided(IterableDataset[torch.Tensor]):
+    """Rows 0 to 8, or of each worker process its part of them."""
+
+    def __init__(self, *, divide: bool) -> None:
+        self.divide = divide
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        return iter(torch.arange(9.0)[worker.id :: worker.num_workers] if self.divide and worker else torch.arange(9.0))
+
+
+def test_a_stream_that_each_worker_of_a_loader_reads_whole_is_an_error() -> None:
+    whole = opened(DataLoader(Divided(divide=False), 2, num_workers=2))
+    with pytest.raises(ConfigurationError, match="reads whole, so that every row comes 2 times"):
+        updates([whole])
+    assert sorted(flat(updates([opened(DataLoader(Divided(divide=True), 2, num_workers=2))]))) == [*range(9)]
+    assert flat(updates([opened(DataLoader(Divided(divide=False), 2, num_workers=1))])) == [*range(9)]
+    with pytest.raises(ConfigurationError, match="val is a stream that each of its 2 worker processes"):
+        [
+            *opened(DataLoader(Divided(divide=False), 2, num_workers=2), argument="val", training=False).batches(
+                stand_ins=False
+            )
+        ]
+
+
+def test_a_stream_of_equal_batches_may_have_several_workers() -> None:
+    class Ones(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.ones(6))
+
+    assert len(flat(updates([opened(DataLoader(Ones(), 2, num_workers=2))]))) == 12
 
 
 def test_an_iterable_may_be_told_not_to_shuffle() -> None:
