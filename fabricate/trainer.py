@@ -93,6 +93,7 @@ class Trainer:
     load_best: True: a fit that is complete ends with the weights of its best checkpoint, in the module and in model/; `keep` says
     by which metric and needs "best".
     save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
+    save_weights_only: True: checkpoints hold the weights and nothing else, a third of the size with AdamW; nothing resumes from them.
     validate_first: evaluate once before the first step. sanity_batches: otherwise try validation on so many batches of each set before
     the first step, so that a mistake in it shows at once; nothing of it counts, and plugins get no event of it.
     progress: a progress bar (or plain lines) on rank 0; a list of metrics (["loss", "accuracy"]) chooses what it shows.
@@ -139,6 +140,7 @@ class Trainer:
         keep: int | str | Mapping[str, Any] = 3,
         load_best: bool = False,
         save_frozen: bool = True,
+        save_weights_only: bool = False,
         validate_every: str | float | Every | None = "1 epoch",
         validate_first: bool = False,
         sanity_batches: int = 2,

@@ -39,6 +39,10 @@ class SaveOnException(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run_dir is None:
             raise ConfigurationError("SaveOnException() saves to RUN_DIR/checkpoints; set Trainer(run_dir=...)")
+        if trainer.settings.save_weights_only:
+            raise ConfigurationError(
+                "SaveOnException() saves what a run resumes from, and save_weights_only=True leaves that out; choose one of them"
+            )
 
     def on_epoch_start(self, module: TrainModule) -> None:
         if not self._generators:

@@ -118,7 +118,8 @@ def _updates(values: Mapping[str, Any], how: str) -> str:
 
 
 def _written(values: Mapping[str, Any]) -> str:
-    moments = (("validates", "validate_every"), ("saves", "save_every"), ("logs", "log_every"))
+    saves = "saves weights" if values.get("save_weights_only") else "saves"
+    moments = (("validates", "validate_every"), (saves, "save_every"), ("logs", "log_every"))
     often = ", ".join(f"{verb} every {_singular(values[name])}" for verb, name in moments if values[name] is not None)
     return f"{values['run_dir'] or 'nothing, as no run_dir is set'}; {often}"
 

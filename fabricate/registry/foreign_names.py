@@ -135,7 +135,7 @@ ARGUMENTS = {
     "save_strategy": "save_every=",
     "save_steps": "save_every='500 steps'",
     "save_total_limit": "keep=",
-    "save_only_model": "Trainer(save_every=None, keep=1), or `fabricate ckpt export`: checkpoints resume, model/ has the weights alone",
+    "save_only_model": "save_weights_only=",
     "save_on_each_node": "run_dir= on a file system that all nodes see",
     "enable_jit_checkpoint": "nothing: SIGTERM saves and ends a fit",
     "ignore_data_skip": "nothing: a resumed run goes on at its row without reading those before",

@@ -33,7 +33,11 @@ def _finish(run: Run, reason: str) -> None:
     if reason in ("interrupted", "preempted"):
         if run.calls.on_preempt is not None:
             run.calls.on_preempt(run.trainer, run.module, run.requests.signal)
-        saved = f"the state is saved in {run.checkpoints.newest}; the same call goes on from there"
+        weights = (
+            f"the weights are saved in {run.checkpoints.newest}, from which nothing resumes (save_weights_only=True)"
+        )
+        state = f"the state is saved in {run.checkpoints.newest}; the same call goes on from there"
+        saved = weights if run.settings.save_weights_only else state
         run.module.print(
             f"{reason} by {run.requests.signal} at step {run.progress.step}: "
             + (saved if run.checkpoints.newest else "without a run_dir nothing is saved")

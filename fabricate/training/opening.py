@@ -323,7 +323,7 @@ def _report(run: Run, exc: BaseException) -> None:
 
 
 def _how_to_go_on(run: Run) -> str:
-    if run.checkpoints.newest is not None:
+    if run.checkpoints.newest is not None and not run.settings.save_weights_only:
         return f"the same command goes on from {run.checkpoints.newest}"
     return f"{uncaught.AGAIN}: nothing is saved" if run.engine.world_size > 1 and run.source is not None else ""
 

@@ -50,12 +50,11 @@ _LATER: Final = {"weight_per_row": _Each(float), "stop": str, "owed": [str]}
 
 
 def shared_state(reader: Reader) -> Any:
-    """The content of state.json; of an imported checkpoint it has `module` only. CheckpointError for any other shape."""
+    """The content of state.json; of a checkpoint of weights alone it has `module` only. CheckpointError for any other shape."""
     tree: Any = reader.json("state.json")
-    imported = isinstance(tree, dict) and "imported" in tree
-    _check(
-        tree, {"module": _MODULE} if imported else _with_later(_SHARED, tree), f"checkpoint {reader.path}: state.json"
-    )
+    weights_only = isinstance(tree, dict) and ("imported" in tree or tree.get("weights_only") is True)
+    shape = {"module": _MODULE} if weights_only else _with_later(_SHARED, tree)
+    _check(tree, shape, f"checkpoint {reader.path}: state.json")
     return tree
 
 

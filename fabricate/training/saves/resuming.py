@@ -185,8 +185,8 @@ def resume(run: Run, path: Path) -> None:
         tree = shared_state(reader)
         if "optimizers" not in tree:
             raise CheckpointError(
-                f"{path} was imported and holds weights only, so nothing can resume from it; begin with them: "
-                f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r})"
+                f"{path} holds weights only, so nothing can resume from it; begin with them, {type(run.module).__name__}."
+                f"load_from_checkpoint({str(path)!r}), or anew, with resume='never'"
             )
         saved_world_size(reader)  # a manifest without one is refused before anything changes
         _compare_data(run, path, tree)

@@ -45,8 +45,10 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
     one of them, for a listener's sake."""
     saver = Saver(run.engine.strategy, run.engine.rank, run.engine.world_size)
     aliases = saver.model(run.module, without=run.checkpoints.frozen_digests)
-    shared = _shared_state(run, saver)
-    own = _own_state(run, saver, buffers)
+    if run.settings.save_weights_only:
+        shared, own = {"module": _module_state(run, saver), "weights_only": True}, {}
+    else:
+        shared, own = _shared_state(run, saver), _own_state(run, saver, buffers)
     manifest = {
         "step": run.progress.step,
         "run_id": run.run_id,
@@ -81,7 +83,6 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
     """What is one value for all ranks. Called on every rank: sharded tensors inside are contributed by each."""
     assert run.source is not None
     groups = optimizer_groups(run.module, run.optim.optimizers, saver.strategy)
-    held, lost = recorded(run.module)
     metrics_file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
     plugins = {}
     for name, call in run.calls.listeners("on_save"):
@@ -89,15 +90,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         call(trainer=run.trainer, module=run.module, state=state)
         plugins[name] = saver.encode(state, f"plugin/{name}", saver.whole)
     return {
-        "module": {
-            "class": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
-            "arguments": held,
-            "unrecorded": lost,
-            "transient": sorted(transient_names(run.module)),
-            "frozen": run.checkpoints.frozen_digests,
-            "modes": [run.optim.modes, eval_modes(run.module)],
-            "pretrained": saver.encode(pretrained_record(run.module), "module.pretrained", saver.whole),
-        },
+        "module": _module_state(run, saver),
         "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optim.optimizers.items()},
         "schedulers": {
             label: {"kind": s.kind, "state": saver.encode(s.state_dict(), f"scheduler/{label}", saver.whole)}
@@ -113,6 +106,20 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         "latest": saver.encode(run.journal.latest, "latest", saver.whole),
         "plugins": plugins,
         "metrics_bytes": metrics_file.stat().st_size if metrics_file is not None and metrics_file.exists() else 0,
+    }
+
+
+def _module_state(run: Run, saver: Saver) -> dict[str, Any]:
+    """What of the module is no tensor."""
+    held, lost = recorded(run.module)
+    return {
+        "class": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
+        "arguments": held,
+        "unrecorded": lost,
+        "transient": sorted(transient_names(run.module)),
+        "frozen": run.checkpoints.frozen_digests,
+        "modes": [run.optim.modes, eval_modes(run.module)],
+        "pretrained": saver.encode(pretrained_record(run.module), "module.pretrained", saver.whole),
     }
 
 

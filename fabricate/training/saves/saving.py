@@ -104,7 +104,8 @@ def write(run: Run, path: Path) -> None:
             trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
             run.checkpoints.background.start(content, path, logs, trained)
     run.checkpoints.written = path
-    note_changed(run)
+    if not run.settings.save_weights_only:  # else nothing resumes, whatever it lacks
+        note_changed(run)
 
 
 def _check_written(run: Run, path: Path) -> None:
