@@ -89,11 +89,11 @@ def by_lightning(module: Any, *data: Any, **arguments: Any) -> Trained:
     return Trained(module, trainer)
 
 
-def by_fabricate(module: Any, *data: Any, **arguments: Any) -> Trained:
+def by_fabricate(module: Any, *data: Any, ckpt_path: Any = None, **arguments: Any) -> Trained:
     """Train `module` with `fabricate_lightning.Trainer`."""
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
     trainer = fabricate_lightning.Trainer(**{"max_epochs": 3, **quiet, **arguments})
-    trainer.fit(module, *data)
+    trainer.fit(module, *data, ckpt_path=ckpt_path)
     return Trained(module, trainer)
 
 

@@ -35,12 +35,17 @@ def prepare(owners: Sequence[Any]) -> None:
         # Without the variable processes do not know of each other yet (srun): each calls it.
         _call(given)
         return
-    from accelerate import PartialState
-
-    state = PartialState()
+    state = processes()
     if state.is_local_main_process:
         _call(given)
     state.wait_for_everyone()
+
+
+def processes() -> Any:
+    """What ranks that a launcher started know of each other before a fit: Accelerate's `PartialState`, which a fit adopts. All ranks."""
+    from accelerate import PartialState
+
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _call(owners: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
         yield "a loss weighs the rows of its batch, or the labels that its cross-entropy counts; in Lightning every batch weighs the same"
     if ranks > 1:
         yield "what is logged is reduced over the ranks, with sync_dist=True and without; no row is evaluated twice"
+        yield "training data is read in the loader's order; on several ranks Lightning shuffles it even where the loader does not"
     yield "shuffled data has another order: it comes from the seed and the epoch, so that a run can resume within an epoch"
     yield "a value of on_step is the mean since the last log boundary, in Lightning the last one; each epoch also has its mean, epoch_NAME"
     if settings.max_steps is not None:

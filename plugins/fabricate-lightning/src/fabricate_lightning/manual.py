@@ -1,8 +1,8 @@
 """Manual optimization: `training_step` calls backward and steps its optimizers, and one window of the loop is one call of it.
 
-The step runs outside of DDP's forward, which could not follow several backwards; `step` of an optimizer averages the gradients of its
-parameters over the ranks first. What the loop gets is a loss without a graph, so that its own backward and update do nothing. Gradients
-are put away between two steps, because the loop clears them.
+The step runs outside of DDP's forward, which could not follow several backwards; `manual_backward` averages gradients over the ranks.
+What the loop gets is a loss without a graph, so that its own backward and update do nothing. Gradients are put away between two steps,
+because the loop clears them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fabricate_lightning.adapter import Adapted
 
 
 class Stepping(torch.optim.Optimizer):
-    """What `self.optimizers()` gives: an optimizer of the module, whose `step` averages gradients over the ranks before."""
+    """What `self.optimizers()` gives: an optimizer of the module, whose `step` calls the hook before it."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, module: Any, before_step: Callable[[torch.optim.Optimizer], None]
@@ -103,14 +103,15 @@ class Manual(Adapted):
         self._loss = loss.detach()
         self.hooks("on_before_backward", loss)
         loss.backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        self._average([parameter for parameter in self.parameters() if parameter.requires_grad])
         self.hooks("on_after_backward")
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._average(p for group in optimizer.param_groups for p in group["params"])
         self.hooks("on_before_optimizer_step", optimizer)
 
     def _average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Make the gradients of `parameters` their mean over the ranks; one that no rank has stays away. All ranks."""
+        """Make the gradients of `parameters` their mean over the ranks: what earlier calls made so stays as it is. One that no rank has
+        stays away. All ranks."""
         if self.view.world_size == 1:
             return
         by_kind: dict[torch.dtype, list[torch.nn.Parameter]] = {}
@@ -160,15 +161,9 @@ class Manual(Adapted):
     # -- checkpoints ----------------------------------------------------------------------------------------------------------------
 
     def on_save(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
-        for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient
-        self._average(self._gradients)  # between two steps each rank may have some of its own, and rank 0's are saved
-        self._gradients = {parameter: parameter.grad for parameter in self._gradients}
         names = {parameter: name for name, parameter in self.named_parameters()}
         state["gradients"] = {names[p]: gradient for p, gradient in self._gradients.items() if gradient is not None}
         super().on_save(trainer, state)
-        for parameter in self._gradients:
-            parameter.grad = None
 
     def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
         saved: Mapping[str, torch.Tensor] = state["gradients"]

@@ -71,7 +71,7 @@ class Surface:
         )
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or a list of several. With manual optimization each is one whose `step` averages gradients over ranks."""
+        """The optimizer, or a list of several. With manual optimization each is one whose `step` takes a closure."""
         found = self.trainer.stepping_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found
 

@@ -14,13 +14,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
+
 import fabricate
 from fabricate import ConfigurationError, FitResult
 from fabricate_lightning import arguments, checkpoints
 from fabricate_lightning.adapter import Adapted
 from fabricate_lightning.adapting import adapt, with_own
 from fabricate_lightning.callbacks import Translated, translated
-from fabricate_lightning.data import is_datamodule
+from fabricate_lightning.data import is_datamodule, processes
 from fabricate_lightning.kinds import overrides, package
 from fabricate_lightning.view import TrainerView
 
@@ -260,11 +262,8 @@ class Trainer(TrainerView):
         if directory is None and self.loggers:
             directory = _directory_of(self.loggers[0])
         directory = directory or self._given["default_root_dir"]
-        if self.world_size > 1:
-            from accelerate import PartialState
-            from accelerate.utils import broadcast_object_list
-
-            PartialState()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            processes()
             directory = broadcast_object_list([directory])[0]
         if directory is None:
             self.notes.append(

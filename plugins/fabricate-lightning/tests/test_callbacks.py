@@ -1,0 +1,179 @@
+"""Callbacks: EarlyStopping runs as it is, others become arguments of fabricate's Trainer, and what cannot run is named."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import fabricate_lightning
+import pytest
+import torch
+from fabricate_lightning import adapt
+from lightning.pytorch import callbacks
+from lightning_shapes import Classifier, apart, both, by_fabricate, by_lightning, loader
+
+from fabricate import ConfigurationError, Every
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def data() -> tuple[Any, ...]:
+    return loader(), loader(number=20, seed=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"monitor": "val/accuracy", "mode": "max", "patience": 2},
+        {"monitor": "val_loss", "patience": 1, "min_delta": 0.05},
+        {"monitor": "train_loss_epoch", "stopping_threshold": 0.8},
+        {"monitor": "val_loss", "check_on_train_epoch_end": False, "patience": 2},
+        {"monitor": "missing", "strict": False},
+    ],
+    ids=str,
+)
+def test_early_stopping_stops_where_lightning_does(options: dict[str, Any]) -> None:
+    stopping: list[Any] = []
+
+    def made() -> list[Any]:
+        stopping.append(callbacks.EarlyStopping(**options))
+        return [stopping[-1]]
+
+    theirs, ours = both(Classifier, data, max_epochs=12, callbacks=made)
+    assert apart(theirs, ours) == 0
+    assert ours.trainer.current_epoch == theirs.trainer.current_epoch
+    for name in ("stopped_epoch", "wait_count"):
+        assert getattr(stopping[0], name) == getattr(stopping[1], name)
+    assert float(stopping[0].best_score) == pytest.approx(float(stopping[1].best_score), abs=1e-6)
+
+
+def test_a_metric_that_early_stopping_lacks_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="conditioned on metric `missing` which is not available"):
+        by_fabricate(Classifier(), *data(), callbacks=[callbacks.EarlyStopping("missing")])
+
+
+def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Path) -> None:
+    kept = [
+        callbacks.ModelCheckpoint(tmp_path / name, monitor="val_loss", save_top_k=2, save_last=True) for name in "ab"
+    ]
+    quiet: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 5}
+    torch.manual_seed(0)
+    theirs = by_lightning(Classifier(lr=0.3), *data(), callbacks=[kept[0]], **quiet)
+    torch.manual_seed(0)
+    ours = by_fabricate(Classifier(lr=0.3), *data(), callbacks=[kept[1]], **quiet)
+    assert apart(theirs, ours) == 0
+    assert float(kept[1].best_model_score) == pytest.approx(float(kept[0].best_model_score), abs=1e-6)
+    assert ours.trainer.checkpoint_callback is kept[1]
+    best = Path(kept[1].best_model_path)
+    assert best.parent == tmp_path / "b" / "checkpoints"
+    assert (best / "manifest.json").exists()
+    metrics = [run.trainer.validate(run.module, data()[1], ckpt_path="best", verbose=False) for run in (theirs, ours)]
+    assert metrics[1][0] == pytest.approx(metrics[0][0], abs=1e-6)
+    assert metrics[1][0]["val_loss"] == pytest.approx(float(kept[1].best_model_score), abs=1e-6)
+    loaded = fabricate_lightning.load_from_checkpoint(Classifier, kept[1].best_model_path)
+    assert loaded.hparams.lr == 0.3
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, ours.weights[name])
+
+
+@pytest.mark.parametrize(
+    ("made", "settings"),
+    [
+        ({}, {"keep": {"last": 1, "metric": "val_loss", "mode": "min"}, "save_every": Every(epochs=1)}),
+        ({"every_n_train_steps": 7, "save_top_k": -1}, {"save_every": Every(steps=7)}),
+        ({"train_time_interval": datetime.timedelta(minutes=2, seconds=30)}, {"save_every": Every(minutes=2.5)}),
+        ({"every_n_epochs": 3, "save_last": True}, {"save_every": Every(epochs=3)}),
+        (
+            {"monitor": "val_f1", "mode": "max", "save_top_k": 3},
+            {"keep": {"last": 1, "best": 3, "metric": "val_f1", "mode": "max"}},
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_checkpoint_becomes_arguments(made: dict[str, Any], settings: dict[str, Any]) -> None:
+    trainer = fabricate_lightning.Trainer(callbacks=[callbacks.ModelCheckpoint(**made)], logger=False)
+    for name, value in settings.items():
+        assert getattr(trainer.core.settings, name) == value
+
+
+def test_other_callbacks_become_arguments_and_plugins() -> None:
+    trainer = fabricate_lightning.Trainer(
+        logger=False,
+        callbacks=[
+            callbacks.Timer(duration="00:01:00:00"),
+            callbacks.DeviceStatsMonitor(),
+            callbacks.RichModelSummary(),
+            callbacks.TQDMProgressBar(),
+        ],
+    )
+    assert str(trainer.core.settings.max_time) == "60 minutes"
+    assert [type(plugin).__name__ for plugin in trainer.core.settings.plugins] == ["DeviceStats", "ModelSummary"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([callbacks.StochasticWeightAveraging(swa_lrs=0.1)], "StochasticWeightAveraging cannot run under fabricate"),
+        ([callbacks.GradientAccumulationScheduler({0: 2})], "accumulate_grad_batches has one value"),
+        ([callbacks.BackboneFinetuning()], r"fabricate\.UnfreezeAt"),
+        ([callbacks.ModelCheckpoint(monitor=name) for name in ("a", "b")], "are kept by one metric"),
+        ([callbacks.ModelCheckpoint(every_n_epochs=n, monitor="a") for n in (1, 2)], "a run saves in one rhythm"),
+    ],
+    ids=str,
+)
+def test_callbacks_that_cannot_run_are_named(given: list[Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        fabricate_lightning.Trainer(callbacks=given)
+
+
+def test_an_adapted_module_leaves_what_is_the_trainers_to_the_trainer() -> None:
+    with pytest.raises(ConfigurationError, match="adapt: ModelCheckpoint becomes arguments of the Trainer"):
+        adapt(Classifier(), callbacks=[callbacks.ModelCheckpoint()])
+
+
+class Collects(callbacks.Callback):
+    """A callback as users write them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, float]] = []
+        self.pairs: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((trainer.global_step, batch_idx, float(trainer.callback_metrics["train_loss"])))
+        pl_module.log("from_callback", float(batch_idx), on_step=True, on_epoch=True)
+        assert float(outputs["loss"]) == pytest.approx(pl_module.losses[-1], abs=1e-6)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.pairs.append((trainer.current_epoch, len(trainer.callback_metrics)))
+
+
+def test_a_callback_of_the_users_sees_what_it_sees_in_lightning() -> None:
+    made: list[Any] = []
+
+    def callback() -> list[Any]:
+        made.append(Collects())
+        return [made[-1]]
+
+    class ReturnsMapping(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": super().training_step(batch, batch_idx)}
+
+    theirs, ours = both(ReturnsMapping, data, callbacks=callback)
+    assert [seen[:2] for seen in made[1].seen] == [seen[:2] for seen in made[0].seen]
+    assert [seen[2] for seen in made[1].seen] == pytest.approx([seen[2] for seen in made[0].seen], abs=1e-6)
+    assert made[1].pairs == made[0].pairs
+    assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
+
+
+class StopsItself(Classifier):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 9:
+            self.trainer.should_stop = True
+
+
+def test_the_module_may_end_the_fit() -> None:
+    theirs, ours = both(StopsItself, data)
+    assert ours.trainer.global_step == theirs.trainer.global_step
+    assert ours.trainer.should_stop

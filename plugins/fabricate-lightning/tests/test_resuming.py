@@ -1,0 +1,159 @@
+"""A fit that was killed goes on to the same bits, with what the module, its callbacks and its data module keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fabricate_lightning
+import pytest
+import torch
+from fabricate_lightning import adapt
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning_shapes import Classifier, loader, rows
+from test_manual import GAN
+from torch.utils.data import DataLoader
+
+import fabricate
+from fabricate import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Stateful(Classifier):
+    """Dropout, a schedule by a metric, attributes that change, and what it adds to a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(torch.nn.Dropout(0.3))
+        self.smoothed = 0.0
+        self.recent: list[float] = []
+        self.table = {"best": torch.zeros(())}
+        self.added = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.smoothed = 0.9 * self.smoothed + 0.1 * float(loss)
+        self.recent = [*self.recent[-3:], self.smoothed]
+        self.log("smoothed", self.smoothed, on_step=False, on_epoch=True)
+        return loss + 0 * self.smoothed
+
+    def on_train_epoch_start(self) -> None:
+        self.table["best"] = self.table["best"] + torch.rand(())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = {"step": self.global_step, "tensor": torch.ones(2)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert torch.equal(checkpoint["added"]["tensor"], torch.ones(2))
+        self.added = checkpoint["added"]["step"]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "smoothed"}
+
+
+def data() -> tuple[Any, ...]:
+    return DataLoader(rows(), batch_size=8, shuffle=True), loader(number=20, seed=1)
+
+
+def _fit(module: Any, run_dir: Path, ckpt_path: Any = None, **arguments: Any) -> Any:
+    torch.manual_seed(1)
+    trainer = fabricate_lightning.Trainer(
+        **{"max_epochs": 4, "logger": False, "enable_progress_bar": False, "default_root_dir": run_dir, **arguments},
+        callbacks=[EarlyStopping("val_loss", patience=9)],
+    )
+    trainer.fit(module, *data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+class Killed(Exception):
+    pass
+
+
+def _interrupted(kind: Any, run_dir: Path, at: int) -> Any:
+    """A fit that ends with an error in the update after step `at`, and one that goes on from its last checkpoint."""
+
+    class Dies(kind):  # type: ignore[misc]
+        def training_step(self, *arguments: Any) -> Any:
+            if self.global_step == at:
+                raise Killed
+            return super().training_step(*arguments)
+
+    torch.manual_seed(0)
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saves = ModelCheckpoint(run_dir, every_n_train_steps=2, save_top_k=-1)
+    torch.manual_seed(1)
+    trainer = fabricate_lightning.Trainer(
+        max_epochs=4,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[EarlyStopping("val_loss", patience=9), saves],
+    )
+    torch.manual_seed(0)
+    module = Dies()
+    torch.manual_seed(1)
+    with pytest.raises(Killed):
+        trainer.fit(module, *data())
+    assert Path(saves.last_model_path).name == f"step-{at - at % 2:08d}"
+    return saves.last_model_path
+
+
+@pytest.mark.parametrize("at", [5, 9, 14])
+def test_a_killed_fit_goes_on_to_the_same_bits(tmp_path: Path, at: int) -> None:
+    torch.manual_seed(0)
+    whole = Stateful()
+    done = _fit(whole, tmp_path / "whole")
+    path = _interrupted(Stateful, tmp_path / "killed", at)
+    torch.manual_seed(0)
+    resumed = Stateful()
+    went_on = _fit(resumed, tmp_path / "resumed", ckpt_path=path)
+    assert resumed.added == at - at % 2
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    assert (resumed.smoothed, resumed.recent, resumed.losses) == (whole.smoothed, whole.recent, whole.losses)
+    assert torch.equal(resumed.table["best"], whole.table["best"])
+    assert {n: float(v) for n, v in went_on.callback_metrics.items()} == {
+        n: float(v) for n, v in done.callback_metrics.items()
+    }
+    assert went_on.callbacks[0].state_dict().keys() == done.callbacks[0].state_dict().keys()
+    assert float(went_on.callbacks[0].best_score) == float(done.callbacks[0].best_score)
+    rates = [t.optimizers[0].param_groups[0]["lr"] for t in (done, went_on)]
+    assert rates[0] == rates[1]
+
+
+def test_manual_optimization_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    ends = []
+    for run_dir, steps in (("whole", 14), ("parts", 9), ("parts", 14)):
+        torch.manual_seed(0)
+        module = GAN()
+        fabricate.Trainer(max_steps=steps, run_dir=tmp_path / run_dir, progress=False, seed=3).fit(
+            adapt(module), data()[0]
+        )
+        ends.append(module)
+    for name, value in ends[0].state_dict().items():
+        assert torch.equal(ends[2].state_dict()[name], value), name
+
+
+def test_last_goes_on_and_nothing_begins_anew(tmp_path: Path) -> None:
+    first = _fit(Classifier(), tmp_path, max_epochs=1)
+    assert first.global_step == 7
+    on = _fit(Classifier(), tmp_path, max_epochs=2, ckpt_path="last")
+    assert on.global_step == 14
+    assert len(on.lightning_module.losses) == 14
+    anew = _fit(Classifier(), tmp_path, max_epochs=1)
+    assert anew.global_step == 7
+    assert (tmp_path / "before-1").exists()
+    with pytest.raises(ConfigurationError, match="the run writes nowhere"):
+        _fit(Classifier(), None, ckpt_path="last")  # type: ignore[arg-type]
+
+
+def test_hooks_of_checkpoints_see_what_hooks_added() -> None:
+    from fabricate_lightning.saved import Checkpoint
+
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint\['state_dict'\]: a checkpoint of fabricate holds weights"
+    ):
+        Checkpoint({"epoch": 1})["state_dict"]
