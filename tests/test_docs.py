@@ -119,6 +119,24 @@ def test_the_arguments_of_lightnings_trainer_are_translated_as_the_errors_do() -
         assert str(caught.value) == f"Trainer has no argument {name!r}; use {use}"
 
 
+def test_every_feature_that_the_comparison_claims_is_shown_by_a_test_or_a_page_that_exists() -> None:
+    text = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    rows = [row for row in rows if row[0] != "feature"]
+    assert len(rows) > 80
+    for feature, lightning, transformers, ours, shown in ([*row, ""][:5] for row in rows):
+        for cell in (lightning, transformers, ours):
+            assert re.match(r"(yes|no|part)\b", cell), (feature, cell)
+        places = re.findall(r"`([^`]+\.py)(?:::(\w+))?`", shown)
+        for path, name in places:
+            assert (ROOT / path).is_file(), (feature, path)
+            assert f"\ndef {name}" in (ROOT / path).read_text(encoding="utf-8"), (feature, name)
+        if ours.startswith(("yes", "part")):
+            assert places or "](" in shown, feature
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
