@@ -59,6 +59,8 @@ class LearningRateFinder(Callback):
         self.mode, self.early_stop_threshold = mode, early_stop_threshold
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         self._mean = 0.0
+        self._complete = False
+        """Whether all rates were tried, or all up to the one from which on the loss grew."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Memory of weights and buffers, and what it held before the test."""
 
@@ -79,12 +81,13 @@ class LearningRateFinder(Callback):
             raise ConfigurationError(
                 f"LearningRateFinder needs one optimizer, and there are {', '.join(trainer.optimizers)}"
             )
-        if not trainer.settings.fast_dev_run and trainer.total_steps < self.num_training_steps:
+        updates = _updates(trainer)
+        if updates is not None and updates < self.num_training_steps and not trainer.settings.fast_dev_run:
             raise ConfigurationError(
-                f"LearningRateFinder(num_training_steps={self.num_training_steps!r}): the fit has {trainer.total_steps} updates, so the "
-                f"rates up to max_lr would not be tried; set max_steps={self.num_training_steps}, or fewer steps"
+                f"LearningRateFinder(num_training_steps={self.num_training_steps!r}): the fit has {updates} updates, so the rates up to "
+                f"max_lr would not be tried; set max_steps={self.num_training_steps}, or fewer steps"
             )
-        self.results, self._mean = {"lr": [], "loss": []}, 0.0
+        self.results, self._mean, self._complete = {"lr": [], "loss": []}, 0.0, False
         tensors = [*module.parameters(), *module.buffers()]
         memories = [trainer.strategy.local_part(tensor).memory for tensor in tensors]
         self._before = [(memory, memory.clone()) for memory in memories]
@@ -109,11 +112,13 @@ class LearningRateFinder(Callback):
         lowest = min([*self.results["loss"], smoothed])
         grown = self.early_stop_threshold is not None and step > 1 and smoothed > self.early_stop_threshold * lowest
         if grown or not math.isfinite(smoothed):
+            self._complete = True
             trainer.stop("learning rate finder: the loss grew")
             return
         self.results["lr"].append(self.rate(step - 1))
         self.results["loss"].append(smoothed)
         if step >= self.num_training_steps:
+            self._complete = True
             trainer.stop("learning rate finder: all rates were tried")
         else:
             self._set(trainer, step)
@@ -137,11 +142,19 @@ class LearningRateFinder(Callback):
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """The rate at which the smoothed loss fell fastest, over the logarithm of the rate; the first and last updates are left
-        out. None where fewer than two rates are left."""
+        out. None where the fit ended before, or where fewer than two rates are left."""
         import numpy
 
         end = len(self.results["lr"]) - skip_end
         rates, losses = (self.results[name][skip_begin:end] for name in ("lr", "loss"))
-        if len(rates) < 2:
+        if not self._complete or len(rates) < 2:
             return None
         return rates[int(numpy.gradient(losses, numpy.log10(rates)).argmin())]
+
+
+def _updates(trainer: Trainer) -> int | None:
+    """The updates that the fit comes to, None for data without a length."""
+    try:
+        return trainer.total_steps
+    except ConfigurationError:
+        return None

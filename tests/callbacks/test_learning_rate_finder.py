@@ -130,3 +130,11 @@ def test_a_fit_that_is_too_short_or_goes_on_from_a_checkpoint_is_refused(tmp_pat
     with pytest.raises(ConfigurationError, match="goes on from step 2 of a checkpoint"):
         trainer.fit(module, rows(), batch_size=8, resume=saved)
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in Net().state_dict().items())
+
+
+def test_a_stream_that_ends_before_all_rates_were_tried_suggests_none() -> None:
+    finder = LearningRateFinder(num_training_steps=30)
+    batches = (batch for batch in rows()[:160].split(8))
+    Trainer(max_epochs=1, plugins=[finder], progress=False).fit(Net(), batches)
+    assert len(finder.results["lr"]) == 20
+    assert finder.suggestion() is None
