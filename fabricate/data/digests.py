@@ -27,7 +27,10 @@ def _add(found: Any, value: Any) -> None:
         found.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray | np.generic):
         found.update(str(value.shape).encode())
-        found.update(value.tobytes() if value.dtype != object else str(value.shape))
+        if value.dtype == object:
+            _add(found, value.tolist())
+        else:
+            found.update(np.ascontiguousarray(value))
     elif isinstance(value, str | int | float | complex | None):
         found.update(repr(value).encode())
     elif isinstance(value, bytes | bytearray):

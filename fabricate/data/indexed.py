@@ -49,6 +49,10 @@ class RowOrder:
     def position(self, unit: int) -> int:
         return unit
 
+    def digest(self) -> str:
+        """Equal for equal orders."""
+        return digest(self._indices)
+
     def unit(self, position: int) -> int | None:
         return position
 
@@ -76,6 +80,10 @@ class BatchOrder:
 
     def position(self, unit: int) -> int:
         return int(self._ends[unit])
+
+    def digest(self) -> str:
+        """Equal for equal orders."""
+        return digest([as_indices([row for batch in self._batches for row in batch]), self._ends])
 
     def unit(self, position: int) -> int | None:
         unit = int(np.searchsorted(self._ends, position))
@@ -134,6 +142,8 @@ class Indexed(Source):
     def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
         set_epoch(self.data, epoch)
         order, stop = self._order(epoch)
+        if self.shuffle is None:
+            self._check_order(order.digest(), start)
         first = order.unit(start)
         if first is None or first > stop:
             raise self._setup.error(
@@ -157,6 +167,16 @@ class Indexed(Source):
                 yield window
                 for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
                     pass
+
+    def _check_order(self, now: str, start: int) -> None:
+        """In the middle of an epoch that a checkpoint interrupted, a sampler has to draw the order that it had drawn then."""
+        then, self.order_digest = self.order_digest, now
+        if start and then not in ("", now):
+            raise self._setup.error(
+                f"gives its rows in another order than before row {start} of this epoch, where the checkpoint was saved: rows would be "
+                "lost or repeated. Its sampler, or what that draws from (weights, lengths), changed since, or it has a generator of its "
+                "own; use the same, draw from torch's, or Trainer(accept_changes=('train',))"
+            )
 
     def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
         order, stop = self._order(epoch=0)

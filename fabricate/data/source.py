@@ -121,6 +121,8 @@ class Source(ABC):
     first: str = ""
     in_workers: bool = False
     """Whether worker processes read the data."""
+    order_digest: str = ""
+    """Of the order of the epoch under way, where a sampler draws it; a checkpoint takes it, and a run that goes on sets it."""
     drawn_by: str = ""
     """See `order`; of data whose `shuffle` is None."""
     exact_rows: bool = True

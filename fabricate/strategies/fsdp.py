@@ -100,7 +100,7 @@ class FSDP(Strategy):
         self._division: Division | None = None
         self._undo: list[Callable[[], None]] = []
         self._scalars: list[torch.nn.Parameter] = []
-        self._window_goes_on = False
+        self._window_goes_on = self._in_window = False
 
     # -- before anything is built ---------------------------------------------------------------------------------------
 
@@ -317,6 +317,7 @@ class FSDP(Strategy):
             unit.register_forward_pre_hook(functools.partial(self._runs, number))
             for number, (_, unit) in enumerate(units)
         ]
+        hooks += [unit.register_forward_pre_hook(self._forgets) for unit in (root, *(unit for _, unit in units))]
         undo = [hook.remove for hook in hooks]
         if self.activation_checkpointing:
             undo.append(recompute(module, units))
@@ -392,9 +393,14 @@ class FSDP(Strategy):
         return self._unsynchronised(model) if whole else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
+        self._in_window = True
         super().backward(loss)
         if self._scalars and not self._window_goes_on:
             self._average_scalars()
+
+    def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._in_window = False
+        super().clear_gradients(parameters)
 
     def _average_scalars(self) -> None:
         """Once per window, as FSDP averages what it shards."""
@@ -406,6 +412,14 @@ class FSDP(Strategy):
             torch.distributed.all_reduce(together)
             for gradient, total in zip(gradients, together / self._world_size, strict=True):
                 gradient.copy_(total)
+
+    def _forgets(self, unit: torch.nn.Module, given: object) -> None:
+        """Before the first backward of a window, forget gradients of gathered parameters: of a backward in a validation, which FSDP does
+        not see."""
+        if not self._in_window:
+            for parameter in unit.parameters():
+                if not is_sharded(parameter) and parameter.ndim:
+                    parameter.grad = None
 
     def _runs(self, number: int, unit: torch.nn.Module, given: object) -> None:
         self._ran.append(number)

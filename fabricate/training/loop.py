@@ -213,7 +213,8 @@ class LoopState:
         run.now.in_update = False
 
     def begin_update(self) -> None:
-        """Take over listeners that came or went, and what is trained from now on, at the only moment at which they may change."""
+        """Take over listeners that came or went, and what is trained from now on, at the only moment at which they may change. The update
+        begins without gradients."""
         run = self.run
         if run.calls.manager.changes != run.calls.changes:
             run.calls.refresh()
@@ -224,6 +225,11 @@ class LoopState:
             self._groups = take_groups(run)
         run.calls.step = run.progress.step + 1
         run.metrics.begin_update()
+        if any(
+            [parameter.grad is not None for parameter in self.parameters]
+        ):  # of a backward in a validation or a hook
+            for parameter in self.parameters:
+                parameter.grad = None
         run.now.at_boundary, run.now.in_update = False, True
 
     def turn(self, name: str | None) -> AbstractContextManager[None]:

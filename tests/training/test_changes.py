@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, CheckpointError, FitResult, Trainer, TrainModule
+from fabricate import Callback, CheckpointError, ConfigurationError, FitResult, Trainer, TrainModule
 from tests.support.runs import events
 
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
@@ -144,11 +144,36 @@ def test_another_accumulation_of_batches_of_ones_own_is_refused(tmp_path: Path) 
 def test_another_sampler_is_refused(tmp_path: Path) -> None:
     from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
-    def run(steps: int, sampler: Any) -> FitResult:
+    def run(steps: int, sampler: Any, **options: Any) -> FitResult:
         rows: Any = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-        return Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows)
+        return Trainer(max_steps=steps, run_dir=tmp_path, progress=False, **options).fit(Tuned(), rows)
 
     run(1, WeightedRandomSampler([1.0] * 8, 8))
     with pytest.raises(CheckpointError, match=r"'WeightedRandomSampler'.*'SubsetRandomSampler'"):
         run(2, SubsetRandomSampler(range(8)))
+    with pytest.raises(ConfigurationError, match="gives its rows in another order than before row 2 of this epoch"):
+        run(2, WeightedRandomSampler([1.0, 0.0] * 4, 8))
     assert run(2, WeightedRandomSampler([1.0] * 8, 8)).steps == 2
+    assert run(3, WeightedRandomSampler([1.0, 0.0] * 4, 8), accept_changes=("train",)).steps == 3
+    assert run(5, WeightedRandomSampler([0.0, 1.0] * 4, 8), accept_changes=("train",)).steps == 5
+
+
+def test_other_batches_of_a_batch_sampler_are_refused_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    def run(steps: int, batches: Any) -> FitResult:
+        rows: Any = DataLoader(ROWS, batch_sampler=batches)  # type: ignore[arg-type]
+        return Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows)
+
+    batches = [[0, 1], [2, 3], [4, 5, 6], [7]]
+    run(1, batches)
+    with pytest.raises(ConfigurationError, match="in another order"):
+        run(2, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert run(4, batches).steps == 4  # the end of an epoch: the next may be another one
+    assert run(5, batches[::-1]).steps == 5
+
+
+def test_other_rows_that_lie_in_memory_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, rows in ((1, ROWS), (2, list(ROWS)), (3, ROWS[::-1])):
+        Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows, batch_size=2)
+        assert ("this one's is" in capsys.readouterr().err) == (steps == 3)

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from fabricate import Callback, CheckpointError, ConfigurationError, EarlyStopping, FabricateError, Trainer, hookimpl
+from fabricate.testing import reference, run_ranks
+from fabricate.testing.reference import Learner
 from tests.support.regression import ROWS, Hears, Regression, Scripted, equal, fit, weights
 
 # -------------------------------------------------------------------------------------------------------------------- validation
@@ -228,3 +230,42 @@ def test_predictions_may_be_arrays_and_need_all_rows() -> None:
 
     with pytest.raises(ConfigurationError, match="for a batch of 2 rows, and 3 were read for it"):
         Trainer(progress=False).predict(Arrays(), ROWS, batch_size=3, collate_fn=leave_out)
+
+
+class Attacked(Learner):
+    """Its validation computes gradients, as one against adversarial rows does."""
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        with torch.enable_grad():
+            loss = self.loss(batch)
+            loss.backward()
+        return {"loss": loss.detach()}
+
+
+def attacked(strategies: tuple[str, ...]) -> list[Any]:
+    """Whether the weights of two fits are equal, with a backward in the validations of one; or the error."""
+    found: list[Any] = []
+    for strategy in strategies:
+        held = []
+        for kind in (Learner, Attacked):
+            torch.manual_seed(0)
+            module, data = kind(), reference.rows(16)
+            trainer = Trainer(
+                strategy=strategy, max_steps=4, validate_every=1, sanity_batches=0, seed=1, progress=False
+            )
+            try:
+                trainer.fit(module, data, data, batch_size=4)
+            except ConfigurationError as exc:
+                found.append(str(exc))
+                break
+            held.append([p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()])
+        else:
+            found.append(all(map(torch.equal, *held)))
+    return found
+
+
+def test_a_backward_in_a_validation_leaves_no_gradient_for_the_next_update() -> None:
+    assert attacked(("single",)) == [True]
+    for ddp, fsdp, zero in run_ranks(attacked, 2, ("ddp", "fsdp", "zero1")):
+        assert (ddp, fsdp) == (True, True)
+        assert zero.startswith("strategy='zero1': a step or a hook calls backward() itself")

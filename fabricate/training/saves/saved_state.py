@@ -145,6 +145,7 @@ def data_identity(run: Run) -> dict[str, Any]:
         "kind": run.source.kind,
         "shuffle": run.source.shuffle,
         "samplers": run.source.sampler_names,
+        "order": run.source.order_digest,
         **run.source.identity,
     }
 
@@ -228,6 +229,8 @@ def _restore_data(run: Run, reader: Reader, tree: Any) -> None:
         for source in (run.source, *run.validation.values()):
             source.reseed(tree["seed"])
     saved = tree["data"]
+    if "train" not in run.settings.accept_changes:
+        run.source.order_digest = str(saved.get("order", ""))
     if run.source.resumes != "by its own state" or saved.get("state") is None:
         return
     state = decode_mapping(reader, saved["state"], "the state of train")

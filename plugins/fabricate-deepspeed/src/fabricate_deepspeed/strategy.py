@@ -71,6 +71,7 @@ class ZeRO(Strategy, abc.ABC):
         self._hooks: list[Any] = []
         self._ran: list[int] = []
         self._left_over = False
+        self._in_backward = False
         self._uses = Uses(self.name, self._take_over)
 
     def _offload(self) -> dict[str, str | None]:
@@ -260,7 +261,11 @@ class ZeRO(Strategy, abc.ABC):
     def backward(self, loss: torch.Tensor) -> None:
         self._left_over = True
         before = len(self._ran)
-        self._engine.backward(loss, scale_wrt_gas=False)
+        self._in_backward = True
+        try:
+            self._engine.backward(loss, scale_wrt_gas=False)
+        finally:
+            self._in_backward = False
         if before and self._offloads_gradients() and self._engine.is_gradient_accumulation_boundary():
             self._refuse_lost(set(self._ran[:before]) - set(self._ran[before:]))
 
@@ -323,6 +328,11 @@ class ZeRO(Strategy, abc.ABC):
         """After an update: what of its gradients would count again for parameters that the next window does not use."""
 
     def _ran_backward(self, number: int, parameter: torch.nn.Parameter) -> None:
+        if not self._in_backward:
+            raise ConfigurationError(
+                f"strategy={self.name!r}: a step or a hook calls backward() itself, and DeepSpeed takes its gradients for those of the "
+                "next update; use torch.autograd.grad(loss, inputs), which leaves the parameters alone, or strategy='ddp'"
+            )
         self._ran.append(number)
 
     def route(self) -> int:
