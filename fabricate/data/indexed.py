@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,6 @@ class RowOrder:
     def sizes(self, begin: int, shares: list[Share]) -> list[int]:
         return [share.rows for share in shares]
 
-    def digest(self) -> str:
-        return digest(self._indices if self._indices.dtype != object else self._indices.tolist())
-
 
 class BatchOrder:
     """An epoch's order in the batches of the user's own batch sampler; a unit is a batch."""
@@ -91,9 +88,6 @@ class BatchOrder:
 
     def sizes(self, begin: int, shares: list[Share]) -> list[int]:
         return [len(self._batches[begin + share.start]) if share.rows else 0 for share in shares]
-
-    def digest(self) -> str:
-        return digest([self._ends, RowOrder(as_indices([*chain.from_iterable(self._batches)])).digest()])
 
 
 Draw = Callable[[int, int], RowOrder | BatchOrder]  # an epoch's order, from (seed, epoch)
