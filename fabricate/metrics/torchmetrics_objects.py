@@ -7,7 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -83,3 +83,17 @@ def snapshot_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:
     """Remember the state of every torchmetrics object inside `module`; the returned function restores it."""
     state = torchmetrics_state(module)
     return lambda: load_torchmetrics_state(module, state)
+
+
+def set_apart(metrics: Iterable[Any]) -> Callable[[], None]:
+    """Reset torchmetrics objects and collections; the returned function puts back what they had counted."""
+    undo = []
+    for metric in metrics:
+        undo.append(snapshot_torchmetrics(metric))
+        metric.reset()
+
+    def put_back() -> None:
+        for each in undo:
+            each()
+
+    return put_back

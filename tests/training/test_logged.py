@@ -63,6 +63,44 @@ def test_a_torchmetrics_object_goes_on_after_a_resume_inside_an_epoch(tmp_path: 
     assert fit(Measures(), max_steps=4, run_dir=tmp_path).metrics["epoch_total"] == sum(range(8))
 
 
+def test_one_torchmetrics_object_may_serve_training_and_the_validations_in_it() -> None:
+    class Measures(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.measures = torchmetrics.MetricCollection(
+                [
+                    torchmetrics.SumMetric(),
+                    torchmetrics.classification.BinaryPrecision(),
+                    torchmetrics.classification.BinaryRecall(),
+                ]
+            )
+
+        def measure(self, batch: Any) -> None:
+            number = batch[1] * 8
+            self.measures["SumMetric"].update(number)
+            for name in ("BinaryPrecision", "BinaryRecall"):
+                self.measures[name].update((number > 3).int(), (number > 5).int())
+            self.log("all", self.measures)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.measure(batch)
+            return super().training_step(batch)
+
+        def validation_step(self, batch: Any) -> None:
+            self.measure(batch)
+
+    module = Measures()
+    metrics = fit(module, val=ROWS[5:], max_steps=None, max_epochs=1, validate_every=1).metrics
+    assert {name: value for name, value in metrics.items() if "_all_" in name} == {
+        "epoch_all_SumMetric": 28.0,
+        "epoch_all_BinaryPrecision": 0.5,
+        "epoch_all_BinaryRecall": 1.0,
+        "val_all_SumMetric": 18.0,
+        "val_all_BinaryPrecision": pytest.approx(2 / 3),
+        "val_all_BinaryRecall": 1.0,
+    }
+
+
 def test_the_learning_rate_follows_its_schedule_once_per_update() -> None:
     class Scheduled(Regression):
         def configure_optimizers(self) -> Any:

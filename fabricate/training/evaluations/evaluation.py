@@ -20,7 +20,7 @@ from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
 from fabricate.metrics.reduction import one_number
-from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
+from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
@@ -62,10 +62,12 @@ def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def _evaluating(run: Run, stage: str) -> Iterator[None]:
-    """Eval mode and no grad; afterwards every submodule's mode and the random generators are as before."""
+    """Eval mode and no grad; afterwards every submodule's mode, the random generators and the torchmetrics objects that training logs are
+    as before."""
     modes = [(m, m.training) for m in run.module.modules()]
     generators = rng_state()
     restore_buffers = run.engine.share_buffers(run.module)
+    restore_metrics = set_apart({id(metric): metric for metric in run.metrics.objects.values()}.values())
     before, run.now.stage, run.now.batch, run.now.batch_idx = run.now.batch, stage, None, 0
     pending, run.module._logged[:] = list(run.module._logged), []
     run.module.eval()
@@ -83,6 +85,7 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
         if device_works:
             set_rng_state(generators)
             restore_buffers()
+            restore_metrics()
         run.module._logged[:] = pending
 
 
