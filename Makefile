@@ -26,9 +26,9 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three workers, because some tests only wait; a file at a time each: what a file's tests share is set up once, and no file waits for the end of the line.
+# Four workers, because some tests only wait; a file at a time each: what a file's tests share is set up once, and no file waits for the end of the line.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # What needs packages that neither fabricate nor its plugins need (other frameworks, trackers, a notebook, a browser), and the long ones:
 # language models, benchmarks, every launcher, short forms of the campaigns against checkpoints, distributions that are built.

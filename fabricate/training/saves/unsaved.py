@@ -82,8 +82,10 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
     for name, plugin in run.calls.manager.list_name_plugin():
         if plugin is not run.module and name not in saving:
             yield from _attributes(name, plugin)
+    saved = vars(torch.optim.SGD([torch.zeros(1)]))  # what every optimizer has: its state is in checkpoints
     for optimizer in run.optim.optimizers.values():
-        yield from _attributes(type(optimizer).__name__, optimizer)
+        held = _attributes(type(optimizer).__name__, optimizer)
+        yield from ((name, value) for name, value in held if name.rpartition(".")[2] not in saved)
     if run.source is not None and run.source.resumes != "by its own state":
         data, in_order = run.source.data, run.source.resumes == "by replay"
         for part in (data, getattr(data, "dataset", None)):
