@@ -31,7 +31,7 @@ test: lint
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # What needs packages that neither fabricate nor its plugins need (other frameworks, trackers, a notebook, a browser), and the long ones:
-# language models, benchmarks, every launcher, short forms of the campaigns against checkpoints, distributions that are built.
+# language models, benchmarks, every launcher, short forms of campaigns, verify-resume, distributions that are built.
 test-extras: bench-peers
 	$(PEER_VENV)/bin/python -m pip install --quiet -r tests/extras/requirements.txt
 	$(PEER_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/extras plugins/fabricate-lightning
