@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 ROWS, CLASSES = 52, 3
+
+
+def case(value: object) -> str:
+    """The name of a parameter of a test, the same in every process that collects it."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def rows(number: int = ROWS, seed: int = 0) -> TensorDataset:

@@ -12,7 +12,7 @@ import lightning
 import pytest
 import torch
 from fabricate_lightning import Trainer
-from lightning_shapes import Classifier, by_fabricate, by_lightning, loader
+from lightning_shapes import Classifier, by_fabricate, by_lightning, case, loader
 
 from fabricate import ConfigurationError, Every
 
@@ -53,7 +53,7 @@ def test_the_arguments_and_their_defaults_are_those_of_lightning() -> None:
         ({"detect_anomaly": True, "deterministic": True}, {"detect_anomaly": True, "deterministic": True}),
         ({"enable_progress_bar": False, "min_epochs": 2}, {"progress": False, "min_epochs": 2}),
     ],
-    ids=str,
+    ids=case,
 )
 def test_an_argument_becomes_its_counterpart(given: dict[str, Any], settings: dict[str, Any]) -> None:
     trainer = Trainer(**given, logger=False)
@@ -84,7 +84,7 @@ def test_an_argument_becomes_its_counterpart(given: dict[str, Any], settings: di
         ({"sync_batchnorm": 1, "model_registry": "x"}, "model_registry='x'"),
         ({"max_epochs": "three"}, "max_epochs='three'"),
     ],
-    ids=str,
+    ids=case,
 )
 def test_an_argument_without_a_counterpart_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):

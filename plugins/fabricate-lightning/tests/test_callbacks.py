@@ -11,7 +11,7 @@ import pytest
 import torch
 from fabricate_lightning import adapt
 from lightning.pytorch import callbacks
-from lightning_shapes import Classifier, apart, both, by_fabricate, by_lightning, loader
+from lightning_shapes import Classifier, apart, both, by_fabricate, by_lightning, case, loader
 
 from fabricate import ConfigurationError, Every
 
@@ -31,7 +31,7 @@ def data() -> tuple[Any, ...]:
         {"monitor": "val_loss", "check_on_train_epoch_end": False, "patience": 2},
         {"monitor": "missing", "strict": False},
     ],
-    ids=str,
+    ids=case,
 )
 def test_early_stopping_stops_where_lightning_does(options: dict[str, Any]) -> None:
     stopping: list[Any] = []
@@ -89,7 +89,7 @@ def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Pat
             {"keep": {"last": 1, "best": 3, "metric": "val_f1", "mode": "max"}},
         ),
     ],
-    ids=str,
+    ids=case,
 )
 def test_a_model_checkpoint_becomes_arguments(made: dict[str, Any], settings: dict[str, Any]) -> None:
     trainer = fabricate_lightning.Trainer(callbacks=[callbacks.ModelCheckpoint(**made)], logger=False)
@@ -120,7 +120,7 @@ def test_other_callbacks_become_arguments_and_plugins() -> None:
         ([callbacks.ModelCheckpoint(monitor=name) for name in ("a", "b")], "are kept by one metric"),
         ([callbacks.ModelCheckpoint(every_n_epochs=n, monitor="a") for n in (1, 2)], "a run saves in one rhythm"),
     ],
-    ids=str,
+    ids=case,
 )
 def test_callbacks_that_cannot_run_are_named(given: list[Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
