@@ -432,38 +432,16 @@ class Trainer:
         began = time.monotonic()
         check_methods(module)
         train, val = module.provide_data(self, "fit", train, val)
-        self._check_fit(train)
-        if not isinstance(resume, str | os.PathLike):
-            raise ConfigurationError(
-                f"resume={resume!r}: give 'auto' (go on from run_dir, the default), 'never' (begin anew) or the path of a checkpoint"
-            )
+        self._check_fit(train, resume)
+        loading = Loading(
+            None if isinstance(batch_size, BatchSizeFinder) else batch_size, num_workers, collate_fn, shuffle
+        )
         if isinstance(batch_size, BatchSizeFinder):
             facts = functools.partial(facts_of, self.settings, module, train, val, resume == "auto")
-            fit = functools.partial(self._try, module, train, val)
-            loading = Loading(None, num_workers, collate_fn, shuffle)
-            loading = found_size(batch_size, self.settings, loading, facts, fit)
-        else:
-            loading = Loading(batch_size, num_workers, collate_fn, shuffle)
-        return self._fit(module, train, val, os.fspath(resume), loading, began)
-
-    def _try(self, module: TrainModule, train: Any, val: Any, settings: Settings, loading: Loading) -> None:
-        """A fit with other settings, which leaves this Trainer as it is."""
-        trainer = copy.copy(self)
-        trainer.settings = settings
-        trainer._fit(module, train, val, "never", loading, time.monotonic())
-
-    def _fit(self, module: TrainModule, train: Any, val: Any, resume: str, loading: Loading, began: float) -> FitResult:
-        """`fit`, its arguments checked. began: the monotonic time at which the user called."""
-        settings = self.settings
-        found = resolve(settings, module)
-        data = open_data(settings, found, train, val, loading)
-        if data.validation and not overrides(module, "validation_step"):
-            raise ConfigurationError(
-                f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
-            )
-        check_dataloader_idx(module, "validate", data.validation)
-        if found.plan_only:
-            self._end_after_plan(found, module, data)
+            trial = functools.partial(self._try, module, train, val)
+            loading = found_size(batch_size, self.settings, loading, facts, trial)
+        found = resolve(self.settings, module)
+        data = self._open_data(found, module, train, val, loading)
         stages = ["train", *(["validate"] if data.validation else [])]
         with opened(self, found, module, stages, data, began) as run:
             prepare_fit(run, found, data, resume, began)
@@ -473,15 +451,50 @@ class Trainer:
                 finish_fit(run, reason)
             finally:  # values only: the module and the device's memory are the caller's to release
                 self._ended = _Counted(run.progress, run.journal.latest, run.journal.rates)
-            progress, latest = run.progress, dict(run.journal.latest)
-            if settings.fast_dev_run:  # nothing is kept
-                return FitResult(progress.step, progress.epoch, latest, reason)
-            best = resuming.best(run) or (None, None)
-            return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest, *best)
+            return self._result(run, reason)
 
-    def _check_fit(self, train: object) -> None:
+    def _try(self, module: TrainModule, train: Any, val: Any, settings: Settings, loading: Loading) -> None:
+        """A fit with other settings, which leaves this Trainer as it is."""
+        trainer = copy.copy(self)
+        trainer.settings = settings
+        shuffle, workers = loading.shuffle, loading.num_workers
+        trainer.fit(
+            module,
+            train,
+            val,
+            resume="never",
+            batch_size=loading.batch_size,
+            num_workers=workers,
+            collate_fn=loading.collate_fn,
+            shuffle=shuffle,
+        )
+
+    def _open_data(self, found: Resolved, module: TrainModule, train: Any, val: Any, loading: Loading) -> Data:
+        """The data of a fit. Under `fabricate plan`, prints the plan instead and ends the process."""
+        data = open_data(self.settings, found, train, val, loading)
+        if data.validation and not overrides(module, "validation_step"):
+            raise ConfigurationError(
+                f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
+            )
+        check_dataloader_idx(module, "validate", data.validation)
+        if found.plan_only:
+            self._end_after_plan(found, module, data)
+        return data
+
+    def _result(self, run: Run, reason: str) -> FitResult:
+        progress, latest = run.progress, dict(run.journal.latest)
+        if self.settings.fast_dev_run:  # nothing is kept
+            return FitResult(progress.step, progress.epoch, latest, reason)
+        best = resuming.best(run) or (None, None)
+        return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest, *best)
+
+    def _check_fit(self, train: object, resume: object) -> None:
         """Refuse what `fit` could not train."""
         settings = self.settings
+        if not isinstance(resume, str | os.PathLike):
+            raise ConfigurationError(
+                f"resume={resume!r}: give 'auto' (go on from run_dir, the default), 'never' (begin anew) or the path of a checkpoint"
+            )
         if settings.max_steps is None and settings.max_epochs is None:
             raise ConfigurationError(
                 "neither max_steps nor max_epochs is set; say how long to train, for instance Trainer(max_epochs=3)"
