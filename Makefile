@@ -9,7 +9,7 @@ PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env lint test test-extras test-gpu demo bench bench-peers campaign clean
+.PHONY: env lint test test-extras test-gpu demo bench bench-peers campaign dist check-dist clean
 
 env: $(INSTALLED)
 
@@ -71,6 +71,14 @@ bench-peers: env
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(PEER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fabricate-venv.pth
 	$(PEER_VENV)/bin/python -m pip install --quiet -c constraints.txt -r benchmarks/peers.txt
+
+# sdist and wheel of fabricate-trainer and of every plugin; and whether they work where nothing is but pip. For releases.
+dist: env
+	rm -rf dist
+	for folder in . plugins/*/; do (cd $$folder && $(CURDIR)/$(BIN)/python -m hatchling build --directory $(CURDIR)/dist) || exit 1; done
+
+check-dist:
+	$(PYTHON) .ci/check_dist.py
 
 clean:
 	rm -rf $(VENV) $(PEER_VENV) build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
