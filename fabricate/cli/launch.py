@@ -183,10 +183,11 @@ def _arguments(file: ConfigFile, settings: Sequence[str]) -> dict[str, Launched]
 
 
 def _same(name: str, option: str | None, given: dict[str, Launched]) -> str | None:
-    """Take the strategy or the precision out of `given`: it is an option too. Raises ConfigurationError where both are set and differ."""
+    """The strategy or the precision, which `given` may hold and which is an option too. Raises ConfigurationError where both are set and
+    differ."""
     if name not in given:
         return option
-    value, source = given.pop(name)
+    value, source = given[name]
     if option is not None and option != value:
         raise ConfigurationError(f"--{name} {option} and {source} {name}={value} differ; set one of them")
     return str(value)

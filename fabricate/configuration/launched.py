@@ -44,11 +44,13 @@ def read_setting(text: str) -> tuple[str, Any]:
     except yaml.YAMLError as exc:
         raise ConfigurationError(f"--set {text!r}: the value cannot be read as YAML: {exc}") from None
     name = name.strip().replace("-", "_")
-    return name, written if name in _NAMES and isinstance(value, bool) else _number(value, written.strip())
+    return name, written if name in NAMES and isinstance(value, bool) else _number(value, written.strip())
 
 
-_NAMES = ("strategy", "precision")
-"""Arguments whose values are names: YAML takes precision=no for false."""
+NAMES = {"strategy": "FABRICATE_STRATEGY", "precision": "FABRICATE_PRECISION"}
+"""Arguments whose values are names (YAML takes precision=no for false), and what carries them where they are options of the command."""
+_FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+"""What YAML takes for text."""
 _DIGITS = re.compile(r"[-+]?[0-9][0-9_]*")
 
 
@@ -71,6 +73,10 @@ def check_launched(name: str, value: Any, source: str) -> Launched:
         raise ConfigurationError(f"{source}: Trainer has no argument {name!r}{hint}")
     if name == "plugins":
         raise ConfigurationError(f"{source}: plugins are activated with --plugin NAME, which may be repeated")
+    if name in NAMES and value is False:
+        value = "no"
+    elif isinstance(value, str) and _FLOAT.fullmatch(value):
+        value = float(value)
     try:
         CHECKS[name](name, value)
     except ConfigurationError as exc:
@@ -117,6 +123,8 @@ def with_launched(function: Callable[Concatenate[S, P], None]) -> Callable[Conca
     @functools.wraps(function)
     def constructor(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         for name, given in launched(os.environ).items():
+            if name in NAMES and os.environ.get(NAMES[name]) == str(given.value):
+                continue  # the launcher requests it as with --strategy; this says from where
             if name in kwargs and CHECKS[name](name, kwargs[name]) != CHECKS[name](name, given.value):
                 raise ConfigurationError(
                     f"{name}={kwargs[name]!r} is set in the Trainer and {given.value!r} by {given.source}; remove one, or make them equal"

@@ -7,7 +7,7 @@ is printed or stored (`plan`), the engine or the loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,7 @@ def make_plan(
     sources = [source for source in (data.train, *data.validation.values()) if source is not None]
     found = [f"batch_size={data.train.batch_size}: {data.found}"] if data.found and data.train is not None else []
     all_notes = [*found, *notes, *_notes_on_ranks(resolved), *(note for source in sources for note in source.notes)]
+    lines = (*lines, *_other_arguments(settings, resolved, {line.name for line in lines}))
     lines = tuple(replace(line, source=_source(resolved, line)) for line in lines)
     return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)), tuple(_adopted(resolved)))
 
@@ -208,6 +209,19 @@ def _outputs(settings: Settings, validates: bool) -> Iterator[Setting]:
     yield Setting("save_every", str(settings.save_every) if settings.save_every and written else None)
     yield Setting("validate_every", str(settings.validate_every) if settings.validate_every and validates else None)
     yield Setting("log_every", str(settings.log_every))
+
+
+def _other_arguments(settings: Settings, resolved: Resolved, shown: Collection[str]) -> Iterator[Setting]:
+    """Arguments that no line above shows: those that cut the data short, and what `fabricate run` gave."""
+    limits = ("limit_train_batches", "limit_val_batches", "overfit_batches")
+    cut = [name for name in limits if getattr(settings, name) is not None]
+    for name in dict.fromkeys([*cut, *resolved.launched]):
+        if name not in shown:
+            given = resolved.launched.get(name)
+            value = getattr(settings, name) if given is None else given.value
+            if isinstance(value, Mapping):
+                value = [f"{key}={each}" for key, each in value.items()]
+            yield Setting(name, value, "argument")
 
 
 def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:

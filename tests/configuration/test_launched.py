@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
 from fabricate import ConfigurationError, Every, Trainer
+from fabricate.cli.launch import prepared
 from fabricate.cli.main import main
-from fabricate.configuration.launched import VARIABLE, Launched, read_setting, variables
+from fabricate.configuration.arguments import CHECKS
+from fabricate.configuration.launched import VARIABLE, Launched, check_launched, read_setting, variables
 from tests.support.regression import ROWS, Regression
 
 SCRIPT = """
@@ -69,6 +75,88 @@ def test_the_plan_names_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (plan["max_steps"], plan.source("max_steps")) == (3, "--set")
     assert (plan["gradient_accumulation_steps"], plan.source("gradient_accumulation_steps")) == (2, "--set")
     assert "  adopted  max_steps=3 (--set), gradient_accumulation_steps=2 (--set)\n" in plan.summary()
+
+
+ONE_OF_EACH: dict[str, Any] = {
+    "strategy": "ddp",
+    "precision": "bf16",
+    "max_steps": 3,
+    "max_epochs": 3,
+    "min_steps": 1,
+    "min_epochs": 1,
+    "max_time": "1 hours",
+    "timeout": "2 minutes",
+    "gradient_accumulation_steps": 2,
+    "global_batch_size": 4,
+    "max_grad_norm": 0.5,
+    "max_grad_value": 0.5,
+    "nonfinite": "skip",
+    "seed": 7,
+    "deterministic": True,
+    "detect_anomaly": True,
+    "compile": {"mode": "default"},
+    "activation_checkpointing": True,
+    "run_dir": "somewhere",
+    "save": "async",
+    "save_every": "1 epoch",
+    "keep": {"last": 2, "best": 1},
+    "load_best": True,
+    "save_frozen": False,
+    "save_weights_only": True,
+    "validate_every": None,
+    "validate_first": True,
+    "sanity_batches": 0,
+    "log_every": "5 steps",
+    "progress": ["loss"],
+    "print_plan": "full",
+    "trackers": ["tensorboard"],
+    "limit_train_batches": 2,
+    "limit_val_batches": 0.5,
+    "limit_test_batches": 1,
+    "limit_predict_batches": 1,
+    "overfit_batches": 2,
+    "fast_dev_run": 2,
+    "accept_changes": ["seed"],
+}
+"""A value for every argument of the Trainer but `plugins`, which have an option of their own."""
+
+
+def test_every_argument_stands_in_the_plan_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ONE_OF_EACH.keys() == CHECKS.keys() - {"plugins"}
+    for name, value in ONE_OF_EACH.items():
+        monkeypatch.setenv(VARIABLE, variables({name: Launched(value, "run.yaml")})[VARIABLE])
+        plan = Trainer().plan(Regression(), ROWS, ROWS, batch_size=2)
+        assert plan.source(name) == "run.yaml"
+        assert re.search(rf"(?m)^  {name.replace('_', ' ')} .*\[run\.yaml\]$", str(plan)), name
+        assert f"{name}=" in plan.summary()
+
+
+def test_the_file_on_the_page_reaches_the_plan_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/configuration.md: its YAML, its --set."""
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    file = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0]
+    command = next(line for line in page.splitlines() if line.startswith("fabricate run train.py --set "))
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(file + "max_grad_norm: 1e-1\n")
+    Path("train.py").touch()
+    for config, settings in (("run.yaml", ()), (None, shlex.split(command)[4::2])):
+        given: dict[str, Any] = {name: None for name in inspect.signature(prepared).parameters}
+        given |= {"script": "train.py", "arguments": (), "plugins": (), "config": config, "settings": settings}
+        _, environment = prepared(**(given | {"plan_only": False}))
+        source, arguments = (config, yaml.safe_load(file)) if config else ("--set", dict(map(read_setting, settings)))
+        assert len(arguments) >= 3
+        with monkeypatch.context() as patched:
+            for name in (VARIABLE, "FABRICATE_STRATEGY", "FABRICATE_PRECISION"):
+                patched.setenv(name, environment.get(name, ""))
+            plan = Trainer().plan(Regression(), ROWS, ROWS, batch_size=2)
+        assert {plan.source(name) for name in arguments} == {source}
+        if config:
+            assert (plan["strategy"], plan["precision"], plan["max_grad_norm"]) == ("fsdp", "bf16", 0.1)
+            assert "adopted  strategy=fsdp (run.yaml), precision=bf16 (run.yaml)" in plan.summary()
+
+
+def test_a_precision_that_yaml_takes_for_false_is_its_name() -> None:
+    assert check_launched("precision", False, "run.yaml").value == "no"
 
 
 def test_a_variable_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
