@@ -12,7 +12,7 @@ from typing import Any
 from fabricate.errors import size_text
 
 SUMMARY_LINES = 8
-"""The most that `Plan.summary` has."""
+"""The most that a fit prints before its first step: the summary, and what a resume and a search for a batch size say."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Plan:
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def summary(self) -> str:
+    def summary(self, lines_left: int = SUMMARY_LINES) -> str:
         """What runs on what, the global batch and how it comes about, the length, what is written, and what is unusual: at most
-        `SUMMARY_LINES` lines. The last one says where the rest is."""
+        `lines_left` lines, of which five are always there. The last one says where the rest is."""
         values = {setting.name: setting.value for setting in self.settings}
         place = _place(values, self.source("strategy"))
         lines = [f"fabricate: {values['module']}, {_model(values)}", f"  runs on  {place}"]
@@ -87,7 +87,7 @@ class Plan:
         lines.append(f"  writes   {_written(values)}")
         unusual = [f"  adopted  {', '.join(self.adopted)}"] if self.adopted else []
         unusual += [f"  note: {note}" for note in self.notes]
-        room = SUMMARY_LINES - len(lines) - 1
+        room = lines_left - len(lines) - 1
         hidden = len(unusual) - room
         more = f"{hidden} more note{'s' if hidden > 1 else ''} and " if hidden > 0 else ""
         file = f"{values['run_dir']}/plan.json or " if values["run_dir"] else ""

@@ -22,7 +22,7 @@ from fabricate.checkpoint.state.commit import Background
 from fabricate.checkpoint.state.logical import frozen_digests, optimizer_groups
 from fabricate.checkpoint.state.staging import DeviceStaging, Staging
 from fabricate.configuration.opened_data import Data
-from fabricate.configuration.plan import Plan
+from fabricate.configuration.plan import SUMMARY_LINES, Plan
 from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.distributed.engine import Engine
@@ -63,9 +63,9 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     _configure_optimizers(run)
     plan = _plan(run, found, data)
     run.journal.planned_bytes = plan["memory_per_rank"]["total"]
-    _print(plan, run)
     resuming.occupy(run, _warn)
     path = resuming.choose(run, os.fspath(resume), _warn)
+    _print(plan, run, others=bool(data.found) + (resuming.LINES if path is not None else 0))
     if run.run_dir is not None and settings.save == "async":
         staging = Staging() if engine.device.type == "cpu" else DeviceStaging(engine.device)
         run.checkpoints.background = Background(engine.beside(), staging)
@@ -106,11 +106,11 @@ def _beginning(run: Run) -> dict[str, Any]:
     }
 
 
-def _print(plan: Plan, run: Run) -> None:
-    """What `print_plan` says, on rank 0."""
+def _print(plan: Plan, run: Run, others: int) -> None:
+    """What `print_plan` says, on rank 0. others: the lines that are printed before the first step besides."""
     wanted = run.settings.print_plan
     if run.engine.rank == 0 and wanted != "none":
-        print(plan if wanted == "full" else plan.summary(), flush=True)
+        print(plan if wanted == "full" else plan.summary(SUMMARY_LINES - others), flush=True)
 
 
 def _check_validation(run: Run) -> None:

@@ -77,3 +77,38 @@ def test_the_summary_counts_frozen_parameters_and_needs_no_data() -> None:
     assert text.startswith("fabricate: Frozen, 16 parameters (12 frozen)")
     assert "updates" not in text
     assert "writes   nothing, as no run_dir is set; logs every 10 steps" in text
+
+
+class Noted(Regression):
+    """What a plan has much to say about: two optimizers, which hold a weight that is frozen; both are named in notes."""
+
+    def __init__(self, rate: float = 0.01) -> None:
+        super().__init__(rate)
+        self.layers[2].bias.requires_grad_(False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        print("the first step")
+        return super().training_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        parts = {"first": self.layers[0], "last": self.layers[2]}
+        return {name: torch.optim.SGD(part.parameters(), lr=self.rate) for name, part in parts.items()}
+
+
+def test_a_resume_and_what_it_changes_are_among_the_eight_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for max_steps, rate in ((1, 0.01), (2, 0.02)):
+        settings: dict[str, Any] = {
+            "overfit_batches": 2,
+            "sanity_batches": 0,
+            "accept_changes": ("optimizer", "module"),
+        }
+        trainer = Trainer(max_steps=max_steps, seed=0, strategy="ddp", run_dir=tmp_path, progress=False, **settings)
+        trainer.fit(Noted(rate), ROWS, ROWS, batch_size=2)
+        before = capsys.readouterr().out.partition("the first step\n")[0].splitlines()
+        assert len(before) == SUMMARY_LINES, before
+        assert re.search(r"\d more notes? and all settings", before[-1 if max_steps == 1 else -3])
+    assert before[-2].startswith(f"resumed from {tmp_path}/checkpoints/step-00000001 (step 1)")
+    assert before[-1].startswith("changed since it was saved: ")

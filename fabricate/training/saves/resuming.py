@@ -37,6 +37,9 @@ from fabricate.training.saves.saved_state import data_identity, restore
 from fabricate.training.saves.saving import checkpoints, prune
 from fabricate.training.state.run_state import Run
 
+LINES = 2
+"""The most that `resume` prints."""
+
 
 def occupy(run: Run, warn: Callable[[str], None]) -> None:
     """Make the run directory, and hold it against other runs until this one ends. All ranks."""
