@@ -45,7 +45,8 @@ class ModelSummary(Callback):
 
     FLOPs are counted by `torch.utils.flop_counter.FlopCounterMode`: those of matrix products, convolutions and attention, a
     multiplication and its addition as two. The rows can be read afterwards as `layers`, the FLOPs of the micro-batch's
-    forward and backward as `micro_batch_flops`. Every rank counts its own.
+    forward and backward as `micro_batch_flops`, of which every rank counts its own, and those of the update, on all ranks and over
+    all of its micro-batches, taken to be as large as the first, as `step_flops`.
 
         Trainer(plugins=[ModelSummary(depth=2)], ...)
     """
@@ -55,7 +56,7 @@ class ModelSummary(Callback):
             raise ConfigurationError(f"ModelSummary(depth={depth!r}): give the number of levels to show, 1 or more")
         self.depth = depth
         self.layers: list[LayerSummary] = []
-        self.micro_batch_flops = 0
+        self.micro_batch_flops = self.step_flops = 0
         self._counter: FlopCounterMode | None = None  # only until the first micro-batch is done
         self._watching = ExitStack()
 
@@ -78,15 +79,18 @@ class ModelSummary(Callback):
             self._watching.enter_context(self._counter)
         return (yield)
 
-    def on_accumulate(self, trainer: Trainer) -> None:
+    def on_accumulate(self, trainer: Trainer, num_micro_steps: int) -> None:
         if self._counter is None:
             return
         self.micro_batch_flops = self._counter.get_total_flops()
+        world_size = trainer.accelerator.num_processes
+        readers = world_size // trainer.strategy.ranks_per_row(world_size)
+        self.step_flops = self.micro_batch_flops * num_micro_steps * readers
         self._stop()
         if trainer.is_main:
             from rich.console import Console
 
-            Console().print(_table(self.layers, self.micro_batch_flops))
+            Console().print(_table(self.layers, self.micro_batch_flops, self.step_flops))
 
     def on_teardown(self) -> None:
         self._stop()
@@ -127,10 +131,11 @@ def _shape(output: object) -> str:
     return " x ".join(str(size) for size in output.shape) if isinstance(output, torch.Tensor) else ""
 
 
-def _table(layers: list[LayerSummary], micro_batch_flops: int) -> Table:
+def _table(layers: list[LayerSummary], micro_batch_flops: int, step_flops: int) -> Table:
     from rich.table import Table
 
-    table = Table(title="Model", caption=f"{_short(micro_batch_flops)} FLOPs per micro-batch, forward and backward")
+    counts = f"{_short(micro_batch_flops)} FLOPs per micro-batch, {_short(step_flops)} per update"
+    table = Table(title="Model", caption=f"{counts}, forward and backward")
     for column in ("layer", "type", "output"):
         table.add_column(column)
     for column in ("parameters", "trainable", "forward FLOPs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,13 @@ def fit(*plugins: object, **arguments: Any) -> Net:
 
 
 def summary(strategy: str) -> dict[str, tuple[int, int, str, int]]:
-    """Of a fit on any number of ranks: parameters, trainable ones, output and forward FLOPs by layer; and all FLOPs."""
+    """Of a fit on any number of ranks: parameters, trainable ones, output and forward FLOPs by layer; and all FLOPs, of a micro-batch
+    and of an update of two on each rank."""
     callback = ModelSummary(depth=2)
-    module = fit(callback, strategy=strategy, max_steps=1)
+    module = fit(callback, strategy=strategy, max_steps=1, gradient_accumulation_steps=2)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.net.modules())
     layers = {row.name: (row.parameters, row.trainable, row.output, row.forward_flops) for row in callback.layers}
-    return {**layers, "all": (0, 0, "", callback.micro_batch_flops)}
+    return {**layers, "all": (0, 0, "", callback.micro_batch_flops), "step": (0, 0, "", callback.step_flops)}
 
 
 EXPECTED = {
@@ -58,21 +60,26 @@ EXPECTED = {
     "net.1": (0, 0, f"{ROWS} x {WIDTH}", 0),
     "net.2": (WIDTH + 1, WIDTH + 1, f"{ROWS} x 1", 2 * ROWS * WIDTH),
     "frozen": (64, 0, f"{ROWS} x 8", 2 * ROWS * 8 * 8),
-    # Forward; backward: the gradient of each trained weight, and of the input of net.2 alone.
-    "all": (0, 0, "", 2 * ROWS * (64 + 9 * WIDTH + 9 * WIDTH + WIDTH)),
 }
+# Forward; backward: the gradient of each trained weight, and of the input of net.2 alone.
+FLOPS = 2 * ROWS * (64 + 9 * WIDTH + 9 * WIDTH + WIDTH)
+
+
+def expected(ranks: int) -> dict[str, tuple[int, int, str, int]]:
+    return EXPECTED | {"all": (0, 0, "", FLOPS), "step": (0, 0, "", FLOPS * 2 * ranks)}
 
 
 def test_the_summary_counts_parameters_shapes_and_flops_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert summary("single") == EXPECTED
+    assert summary("single") == expected(1)
     printed = capsys.readouterr().out
     assert printed.count("net.0") == 1
     assert "FLOPs per micro-batch" in printed
+    assert "per update" in printed
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_the_summary_is_the_same_on_two_ranks(strategy: str) -> None:
-    assert run_ranks(summary, 2, strategy) == [EXPECTED, EXPECTED]
+    assert run_ranks(summary, 2, strategy) == [expected(2)] * 2
 
 
 def test_the_profiler_writes_a_trace_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +90,9 @@ def test_the_profiler_writes_a_trace_and_a_table(tmp_path: Path, capsys: pytest.
     table = (tmp_path / "profile/operators-rank0.txt").read_text()
     assert table.startswith("2 updates of ")
     assert "aten::addmm" in table
+    assert "loop and hooks" in table.splitlines()[0], "the share of the loop"
+    _, operators, _ = re.split(r"(?m)^(?:-+  )+\n", table.partition("\n\n")[2])[1:]
+    assert len(operators.splitlines()) == 10
     assert table.strip() in capsys.readouterr().out
 
 
