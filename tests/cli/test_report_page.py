@@ -18,6 +18,7 @@ from fabricate.cli.main import main
 from fabricate.cli.recorded.curves import MOST_POINTS, charts, marks, representative
 from fabricate.cli.recorded.files import RunFiles, read_run
 from fabricate.cli.recorded.goodput import KINDS, goodput
+from fabricate.errors import size_text
 from tests.support.recorded import FAILED, HOSTILE, SAVED, SKIPPED, STEPS, record
 
 
@@ -258,6 +259,37 @@ def test_samples_of_generated_text_are_shown_the_newest_first(run: Path, tmp_pat
     page = page_of(copy)
     assert page.texts["pre"] == [f"prompt: Once\ntext: {text}" for text in (f"upon {HOSTILE}", "and", "the\u2028end")]
     assert page.texts["summary"][-2:] == ["step 8", "step 4"]
+
+
+def clocked(run: Path, copy: Path, **figures: float) -> Page:
+    """The page of a copy of `run` whose training lines have `figures` too."""
+    shutil.copytree(run, copy)
+    changed = lines(run)
+    for number, line in enumerate(line for line in changed if line["stage"] == "train"):
+        line["clock"] |= {name: value * (1 + number % 2) for name, value in figures.items()}
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    return page_of(copy)
+
+
+def test_memory_is_shown_against_the_plan_of_a_device_and_of_a_process(run: Path, tmp_path: Path) -> None:
+    planned = read_run(run).plan["memory_per_rank"]["value"]["total"] / 2**30
+    on_device = {"peak_memory_bytes": 2.0**30, "planned_memory_bytes": 2.0**29, "process_memory_bytes": 2.0**33}
+    for name, figures, held, plan in (
+        ("device", on_device, [1.0, 2.0], [0.5, 1.0]),
+        ("process", {"process_memory_bytes": 2.0**31}, [2.0, 4.0], [planned, planned]),
+    ):
+        page = clocked(run, tmp_path / name, **figures)
+        curves = [curve["y"][:2] for curve in page.chart("memory")["curves"]]
+        assert curves == [held, pytest.approx(plan, rel=1e-5)]
+        cells = page.texts["td"]
+        assert cells[cells.index("held at most") + 1] == size_text(int(held[1] * 2**30))
+    assert "memory" not in [chart["title"] for chart in page_of(run).data["charts"]]
+
+
+def test_tokens_and_utilisation_are_drawn_where_a_run_measured_them(run: Path, tmp_path: Path) -> None:
+    page = clocked(run, tmp_path / "measured", tokens_per_second=100.0, mfu=0.25)
+    assert page.chart("tokens")["curves"][0]["y"][:2] == [100.0, 200.0]
+    assert page.chart("utilisation")["curves"][0]["y"][:2] == [25.0, 50.0]
 
 
 def test_a_run_of_which_little_is_recorded_has_a_page(run: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ MOST_POINTS = 4000
 _MOST_MARKS = 1000
 """Of a kind and a run."""
 _GIB = 2**30
+_PLANNED = "plan, without activations"
 
 T = TypeVar("T")
 
@@ -106,6 +107,8 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
         *health,
         *_of_time(runs),
         Chart("throughput", _clock(runs, "samples_per_second", "samples"), "samples/s"),
+        Chart("tokens", _clock(runs, "tokens_per_second", "tokens"), "tokens/s"),
+        Chart("utilisation", _clock(runs, "mfu", "MFU", lambda share: 100 * share), "% of the peak FLOPs"),
         Chart("memory", _memory(runs), "GiB"),
         *(Chart(topic, curves) for topic, curves in grouped.items()),
     ]
@@ -174,11 +177,28 @@ def _parts(run: RunFiles) -> list[Curve]:
 
 
 def _memory(runs: Sequence[RunFiles]) -> list[Curve]:
-    """What the device held at most, and what the plan expected."""
-    held = _clock(runs, "peak_memory_bytes", "peak", lambda size: size / _GIB)
-    return held + (
-        _clock(runs, "planned_memory_bytes", "plan, without activations", lambda size: size / _GIB) if held else []
-    )
+    """What the device held at most, on a CPU what `DeviceStats` measured of the process; and what the plan expected."""
+    if held := _gibibytes(runs, "peak_memory_bytes", "peak"):
+        return held + _gibibytes(runs, "planned_memory_bytes", _PLANNED)
+    held = _gibibytes(runs, "process_memory_bytes", "process")
+    return held + _planned(runs) if held else []
+
+
+def _gibibytes(runs: Sequence[RunFiles], figure: str, name: str) -> list[Curve]:
+    return _clock(runs, figure, name, lambda size: size / _GIB)
+
+
+def _planned(runs: Sequence[RunFiles]) -> list[Curve]:
+    """What the plan expected, where its lines do not hold it: on a CPU."""
+    curves = []
+    for number, run in enumerate(runs):
+        total = (run.plan.get("memory_per_rank", {}).get("value") or {}).get("total")
+        if total is None:
+            continue
+        curves.append(Curve(number, _PLANNED))
+        for line in run.train():
+            curves[-1].add(line, total / _GIB)
+    return [curve for curve in curves if curve.points]
 
 
 def marks(runs: Sequence[RunFiles]) -> list[Mark]:

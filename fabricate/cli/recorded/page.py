@@ -294,13 +294,20 @@ def _memory(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[Html]:
     if any(peaks):
         rows.append(("held at most", *(size_text(peak) if peak else "not counted" for peak in peaks)))
     yield _table(("per rank", *(names if len(runs) > 1 else ("size",))), rows)
-    remark = "" if any(peaks) else " What was held at most is counted on devices, not on a CPU."
+    remark = (
+        ""
+        if any(peaks)
+        else " What was held at most is counted on devices; on a CPU the callback DeviceStats measures the process."
+    )
     yield element("p", f"An estimate without activations.{remark}", class_="faint")
 
 
 def _peak(run: RunFiles) -> int:
-    """The most that the device held, in bytes; 0 where it was not counted."""
-    return int(max((line["clock"].get("peak_memory_bytes", 0) for line in run.lines), default=0))
+    """The most that the device held, in bytes, on a CPU the process; 0 where it was not counted."""
+    clocks = [line["clock"] for line in run.lines]
+    return int(
+        max((clock.get("peak_memory_bytes", clock.get("process_memory_bytes", 0)) for clock in clocks), default=0)
+    )
 
 
 def _plan(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[Html]:
