@@ -132,9 +132,13 @@ def test_every_feature_that_the_comparison_claims_is_shown_by_a_test_or_a_page_t
         places = re.findall(r"`([^`]+\.py)(?:::(\w+))?`", shown)
         for path, name in places:
             assert (ROOT / path).is_file(), (feature, path)
-            assert f"\ndef {name}" in (ROOT / path).read_text(encoding="utf-8"), (feature, name)
+            assert Path(path).name.startswith("test_"), (feature, path)
+            assert f"\ndef {name or 'test_'}" in (ROOT / path).read_text(encoding="utf-8"), (feature, name)
+        pages = [ROOT / "docs" / page for page in re.findall(r"\]\(([\w/-]+\.md)", shown)]
         if ours.startswith(("yes", "part")):
-            assert places or "](" in shown, feature
+            assert places or any(script_of(page) for page in pages), feature
+        elif ours != "no":
+            assert places or pages, feature
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
