@@ -542,7 +542,7 @@ class Trainer:
                 resuming.load_weights_only(run, path)
             with noting_failures(run):
                 if stage == "predict":
-                    return evaluation.predict(run, next(iter(sources.validation.values())))
+                    return evaluation.predict(run, sources.validation)
                 return evaluation.evaluate(run, sources.validation, stage)
 
     def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> Path:
@@ -599,9 +599,7 @@ class Trainer:
         batch_size: int | None = None,
         num_workers: int = 0,
         collate_fn: Any = None,
-    ) -> list[Any] | None:
-        """One prediction per sample of `data`, in its order, on rank 0 (None on the others); tensors on the CPU. All ranks."""
-        result: list[Any] | None = self._evaluate(
-            "predict", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn)
-        )
-        return result
+    ) -> Any:
+        """One prediction per sample of `data`, in its order, on rank 0 (None on the others): a list, or of several named sets a mapping of
+        lists; tensors on the CPU. All ranks."""
+        return self._evaluate("predict", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn))

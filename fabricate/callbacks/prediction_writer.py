@@ -61,6 +61,10 @@ class PredictionWriter(Callback):
         output = yield
         if stage != "predict":
             return output
+        if trainer.data_set:
+            raise ConfigurationError(
+                f"PredictionWriter writes the rows of one data set, and data is a mapping with {trainer.data_set!r}; predict each apart"
+            )
         if self._own is not None and len(trainer.batch_indices):
             self._add(output, trainer.batch_indices)
         return ()  # nothing for the loop to keep

@@ -225,6 +225,11 @@ def test_predictions_may_be_arrays_and_need_all_rows() -> None:
     assert found is not None
     assert [(row["x"].tolist(), float(row["y"])) for row in found] == [(x.tolist(), float(y)) for x, y in ROWS]
 
+    several = Trainer(progress=False).predict(Arrays(), {"all": ROWS, "some": ROWS[1:3]}, batch_size=3)
+    assert {name: [float(row["y"]) for row in rows] for name, rows in several.items()} == {
+        name: [float(y) for _, y in rows] for name, rows in (("all", ROWS), ("some", ROWS[1:3]))
+    }
+
     def leave_out(rows: list[Any]) -> Any:
         return torch.utils.data.default_collate([row for row in rows if row[1] != 0.5])
 

@@ -250,24 +250,28 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
         )
 
 
-def predict(run: Run, source: Source) -> list[Any] | None:
-    """One prediction per sample, in the order of the data, on rank 0; None elsewhere. Without those that a listener of `eval_step`
-    keeps: it returns (). All ranks."""
+def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, list[Any] | None] | None:
+    """One prediction per sample, in the order of the data, on rank 0; None elsewhere. Of named sets a mapping. Without those that a
+    listener of `eval_step` keeps: it returns (). All ranks."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
-    rows = Rows(run)
+    predicted = {name: Rows(run) for name in sources}
     with _evaluating(run, "predict"), refusing_logs(module, NOT_PREDICTED):
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, "predict")
-        for item, batch in _batches(run, source):
-            output = _step(run, batch, "predict")
-            kept_elsewhere = isinstance(output, tuple) and not output
-            if item.rows != 0 and not kept_elsewhere:  # else a stand-in
-                rows.add(output, item, "predict_step returned")
-        check_first(run, source)
+        for name, source in sources.items():
+            run.now.data_set = name
+            for item, batch in _batches(run, source):
+                output = _step(run, batch, "predict")
+                kept_elsewhere = isinstance(output, tuple) and not output
+                if item.rows != 0 and not kept_elsewhere:  # else a stand-in
+                    predicted[name].add(output, item, "predict_step returned")
+            check_first(run, source)
+        run.now.data_set = ""
         engine.strategy.after_evaluation(engine.model)
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})
-    return rows.gather()
+    found = {name: rows.gather() for name, rows in predicted.items()}
+    return found[""] if list(found) == [""] else None if engine.rank else found
 
 
 class Rows:
