@@ -472,6 +472,16 @@ def check_dataloader_idx(module: TrainModule, stage: str, sets: Collection[str])
         )
 
 
+def _no_module(given: object) -> ConfigurationError:
+    """The error about what `fit` got in place of a module."""
+    kind = given.__name__ + " (a class; pass an instance)" if inspect.isclass(given) else type(given).__name__
+    of_lightning = any(base.__name__ == "LightningModule" for base in type(given).__mro__)
+    as_it_is = ", or run it as it is: adapt(module) of the distribution fabricate-lightning" if of_lightning else ""
+    return ConfigurationError(
+        f"module={kind} is not a fabricate.TrainModule; subclass TrainModule and define training_step{as_it_is}"
+    )
+
+
 def check_methods(module: object) -> None:
     """Refuse what `fit` got that is no module, and near misses of method names, which would silently never run."""
     if isinstance(getattr(module, "_orig_mod", None), TrainModule):
@@ -479,10 +489,7 @@ def check_methods(module: object) -> None:
             "module was compiled with torch.compile; pass the module itself, and Trainer(compile=True)"
         )
     if not isinstance(module, TrainModule):
-        kind = module.__name__ + " (a class; pass an instance)" if inspect.isclass(module) else type(module).__name__
-        raise ConfigurationError(
-            f"module={kind} is not a fabricate.TrainModule; subclass TrainModule and define training_step"
-        )
+        raise _no_module(module)
     if "_modules" not in module.__dict__:
         raise ConfigurationError(f"{type(module).__name__}.__init__ does not call super().__init__(); call it first")
     for name, (value, remedy) in foreign_names.MODULE_SETTINGS.items():

@@ -12,6 +12,7 @@ import torch
 from fabricate_lightning import adapt
 from lightning_shapes import Classifier, by_fabricate, by_lightning, loader
 
+import fabricate
 from fabricate import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -155,6 +156,13 @@ def test_only_a_lightning_module_is_adapted() -> None:
     for wrong, said in ((Classifier, "the class Classifier"), (torch.nn.Linear(1, 1), r"adapt\(Linear\)")):
         with pytest.raises(ConfigurationError, match=said):
             adapt(wrong)
+
+
+def test_fabricates_own_trainer_names_adapt() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"module=Classifier is not a fabricate\.TrainModule;.* adapt\(module\)"
+    ):
+        fabricate.Trainer(max_steps=1).fit(Classifier(), loader())
 
 
 # --------------------------------------------------------------------------------------------------- self.trainer
