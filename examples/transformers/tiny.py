@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,19 +94,23 @@ def tiny_model(folder: Path, kind: str) -> str:
         words.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
     special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
     options = {**special, "bos_token": "[CLS]", "eos_token": "[SEP]", "model_max_length": 64}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options).save_pretrained(folder)
+    own = folder.with_name(f"{folder.name}-{os.getpid()}")  # several processes may write it
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options).save_pretrained(own)
     torch.manual_seed(0)
     model = getattr(transformers, kind)
     tokens = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
-    model(model.config_class(**tokens, **SIZES[model.config_class.model_type])).save_pretrained(folder)
+    model(model.config_class(**tokens, **SIZES[model.config_class.model_type])).save_pretrained(own)
+    with contextlib.suppress(OSError):
+        own.rename(folder)
+    shutil.rmtree(own, ignore_errors=True)
     return str(folder)
 
 
-def tiny_rows(task: str, split: str) -> list[dict[str, Any]]:
-    """100 rows ("train") or 36 of the `task` "text", "pairs" (with a label), "questions" (as SQuAD's) or "summaries"."""
+def tiny_rows(task: str, split: str, number: int | None = None) -> list[dict[str, Any]]:
+    """`number` rows, else 100 ("train") or 36, of the `task` "text", "pairs" (with a label), "questions" (as SQuAD's) or "summaries"."""
     draw = random.Random(f"{task} {split}")
     rows = []
-    for number in range(100 if split == "train" else 36):
+    for place in range(number or (100 if split == "train" else 36)):
         facts = [(n, draw.choice(COLOURS), draw.choice(THINGS)) for n in draw.sample(NAMES, draw.randint(2, 4))]
         text = " ".join(f"{name} has a {colour} {thing} ." for name, colour, thing in facts)
         name, colour, thing = draw.choice(facts)
@@ -114,7 +121,7 @@ def tiny_rows(task: str, split: str) -> list[dict[str, Any]]:
         elif task == "questions":
             answer = {"text": [colour], "answer_start": [text.index(f"{name} has a ") + len(f"{name} has a ")]}
             question = f"what colour is the {thing} of {name} ?"
-            rows.append({"id": f"{split}-{number}", "question": question, "context": text, "answers": answer})
+            rows.append({"id": f"{split}-{place}", "question": question, "context": text, "answers": answer})
         elif task == "summaries":
             rows.append({"text": text, "summary": " ".join(f"{name} owns a {thing} ." for name, _, thing in facts[:2])})
         else:
@@ -122,10 +129,12 @@ def tiny_rows(task: str, split: str) -> list[dict[str, Any]]:
     return rows
 
 
-def write_rows(path: Path, task: str, split: str) -> str:
+def write_rows(path: Path, task: str, split: str, number: int | None = None) -> str:
     """Writes `tiny_rows` as a JSON file; its name."""
-    rows = tiny_rows(task, split)
+    rows = tiny_rows(task, split, number)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"data": rows}) if task == "questions" else "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8")
+    own = path.with_name(f"{path.name}-{os.getpid()}")
+    own.write_text(text, encoding="utf-8")
+    own.replace(path)
     return str(path)

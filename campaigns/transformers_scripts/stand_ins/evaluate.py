@@ -32,7 +32,12 @@ class Metric:
         if self.name == "rouge":
             scores = [load_script("run_summarization").rouge_l(text, wanted) for text, wanted in pairs]
             return {"rougeL": sum(scores) / len(scores)}
-        return {"accuracy": float(sum(int(p == r) for p, r in pairs) / len(pairs))}
+        right = {"accuracy": float(sum(int(p == r) for p, r in pairs) / len(pairs))}
+        if self.name != "glue":
+            return right
+        hits = sum(p == r == 1 for p, r in pairs)
+        f1 = 2 * hits / max(sum(p == 1 for p, _ in pairs) + sum(r == 1 for _, r in pairs), 1)
+        return {**right, "f1": float(f1)}
 
 
 def load(name: str, *configuration: str, **options: Any) -> Metric:

@@ -1,0 +1,52 @@
+"""Runs one of Accelerate's examples as `python SCRIPT ARGUMENTS` would, and notes what came of it.
+
+A `RandomSampler` gives rows in the order of the data, because the order that a seed gives is not the same on both sides.
+FILE-RANK.json gets the loss of every `Accelerator.backward`, FILE-RANK.safetensors the weights of the last model that was prepared, at the
+end.
+
+    python -m campaigns.by_feature.recorder FILE SCRIPT ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+
+losses: list[float] = []
+models: list[torch.nn.Module] = []
+
+
+def record() -> None:
+    """From now on."""
+    torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self.data_source)))  # type: ignore[method-assign]
+    backward, prepare_model = Accelerator.backward, Accelerator.prepare_model
+
+    @functools.wraps(backward)
+    def noted_backward(self: Accelerator, loss: torch.Tensor, **options: Any) -> None:
+        losses.append(loss.item())
+        backward(self, loss, **options)
+
+    @functools.wraps(prepare_model)
+    def noted_model(self: Accelerator, model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        models.append(model)
+        return prepare_model(self, model, *args, **options)
+
+    Accelerator.backward, Accelerator.prepare_model = noted_backward, noted_model
+
+
+if __name__ == "__main__":
+    file, *sys.argv = sys.argv[1:]
+    record()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    place = f"{file}-{os.environ.get('RANK', '0')}"
+    with open(f"{place}.json", "w", encoding="utf-8") as notes:
+        json.dump(losses, notes)
+    save_file({name: value.detach().clone() for name, value in models[-1].named_parameters()}, f"{place}.safetensors")
