@@ -69,6 +69,21 @@ def test_a_gan_with_two_optimizers_is_trained_as_by_lightning() -> None:
     assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
 
 
+class Waits(GAN):
+    """A schedule by a metric, which only the module itself advances."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers, _ = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=0, threshold=10.0)
+        return optimizers, [{"scheduler": plateau, "monitor": "g_loss"}]
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+def test_fabricate_advances_no_schedule_of_a_module_that_optimizes_manually() -> None:
+    assert apart(*both(Waits, data)) < 1e-6
+
+
 class Accumulates(Classifier):
     """Two batches per step, by hand, with gradients that live from one call to the next, and a closure."""
 

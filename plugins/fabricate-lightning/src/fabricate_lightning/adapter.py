@@ -52,9 +52,11 @@ class Adapted(TrainModule):
         self.view.adapted = self
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[optimizers.SchedulerConfig] = []
+        self._at_epoch_end: list[optimizers.SchedulerConfig] = []
+        """Of the schedulers those that fabricate does not advance."""
         self.stopping = False
-        self.cut_short = False
-        """Whether the fit ended within an epoch, which Lightning counts."""
+        self.passes: int | None = None
+        """At the end of a fit, the epochs that Lightning counts: also one that was cut short."""
         self.batch_idx = 0
         self.output: Any = None
         """What the last step returned, where a hook wants it."""
@@ -140,8 +142,10 @@ class Adapted(TrainModule):
         where = f"{type(self.lightning).__name__}.configure_optimizers"
         configured = optimizers.read(where, self._original().configure_optimizers())
         self.optimizers, self.schedulers = configured.optimizers, configured.schedulers
-        own_step = overrides(self.lightning, "lr_scheduler_step")
-        made = optimizers.for_fabricate(where, configured, self._due, self._advance if own_step else None)
+        self._at_epoch_end = configured.at_epoch_end()
+        made = optimizers.for_fabricate(
+            configured, self._due, self._advance if overrides(self.lightning, "lr_scheduler_step") else None
+        )
         return made[0] if len(made) == 1 else made
 
     def _original(self) -> Any:
@@ -159,23 +163,26 @@ class Adapted(TrainModule):
         return (progress.micro_step if config.interval == "step" else progress.epoch) % config.frequency == 0
 
     def _advance(self, scheduler: Any, metric: Any) -> None:
-        self.hooks.of_module("lr_scheduler_step", scheduler, metric)
+        if overrides(self.lightning, "lr_scheduler_step"):
+            self.hooks.of_module("lr_scheduler_step", scheduler, metric)
+        else:
+            optimizers.advance_by(scheduler, metric)
 
-    def _advance_by_metric(self, epoch: int) -> None:
-        """Advance the schedulers that wait for a metric. At the end of an epoch, after its hooks."""
-        for config in self.schedulers:
-            if not config.reduce_on_plateau or (epoch + 1) % config.frequency:
+    def _advance_others(self, epoch: int) -> None:
+        """Advance the schedulers that fabricate does not advance. At the end of an epoch, after its hooks."""
+        known = self.view.callback_metrics
+        for config in self._at_epoch_end:
+            if (epoch + 1) % config.frequency:
                 continue
-            known = self.view.callback_metrics
-            if config.monitor not in known:
+            if not config.reduce_on_plateau:
+                self._advance(config.scheduler, None)
+            elif config.monitor not in known:
                 text = f"{type(config.scheduler).__name__} waits for {config.monitor!r}, and logged are {', '.join(known) or 'none'}"
                 if config.strict:
                     raise ConfigurationError(f"{text}; name one of these as 'monitor'")
                 self.print(f"{text}: the learning rate stays as it is")
-            elif overrides(self.lightning, "lr_scheduler_step"):
-                self._advance(config.scheduler, known[config.monitor])
             else:
-                config.scheduler.step(known[config.monitor])
+                self._advance(config.scheduler, known[config.monitor])
 
     def total_steps(self) -> float:
         """Updates of the whole fit; infinite where that is not known."""
@@ -279,7 +286,7 @@ class Adapted(TrainModule):
         found |= logs.settle({}, self.lightning, world_size)
         logs.reset()
         self.hooks.of_callbacks("on_train_epoch_end", monitoring=True)
-        self._advance_by_metric(epoch)
+        self._advance_others(epoch)
         for name, value in found.items():
             self.record(name, value)
         self._to_loggers(found, trainer.step, epoch)

@@ -46,6 +46,13 @@ class Configured:
         first = self.optimizers[0]
         return [c for c in self.schedulers if getattr(c.scheduler, "optimizer", first) is optimizer]
 
+    def at_epoch_end(self) -> list[SchedulerConfig]:
+        """Those that fabricate does not advance: by a metric, or by epoch beside one by step of the same optimizer."""
+        found = []
+        for configs in map(self.of, self.optimizers):
+            found += [c for c in configs if c.reduce_on_plateau or c.interval != _interval(configs)]
+        return found
+
 
 def read(where: str, returned: Any) -> Configured:
     """`returned`, read. `where` names the method in errors."""
@@ -129,9 +136,10 @@ class Driven:
         self._configs, self._due, self._advance = configs, due, advance
 
     def step(self) -> None:
-        """Advance the schedulers for which this update or epoch counts, but those that wait for a metric."""
+        """Advance the schedulers for which this update or epoch counts, but those that wait for a metric or the end of the epoch."""
+        interval = _interval(self._configs)
         for config in self._configs:
-            if not config.reduce_on_plateau and self._due(config):
+            if not config.reduce_on_plateau and config.interval == interval and self._due(config):
                 self._advance(config.scheduler, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,30 +153,29 @@ class Driven:
 
 
 def for_fabricate(
-    where: str, configured: Configured, due: Callable[[SchedulerConfig], bool], advance: Callable[..., None] | None
+    configured: Configured, due: Callable[[SchedulerConfig], bool], advance: Callable[..., None] | None
 ) -> list[Any]:
     """Each optimizer as fabricate's `configure_optimizers` returns it. advance: what advances a scheduler; None for its own `step`."""
-    return [
-        _with_schedulers(where, optimizer, configured.of(optimizer), due, advance)
-        for optimizer in configured.optimizers
-    ]
+    return [_with_schedulers(optimizer, configured.of(optimizer), due, advance) for optimizer in configured.optimizers]
 
 
-def _with_schedulers(where: str, optimizer: Any, configs: list[SchedulerConfig], due: Any, advance: Any) -> Any:
+def _with_schedulers(optimizer: Any, configs: list[SchedulerConfig], due: Any, advance: Any) -> Any:
     if not configs:
         return optimizer
-    first = configs[0]
-    if any(config.interval != first.interval for config in configs):
-        raise ConfigurationError(
-            f"{where}: the schedulers of one optimizer advance by step and by epoch; give them one interval"
-        )
+    first, interval = configs[0], _interval(configs)
     plain = len(configs) == 1 and first.frequency == 1 and not first.reduce_on_plateau and advance is None
     if plain:
-        return optimizer, first.scheduler, first.interval
+        return optimizer, first.scheduler, interval
     names = "And".join(type(config.scheduler).__name__ for config in configs)
     kind = type(names, (Driven,), {})  # the plan, and a resume, go by the name
-    return optimizer, kind(configs, due, advance or _step), first.interval
+    return optimizer, kind(configs, due, advance or advance_by), interval
 
 
-def _step(scheduler: Any, metric: Any) -> None:
+def _interval(configs: list[SchedulerConfig]) -> str:
+    """When fabricate advances the schedulers of one optimizer."""
+    return "step" if any(config.interval == "step" for config in configs) else "epoch"
+
+
+def advance_by(scheduler: Any, metric: Any) -> None:
+    """Advance `scheduler`; `metric` is None for one that waits for none."""
     scheduler.step() if metric is None else scheduler.step(metric)
