@@ -83,7 +83,8 @@ def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Pat
         ({}, {"keep": {"last": 1, "metric": "val_loss", "mode": "min"}, "save_every": Every(epochs=1)}),
         ({"every_n_train_steps": 7, "save_top_k": -1}, {"save_every": Every(steps=7)}),
         ({"train_time_interval": datetime.timedelta(minutes=2, seconds=30)}, {"save_every": Every(minutes=2.5)}),
-        ({"every_n_epochs": 3, "save_last": True}, {"save_every": Every(epochs=3)}),
+        ({"every_n_epochs": 3, "save_last": True}, {"save_every": Every(epochs=3), "save_weights_only": False}),
+        ({"save_weights_only": True}, {"save_weights_only": True}),
         (
             {"monitor": "val_f1", "mode": "max", "save_top_k": 3},
             {"keep": {"last": 1, "best": 3, "metric": "val_f1", "mode": "max"}},
@@ -111,10 +112,41 @@ def test_other_callbacks_become_arguments_and_plugins() -> None:
     assert [type(plugin).__name__ for plugin in trainer.core.settings.plugins] == ["DeviceStats", "ModelSummary"]
 
 
+def translated(callback: Any) -> Any:
+    """What a callback becomes, a plugin of fabricate's Trainer."""
+    (plugin,) = fabricate_lightning.Trainer(logger=False, callbacks=callback).core.settings.plugins
+    return plugin
+
+
+def test_stochastic_weight_averaging_is_fabricates() -> None:
+    options: dict[str, Any] = {"swa_epoch_start": 3, "annealing_epochs": 2, "annealing_strategy": "linear"}
+    averaging = translated(callbacks.StochasticWeightAveraging([0.1, 0.2], **options))
+    assert (averaging.swa_lrs, averaging.annealing_strategy) == ([0.1, 0.2], "linear")
+    assert (averaging.swa_epoch_start, averaging.annealing_epochs) == (3, Every(epochs=2))
+    default = translated(callbacks.StochasticWeightAveraging(0.1))
+    assert (default.swa_epoch_start, default.annealing_epochs) == (0.8, Every(epochs=10))
+
+
+def test_a_fit_ends_with_the_average_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    given = callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)
+    trained = by_fabricate(Classifier(), *data(), callbacks=[given])
+    (averaging,) = trained.trainer.core.settings.plugins
+    assert averaging.averages == 2
+    assert "averages weights at the ends of epochs, in Lightning at their starts" in capsys.readouterr().out
+
+
+class KeepsMore(callbacks.ModelCheckpoint):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([callbacks.StochasticWeightAveraging(swa_lrs=0.1)], "StochasticWeightAveraging cannot run under fabricate"),
+        ([callbacks.StochasticWeightAveraging(swa_lrs=0.1, avg_fn=max)], r"\(avg_fn=\.\.\.\) has no counterpart"),
+        (
+            [KeepsMore()],
+            r"KeepsMore\.on_train_end would not be called, because fabricate does what a ModelCheckpoint does",
+        ),
         ([callbacks.GradientAccumulationScheduler({0: 2})], "accumulate_grad_batches has one value"),
         ([callbacks.BackboneFinetuning()], r"fabricate\.UnfreezeAt"),
         ([callbacks.ModelCheckpoint(monitor=name) for name in ("a", "b")], "are kept by one metric"),

@@ -7,28 +7,35 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fabricate import ConfigurationError, DeviceStats, Every, ModelSummary, SaveOnException, Throughput
-from fabricate_lightning.kinds import is_a
+from fabricate import (
+    ConfigurationError,
+    DeviceStats,
+    Every,
+    ModelSummary,
+    SaveOnException,
+    StochasticWeightAveraging,
+    Throughput,
+)
+from fabricate_lightning.kinds import is_a, overridden
 
 REFUSED = {
-    "StochasticWeightAveraging": "plugins=['ema'] of fabricate.Trainer averages weights, with adapt(module)",
     "WeightAveraging": "plugins=['ema'] of fabricate.Trainer averages weights, with adapt(module)",
     "GradientAccumulationScheduler": "accumulate_grad_batches has one value for a fit",
-    "BatchSizeFinder": "accelerate.utils.find_executable_batch_size around fit",
+    "BatchSizeFinder": "batch_size=fabricate.BatchSizeFinder() of fabricate.Trainer.fit, with adapt(module) and a data set",
     "LearningRateFinder": "fabricate.LearningRateFinder in a fabricate.Trainer, with adapt(module)",
     "BaseFinetuning": "fabricate.UnfreezeAt in a fabricate.Trainer, with adapt(module)",
     "ModelPruning": "torch.nn.utils.prune in a hook of the module",
     "SpikeDetection": "EarlyStopping(check_finite=True); a loss that is not finite ends a fit anyway",
 }
 """Callbacks that cannot run, with what there is instead."""
-_SHOWN = ("ProgressBar", "ModelSummary")
+_SHOWN = ("ProgressBar", "LearningRateMonitor")
 
 
 @dataclass
@@ -51,27 +58,57 @@ def translated(callbacks: Iterable[Any]) -> Translated:
     """`callbacks`, as far as fabricate does what they do. `ConfigurationError` for one that cannot run."""
     found = Translated()
     for callback in callbacks:
-        if refused := next((name for name in REFUSED if is_a(callback, name)), None):
-            raise ConfigurationError(
-                f"callbacks: {type(callback).__name__} cannot run under fabricate; {REFUSED[refused]}"
-            )
+        _check(callback)
+        plugin = next((make for name, make in _PLUGINS.items() if is_a(callback, name)), None)
         if is_a(callback, "ModelCheckpoint"):
             found.checkpoints.append(callback)
-        elif is_a(callback, "OnExceptionCheckpoint"):
-            found.plugins.append(SaveOnException())
-        elif is_a(callback, "DeviceStatsMonitor"):
-            found.plugins.append(DeviceStats())
-        elif is_a(callback, "ThroughputMonitor"):
-            found.plugins.append(Throughput())
         elif is_a(callback, "Timer"):
             found.settings["max_time"] = Every(minutes=_duration(callback) / 60)
-        elif is_a(callback, "ModelSummary"):
-            found.plugins.append(ModelSummary())
-        elif not is_a(callback, "LearningRateMonitor") and not any(is_a(callback, name) for name in _SHOWN):
+        elif plugin is not None:
+            found.plugins.append(plugin(callback))
+        elif not any(is_a(callback, name) for name in _SHOWN):
             found.called.append(callback)
+    if any(isinstance(plugin, StochasticWeightAveraging) for plugin in found.plugins):
+        found.notes.append(
+            "StochasticWeightAveraging averages weights at the ends of epochs, in Lightning at their starts; batch norm gets new "
+            "statistics after the fit, in Lightning in an epoch more"
+        )
     if found.checkpoints:
         _keep(found)
     return found
+
+
+def _check(callback: Any) -> None:
+    """Refuse a callback that cannot run, and methods of a class of the user's that would not be called."""
+    if refused := next((name for name in REFUSED if is_a(callback, name)), None):
+        raise ConfigurationError(f"callbacks: {type(callback).__name__} cannot run under fabricate; {REFUSED[refused]}")
+    for kind in ("ModelCheckpoint", "Timer", *_PLUGINS):
+        if is_a(callback, kind) and (own := overridden(callback, kind)):
+            raise ConfigurationError(
+                f"callbacks: {type(callback).__name__}.{own[0]} would not be called, because fabricate does what a {kind} does; put it "
+                "into a callback of its own"
+            )
+
+
+def _averaging(callback: Any) -> StochasticWeightAveraging:
+    given = vars(callback)  # it shows what it was made with under private names only
+    if given["_avg_fn"] is not callback.avg_fn:
+        raise ConfigurationError(
+            "callbacks: StochasticWeightAveraging(avg_fn=...) has no counterpart in fabricate: the weights count alike; leave it out"
+        )
+    return StochasticWeightAveraging(
+        *(given[f"_{name}"] for name in ("swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy"))
+    )
+
+
+_PLUGINS: dict[str, Callable[[Any], Any]] = {
+    "OnExceptionCheckpoint": lambda callback: SaveOnException(),
+    "DeviceStatsMonitor": lambda callback: DeviceStats(),
+    "ThroughputMonitor": lambda callback: Throughput(),
+    "ModelSummary": lambda callback: ModelSummary(),
+    "StochasticWeightAveraging": _averaging,
+}
+"""Callbacks in whose place fabricate has a plugin."""
 
 
 def _duration(callback: Any) -> float:
@@ -94,9 +131,11 @@ def _keep(found: Translated) -> None:
         found.plugins.append(SaveOnException())
     if any(c.filename is not None for c in found.checkpoints):
         found.notes.append("ModelCheckpoint(filename=...) is not used: checkpoints are named by their step")
-    if any(c.save_weights_only for c in found.checkpoints):
+    weights_only = [c.save_weights_only for c in found.checkpoints]
+    found.settings["save_weights_only"] = all(weights_only)
+    if any(weights_only) and not all(weights_only):
         found.notes.append(
-            "ModelCheckpoint(save_weights_only=True): checkpoints hold everything; RUN_DIR/model/ has the weights alone"
+            "ModelCheckpoint(save_weights_only=True) beside one without it: all checkpoints hold everything"
         )
 
 

@@ -31,6 +31,14 @@ def overrides(value: object, method: str) -> bool:
     return own is not None
 
 
+def overridden(value: object, name: str) -> list[str]:
+    """The public methods that the classes of `value` below Lightning's class `name` define."""
+    below = [
+        kind for kind in type(value).__mro__ if base(kind, name) and kind.__module__.partition(".")[0] not in _PACKAGES
+    ]
+    return sorted({key for kind in below for key, member in vars(kind).items() if key[0] != "_" and callable(member)})
+
+
 def package(value: object) -> str:
     """The package whose classes `value` uses: "lightning.pytorch" or "pytorch_lightning"."""
     for kind in type(value).__mro__:
