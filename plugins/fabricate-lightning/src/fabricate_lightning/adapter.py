@@ -111,8 +111,13 @@ class Adapted(TrainModule):
         if view.loaders["validate"] is not None and not overrides(module, "validation_step"):
             view.print(f"{type(module).__name__} has no validation_step, so its validation data is not read")
             view.loaders["validate"] = None
-        self._trained_before, self._epoch_began, self.stopping, self.cut_short = False, False, False, False
+        self._trained_before, self._epoch_began, self.stopping, self.passes = False, False, False, None
+        self.remember_modes()
         return view.loaders["train"], view.loaders["validate"]
+
+    def remember_modes(self) -> None:
+        """The modes of the module's parts are those in which Lightning would train."""
+        self.modes = {name: part.training for name, part in self.lightning.named_modules()}
 
     def _set_up(self, owner: Any, stage: str) -> None:
         """Let `owner` of the data, the callbacks and the module prepare for `stage`."""
@@ -295,10 +300,11 @@ class Adapted(TrainModule):
     def on_preempt(self) -> None:
         self._in_epoch = False  # it goes on another time
 
-    def on_fit_end(self) -> None:
-        if self._in_epoch:  # Lightning ends an epoch that max_steps or a callback cuts short
+    def on_fit_end(self, trainer: Trainer) -> None:
+        cut_short, self._in_epoch = self._in_epoch, False
+        if cut_short:  # Lightning ends an epoch that max_steps or a callback cuts short
             self.hooks("on_train_epoch_end")
-            self._in_epoch, self.cut_short = False, True
+        self.passes = trainer.progress.epoch + cut_short
         self.hooks("on_train_end")
         self.hooks("on_fit_end")
 

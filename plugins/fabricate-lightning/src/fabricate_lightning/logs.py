@@ -113,7 +113,14 @@ class Logs:
         value = _one_number(name, value)
         if options.on_epoch and (self.evaluates or self.hook == "on_train_epoch_end"):
             weight = given["batch_size"] or (self.rows() if self._of_batch() and options.reduction == "mean" else 1)
-            self._sums.setdefault(name, Sum(options)).add(value, weight)
+            together = self._sums.setdefault(name, Sum(options))
+            together.add(value, weight)
+            if (
+                not self._of_batch()
+            ):  # others see it in the same hook; of several ranks, this one's until they are reduced
+                self._know(
+                    name, torch.as_tensor(combined(options.reduction, [together.state()])), options, "", whole=True
+                )
         elif not self.evaluates:
             self._in_training(record, name + fork, name, value, options, given["batch_size"])
         if options.on_step:

@@ -97,7 +97,8 @@ class TrainerView:
     @property
     def current_epoch(self) -> int:
         """The pass under way, from 0; after a fit, the number of those that began."""
-        return self._counted("epoch") + (self.adapted is not None and self.adapted.cut_short)
+        ended = None if self.adapted is None else self.adapted.passes
+        return self._counted("epoch") if ended is None else ended
 
     def _counted(self, name: str) -> int:
         try:
