@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import send_to_device
 from torch.nn.functional import cross_entropy
 
 from fabricate import ConfigurationError, Trainer, TrainModule, hookimpl
@@ -61,8 +60,8 @@ class Adapted(TrainModule):
         self.output: Any = None
         """What the last step returned, where a hook wants it."""
         self.keeps_output = False
-        self.kept: list[Any] | None = None
-        """What `predict_step` returned for each batch, where the Trainer returns that."""
+        self.returns_predictions: bool | None = None
+        """Whether `fabricate_lightning.Trainer.predict` returns them; None where fabricate's own Trainer does."""
         self._saved = Saved(self.lightning, self.view)
         self._trained_before = False
         self._epoch_began = self._in_epoch = False
@@ -330,6 +329,10 @@ class Adapted(TrainModule):
         view.sanity_checking = view.function == "fit" and not self._epoch_began and not trainer.settings.validate_first
         self._before = self.batch_idx, dict(view.logs.callback_metrics), dict(view.logs.logged_metrics)
         self._data_set, self._found = None, {}
+        if stage == "predict":
+            loaders = view.loaders[stage]
+            number = len(loaders) if isinstance(loaders, Mapping) else 1
+            view.predict_loop.begin(number, view.called, bool(self.returns_predictions))
         if view.sanity_checking:
             self.hooks.of_callbacks("on_sanity_check_start")
         self.hooks(f"on_{word}_start")
@@ -351,14 +354,16 @@ class Adapted(TrainModule):
         logs.muted = not len(trainer.batch_indices)
         where = (batch, self.batch_idx, *([self._number] if several else []))
         if not logs.muted:
+            if stage == "predict":
+                self.view.predict_loop.batch(self._number, trainer.batch_indices)
             self.hooks(f"on_{WORDS[stage]}_batch_start", *where)
         answer = yield
         if not logs.muted:
             self.hooks(f"on_{WORDS[stage]}_batch_end", self.output, *where)
-        if stage == "predict" and self.kept is not None:
+            if stage == "predict":
+                self.view.predict_loop.keep(self._number, self.output)
+        if stage == "predict" and self.returns_predictions is not None:
             answer = ()  # so that fabricate keeps nothing
-            if not logs.muted:
-                self.kept.append(send_to_device(self.output, "cpu"))
         self.output, self._batch, logs.muted, logs.suffix = None, None, False, ""
         return answer
 

@@ -191,13 +191,12 @@ class Trainer(TrainerView):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """What `predict_step` returned for each batch of this rank, on the CPU. All ranks."""
+        """What `predict_step` returned for each batch of this rank, on the CPU; of several data sets a list for each. All ranks."""
         adapted, data = self._prepare(model, dataloaders, datamodule)
-        adapted.kept = None if return_predictions is False else []
+        adapted.returns_predictions = return_predictions is not False
         with checkpoints.imported(ckpt_path) as checkpoint:
             self._core.predict(adapted, data, checkpoint)
-        kept, adapted.kept = adapted.kept, None
-        return kept
+        return self.predict_loop.predictions if adapted.returns_predictions else None
 
     def _evaluate(
         self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any

@@ -15,9 +15,10 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from fabricate import ConfigurationError, FabricateError, Trainer
-from fabricate_lightning.data import num_batches
+from fabricate_lightning.data import num_batches, processes
 from fabricate_lightning.kinds import is_a
 from fabricate_lightning.logs import Logs
+from fabricate_lightning.predictions import Predictions
 
 if TYPE_CHECKING:
     from fabricate_lightning.adapter import Adapted
@@ -51,6 +52,8 @@ class TrainerView:
         self.evaluation = ""
         """The stage of the evaluation under way; empty in training."""
         self.sanity_checking = False
+        self.predict_loop = Predictions()
+        """Of the prediction under way, or of the last one."""
         self.loaders: dict[str, Any] = {}
         """By stage ("train", "validate", ...) the data of the fit or evaluation, as the user gave it."""
         self.clipping: tuple[float | None, str] = None, "norm"

@@ -1,0 +1,47 @@
+"""What `predict_step` returned, batch by batch, as `trainer.predict_loop` shows it: Lightning's BasePredictionWriter reads it there.
+
+Must not know: when a batch is predicted (`adapter`), who returns the predictions (`trainer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from accelerate.utils import send_to_device
+
+from fabricate_lightning.kinds import is_a
+
+
+class Predictions:
+    """Of the data sets of one prediction, on this rank."""
+
+    def __init__(self) -> None:
+        self.current_batch_indices: Sequence[int] = []
+        """The places in the data set of the rows of the batch at work."""
+        self.epoch_batch_indices: list[list[list[int]]] = []
+        """Those of every batch so far, by data set."""
+        self._kept: list[list[Any]] = []
+        self._keeps = False
+
+    def begin(self, data_sets: int, callbacks: Iterable[Any], returned: bool) -> None:
+        """A prediction of so many data sets begins. Its predictions are kept where they are returned, or a writer wants them at its end."""
+        writers = [callback for callback in callbacks if is_a(callback, "BasePredictionWriter")]
+        self._keeps = returned or any(writer.interval.on_epoch for writer in writers)
+        self._kept = [[] for _ in range(data_sets)]
+        self.epoch_batch_indices = [[] for _ in range(data_sets)]
+
+    def batch(self, number: int, indices: Sequence[int]) -> None:
+        """A batch of the data set `number` is predicted next."""
+        self.current_batch_indices = list(indices)
+        self.epoch_batch_indices[number].append(list(indices))
+
+    def keep(self, number: int, output: Any) -> None:
+        """Keep `output`, what was predicted for a batch of the data set `number`, on the CPU."""
+        if self._keeps:
+            self._kept[number].append(send_to_device(output, "cpu"))
+
+    @property
+    def predictions(self) -> list[Any]:
+        """What was predicted for each batch; of several data sets a list for each."""
+        return self._kept[0] if len(self._kept) == 1 else self._kept
