@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,18 @@ class Stateful(Classifier):
         self.smoothed = 0.0
         self.recent: list[float] = []
         self.table = {"best": torch.zeros(())}
+        self.by_batch: dict[int, list[float]] = defaultdict(list)
+        self.window: deque[float] = deque(maxlen=3)
+        self.hidden: tuple[torch.Tensor, int] | None = None
         self.added = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.smoothed = 0.9 * self.smoothed + 0.1 * float(loss)
         self.recent = [*self.recent[-3:], self.smoothed]
+        self.by_batch[batch_idx].append(self.smoothed)
+        self.window.append(self.smoothed)
+        self.hidden = loss.detach(), batch_idx
         self.log("smoothed", self.smoothed, on_step=False, on_epoch=True)
         return loss + 0 * self.smoothed
 
@@ -115,6 +122,8 @@ def test_a_killed_fit_goes_on_to_the_same_bits(tmp_path: Path, at: int) -> None:
         assert torch.equal(resumed.state_dict()[name], value), name
     assert (resumed.smoothed, resumed.recent, resumed.losses) == (whole.smoothed, whole.recent, whole.losses)
     assert torch.equal(resumed.table["best"], whole.table["best"])
+    assert (resumed.by_batch, resumed.window, resumed.hidden) == (whole.by_batch, whole.window, whole.hidden)
+    assert (resumed.by_batch.default_factory, resumed.window.maxlen) == (list, 3)
     assert {n: float(v) for n, v in went_on.callback_metrics.items()} == {
         n: float(v) for n, v in done.callback_metrics.items()
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fabricate import TrainModule, import_checkpoint
+from fabricate_lightning.kinds import base
 
 M = TypeVar("M")
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -33,18 +34,30 @@ def load_from_checkpoint(kind: type[M], path: str | Path, **overrides: Any) -> M
     checkpoint, where it is damaged, or where an argument was not recorded and is not overridden.
     """
     made: list[M] = []
-    parameters = inspect.signature(kind).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     class Loaded(TrainModule):
         def __init__(self, **hparams: Any) -> None:
             super().__init__()
-            made.append(kind(**{name: value for name, value in hparams.items() if takes_any or name in parameters}))
+            made.append(kind(**_arguments(kind, hparams)))
             share(self, made[0])
 
     with imported(path) as checkpoint:
         Loaded.load_from_checkpoint(checkpoint, **overrides)
     return made[0]
+
+
+def _arguments(kind: Any, hparams: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `kind` among `hparams`; for one that takes all of them in one object (`save_hyperparameters(args)`), that."""
+    parameters = list(inspect.signature(kind).parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return hparams
+    known = {p.name: hparams[p.name] for p in parameters if p.name in hparams}
+    missing = [
+        p.name for p in parameters if p.name not in known and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+    ]
+    if len(missing) == 1 and not known and hparams and (lightnings := base(kind, "LightningModule")) is not None:
+        return {missing[0]: type(lightnings().hparams)(hparams)}  # a mapping whose values are attributes as well
+    return known
 
 
 def load_weights(module: Any, path: str | Path) -> None:

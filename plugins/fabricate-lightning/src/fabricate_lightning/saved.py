@@ -7,6 +7,7 @@ Must not know: files, when a checkpoint is taken.
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from fabricate_lightning.view import TrainerView
 
 _LIBRARIES = ("torch", "torchmetrics", "transformers", "fabricate_lightning")
 """Whose layers hold nothing beside what checkpoints have."""
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter, defaultdict), (list, tuple, deque)
+"""Collections that a checkpoint can hold, if it can hold what is in them."""
 
 
 class Checkpoint(dict[str, Any]):
@@ -42,14 +45,14 @@ class Saved:
 
     def remember(self) -> None:
         """The attributes are now as the constructor and `setup` leave them."""
-        self._began = {place: copy.deepcopy(value) for place, _, _, value in self._attributes()}
+        self._began = {place: copy.deepcopy(value) for place, value in self._attributes()}
 
     def fill(self, state: MutableMapping[str, Any], trainer: Trainer) -> None:
         """Put everything into `state`. All ranks."""
         logs = self._view.logs
         state["attributes"] = {
             place: value
-            for place, _, _, value in self._attributes()
+            for place, value in self._attributes()
             if place not in self._began or not _equal(value, self._began[place])
         }
         state["callbacks"] = {key: value for key, callback in self._callbacks() if (value := callback.state_dict())}
@@ -68,12 +71,13 @@ class Saved:
             path, _, name = place.rpartition(".")
             if path in parts:
                 before = getattr(parts[path], name, None)
-                moved = (
-                    value.to(before.device)
-                    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
-                    else value
-                )
-                setattr(parts[path], name, moved)
+                if isinstance(before, _MAPPINGS[1:]):  # which a checkpoint holds as a dict
+                    before.clear()
+                    before.update(value)
+                    continue
+                if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+                    value = value.to(before.device)
+                setattr(parts[path], name, value)
         for key, callback in self._callbacks():
             if key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][key])
@@ -98,22 +102,22 @@ class Saved:
             if overrides(callback, "state_dict"):
                 yield str(callback.state_key), callback
 
-    def _attributes(self) -> Iterator[tuple[str, Any, str, Any]]:
-        """Of the module and its submodules the attributes that a checkpoint can hold: place, owner, name, value."""
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """The attributes of the module and its submodules that a checkpoint can hold, by their places, without graphs."""
         for path, part in self._module.named_modules():
             if type(part).__module__.partition(".")[0] in _LIBRARIES:
                 continue
             for name, value in vars(part).items():
                 if name not in self._not_users and _plain(value):
-                    yield f"{path}.{name}", part, name, value
+                    yield f"{path}.{name}", detached(value)
 
 
 def _plain(value: Any) -> bool:
     """Whether a checkpoint can hold `value`."""
-    if isinstance(value, list | tuple):
+    if type(value) in _MAPPINGS:
+        return all(map(_plain, value)) and all(map(_plain, value.values()))
+    if type(value) in _SEQUENCES:
         return all(map(_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _plain(each) for key, each in value.items())
     return value is None or type(value) in (bool, int, float, str, torch.Tensor, np.ndarray)
 
 
@@ -132,11 +136,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def detached(output: Any) -> Any:
-    """What a step returned, without the graph."""
+    """What a step returned, or an attribute holds, without the graph."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     if isinstance(output, Mapping):
         return {key: detached(value) for key, value in output.items()}
-    if isinstance(output, list | tuple) and type(output) in (list, tuple):
+    if type(output) in (list, tuple):
         return type(output)(map(detached, output))
+    if type(output) is deque:
+        return deque(map(detached, output), output.maxlen)
     return output
