@@ -146,6 +146,18 @@ def test_a_stream_is_read_as_by_lightning() -> None:
     assert ours.trainer.num_training_batches == theirs.trainer.num_training_batches
 
 
+class WithoutValidation(Data):
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_dataloader = None
+
+
+def test_a_data_module_may_set_a_loader_to_none() -> None:
+    theirs, ours = both(Classifier, lambda: (WithoutValidation(),), max_epochs=1)
+    assert apart(theirs, ours) == 0
+    assert "val_loss" not in ours.metrics
+
+
 class NoValidation(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()

@@ -100,6 +100,26 @@ def test_hooks_are_called_in_the_order_of_lightning() -> None:
     assert [p.shape for p in our_predictions] == [p.shape for p in predicted]
 
 
+def test_a_hook_that_changes_nothing_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    class Clears(Classifier):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=True)
+
+    class Old(lightning.Callback):
+        def on_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+    by_fabricate(Clears(), loader(), max_epochs=1, callbacks=[Old()])
+    printed = capsys.readouterr().out
+    assert "optimizer_zero_grad of Clears is not called: gradients are cleared after each update" in printed
+    assert "on_epoch_end of Old is not called: Lightning 2 does not call it either" in printed
+
+
+def test_a_part_that_came_in_eval_mode_and_trains_in_train_mode_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    by_fabricate(Classifier().eval(), loader(), max_epochs=1)
+    line = "in train mode, where Lightning leaves them in the eval mode in which they came: Classifier\n"
+    assert line in capsys.readouterr().out
+
+
 def test_setup_and_teardown_get_the_stage() -> None:
     class Stages(Classifier):
         def setup(self, stage: str) -> None:
@@ -127,10 +147,26 @@ class OwnBackward(Classifier):
         loss.backward()
 
 
+class OwnModes(Classifier):
+    def on_validation_model_eval(self) -> None: ...
+
+
+class OldHook(Classifier):
+    def validation_epoch_end(self, outputs: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (
+            OldHook,
+            "OldHook.validation_epoch_end would not be called: Lightning 2 has removed it; use on_validation_epoch_end",
+        ),
         (SkipsTheEpoch, "on_train_batch_start returned -1, which leaves out the rest of an epoch"),
+        (
+            OwnModes,
+            "OwnModes.on_validation_model_eval would not be called: an evaluation puts every part into eval mode",
+        ),
         (OwnBackward, "OwnBackward.backward would not be called: the loop calls it"),
     ],
 )
@@ -172,7 +208,8 @@ def test_attributes_of_the_trainer_are_those_of_lightning() -> None:
     names = """max_epochs max_steps min_epochs global_step current_epoch world_size num_devices num_nodes global_rank local_rank node_rank
         is_global_zero estimated_stepping_batches num_training_batches num_val_batches accumulate_grad_batches gradient_clip_val
         log_every_n_steps val_check_interval check_val_every_n_epoch sanity_checking training validating testing predicting evaluating
-        should_stop fast_dev_run barebones received_sigterm loggers logger early_stopping_callback progress_bar_callback"""
+        should_stop fast_dev_run barebones received_sigterm limit_train_batches limit_val_batches overfit_batches
+        enable_validation loggers logger early_stopping_callback progress_bar_callback"""
     seen: list[dict[str, Any]] = []
 
     class Looks(Classifier):
@@ -188,6 +225,17 @@ def test_attributes_of_the_trainer_are_those_of_lightning() -> None:
     by_fabricate(Looks(), loader(), loader(number=20), **options)
     theirs, ours = seen
     assert ours == theirs
+
+
+class LooksAhead(Classifier):
+    def setup(self, stage: str) -> None:
+        self.losses.append(self.trainer.estimated_stepping_batches)
+
+
+@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"max_steps": 5}, {"limit_train_batches": 3}])
+def test_the_length_of_a_fit_is_known_in_setup(arguments: dict[str, Any]) -> None:
+    trained = by_fabricate(LooksAhead(), loader(), **arguments)
+    assert trained.module.losses[0] == trained.trainer.global_step
 
 
 def test_other_attributes_of_the_trainer_are_named() -> None:

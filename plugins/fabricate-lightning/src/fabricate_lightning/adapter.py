@@ -65,6 +65,8 @@ class Adapted(TrainModule):
         self._saved = Saved(self.lightning, self.view)
         self._trained_before = False
         self._epoch_began = self._in_epoch = False
+        self.modes: dict[str, bool] = {}
+        """Of the module's parts, whether they came in train mode."""
         self._data_set: str | None = None
         self._found: dict[str, float] = {}
         """Of the evaluation under way, the values of the data sets that are done."""

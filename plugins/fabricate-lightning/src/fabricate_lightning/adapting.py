@@ -12,7 +12,7 @@ from fabricate import ConfigurationError
 from fabricate_lightning.adapter import Adapted
 from fabricate_lightning.callbacks import translated
 from fabricate_lightning.data import TRANSFER, transfers
-from fabricate_lightning.hooks import ENGINES_OWN, Hooks
+from fabricate_lightning.hooks import NEVER_CALLED, Hooks
 from fabricate_lightning.kinds import is_a, overrides
 from fabricate_lightning.manual import Manual
 from fabricate_lightning.parts import WithBatchHooks, WithLoggers, WithModel, WithOptimizerStep, WithStepHook
@@ -46,8 +46,8 @@ def adapt(
         own = module.configure_callbacks() if overrides(module, "configure_callbacks") else []
         _take_callbacks(view, with_own(list(callbacks), own))
     view.datamodule = datamodule
-    if refused := next((name for name in ENGINES_OWN if overrides(module, name)), None):
-        raise ConfigurationError(f"{type(module).__name__}.{refused} would not be called: {ENGINES_OWN[refused]}")
+    if refused := next((name for name in NEVER_CALLED if overrides(module, name)), None):
+        raise ConfigurationError(f"{type(module).__name__}.{refused} would not be called: {NEVER_CALLED[refused]}")
     attach(module, view)
     hooks = Hooks(view, module, view.called, view.logs)
     own = {"lightning": module, "hooks": hooks, "view": view, "__module__": type(module).__module__}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fabricate import Trainer
+from fabricate_lightning.hooks import WITHOUT_EFFECT
 from fabricate_lightning.kinds import overrides
 
 
@@ -20,7 +21,8 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     if ranks > 1:
         yield "what is logged is reduced over the ranks, with sync_dist=True and without; no row is evaluated twice"
         yield "training data is read in the loader's order; on several ranks Lightning shuffles it even where the loader does not"
-    yield "shuffled data has another order: it comes from the seed and the epoch, so that a run can resume within an epoch"
+    yield "shuffled data has another order, from the seed and the epoch, so that a run can resume within an epoch"
+    yield "loaders and validation draw nothing from the random generators of training, so that dropout has other masks"
     yield "a value of on_step is the mean since the last log boundary, in Lightning the last one; each epoch also has its mean, epoch_NAME"
     if settings.max_steps is not None:
         yield "an epoch that max_steps cuts short ends with on_train_epoch_end, and has no means of its own"
@@ -30,9 +32,24 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
         yield "the check of validation before the first step leaves no trace in the module; callbacks keep what they saw, as in Lightning"
     if overrides(adapted.lightning, "configure_model"):
         yield "layers built in configure_model get their initial values from the seed and their names"
+    if parts := list(_now_in_train_mode(adapted)):
+        yield f"in train mode, where Lightning leaves them in the eval mode in which they came: {', '.join(parts)}"
+    for owner in (adapted.lightning, *adapted.view.called):
+        for name in (name for name in WITHOUT_EFFECT if overrides(owner, name)):
+            yield f"{name} of {type(owner).__name__} is not called: {WITHOUT_EFFECT[name]}"
     if trainer.run_dir is not None:
         yield f"checkpoints are directories in {trainer.run_dir}/checkpoints, named by their step and without pickle; they resume exactly"
     yield from adapted.view.notes
+
+
+def _now_in_train_mode(adapted: Any) -> Iterator[str]:
+    """The outermost parts of the module that came in eval mode, as transformers leaves what it loads, and train in train mode."""
+    outer = None
+    for name, part in adapted.lightning.named_modules():
+        inside = outer is not None and (name.startswith(f"{outer}.") or not outer)
+        if part.training and not adapted.modes.get(name, True) and not inside:
+            outer = name
+            yield name or type(adapted.lightning).__name__
 
 
 def report(adapted: Any, trainer: Trainer) -> None:

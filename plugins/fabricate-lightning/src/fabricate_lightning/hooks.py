@@ -11,13 +11,29 @@ from typing import Any
 from fabricate_lightning.kinds import is_a, overrides
 from fabricate_lightning.logs import Logs
 
-ENGINES_OWN = {
+NEVER_CALLED = {
     "backward": "the loop calls it, once per micro-batch; change the loss in training_step, or use manual optimization",
     "configure_sharded_model": "rename it configure_model",
-    "optimizer_zero_grad": "the loop clears gradients after each update",
-    "on_validation_model_zero_grad": "the loop clears gradients after each update",
+    **{
+        f"on_{stage}_model_{mode}": f"an evaluation puts every part into eval mode and back; use on_{stage}_start"
+        for stage in ("validation", "test", "predict")
+        for mode in ("eval", "train")
+    },
+    **{
+        f"{stage}_epoch_end": f"Lightning 2 has removed it; use on_{stage.removesuffix('ing')}_epoch_end"
+        for stage in ("training", "validation", "test")
+    },
 }
-"""Methods of a LightningModule that fabricate does not call, with what to do instead."""
+"""Methods of a LightningModule that would change a run, or that Lightning refuses as well, with what to do instead."""
+WITHOUT_EFFECT = {
+    **dict.fromkeys(
+        ("optimizer_zero_grad", "on_validation_model_zero_grad"), "gradients are cleared after each update"
+    ),
+    **dict.fromkeys(
+        ("on_epoch_start", "on_epoch_end", "on_batch_start", "on_batch_end"), "Lightning 2 does not call it either"
+    ),
+}
+"""Methods of a LightningModule or a callback that are not called, and why a run goes as under Lightning without them."""
 
 
 class Hooks:

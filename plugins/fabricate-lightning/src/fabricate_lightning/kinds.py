@@ -22,8 +22,8 @@ def is_a(value: object, name: str) -> bool:
 
 def overrides(value: object, method: str) -> bool:
     """Whether the class of a module, a data module or a callback defines `method` itself, in place of what Lightning's does."""
-    if method in vars(value):  # LambdaCallback
-        return True
+    if method in vars(value):  # LambdaCallback; None takes a method away
+        return vars(value)[method] is not None
     own = getattr(type(value), method, None)
     for name in ("LightningModule", "LightningDataModule", "Callback"):
         if (lightnings := base(type(value), name)) is not None:

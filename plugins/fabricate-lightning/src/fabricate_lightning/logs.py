@@ -115,12 +115,10 @@ class Logs:
             weight = given["batch_size"] or (self.rows() if self._of_batch() and options.reduction == "mean" else 1)
             together = self._sums.setdefault(name, Sum(options))
             together.add(value, weight)
-            if (
-                not self._of_batch()
-            ):  # others see it in the same hook; of several ranks, this one's until they are reduced
-                self._know(
-                    name, torch.as_tensor(combined(options.reduction, [together.state()])), options, "", whole=True
-                )
+            if not self._of_batch():
+                # Others see it in the same hook; of several ranks, this one's until they are reduced.
+                so_far = combined(options.reduction, [together.state()])
+                self._know(name, torch.as_tensor(so_far), options, "", whole=True)
         elif not self.evaluates:
             self._in_training(record, name + fork, name, value, options, given["batch_size"])
         if options.on_step:

@@ -22,6 +22,7 @@ class WithModel(Adapted):
 
     def configure_model(self) -> None:
         self._original().configure_model()
+        self.remember_modes()
 
 
 class WithLoggers(Adapted):
