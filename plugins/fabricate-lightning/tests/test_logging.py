@@ -134,8 +134,27 @@ def test_what_cannot_be_logged_is_named(hook: str, call: Any, said: str) -> None
         by_fabricate(kind(), loader(), max_epochs=1)
 
 
+class Finalized(CSVLogger):
+    status = ""
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+        super().finalize(status)
+
+
+def test_loggers_learn_that_a_fit_failed(tmp_path: Path) -> None:
+    class Fails(Classifier):
+        def on_train_epoch_end(self) -> None:
+            raise ZeroDivisionError
+
+    logger = Finalized(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        by_fabricate(Fails(), loader(), logger=logger, max_epochs=1)
+    assert logger.status == "failed"
+
+
 def test_values_go_to_the_run_and_to_loggers(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, name="one", version=3)
+    logger = Finalized(tmp_path, name="one", version=3)
     monitor = LearningRateMonitor()
     module = Classifier(width=6)
     trained = by_fabricate(
@@ -148,6 +167,7 @@ def test_values_go_to_the_run_and_to_loggers(tmp_path: Path) -> None:
         enable_checkpointing=True,
         max_epochs=2,
     )
+    assert logger.status == "success"
     run = tmp_path / "one" / "version_3"
     assert trained.trainer.log_dir == str(run)
     assert trained.trainer.logger is logger

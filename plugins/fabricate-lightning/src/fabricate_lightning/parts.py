@@ -28,6 +28,8 @@ class WithModel(Adapted):
 class WithLoggers(Adapted):
     """Of a module whose values go to loggers of Lightning's as well."""
 
+    _status = "success"
+
     def on_fit_start(self, trainer: Trainer) -> None:
         owners = (self.view.datamodule, self.lightning) if self.view.autolog_hparams else ()
         hparams = {name: value for owner in owners for name, value in dict(getattr(owner, "hparams", {})).items()}
@@ -49,6 +51,15 @@ class WithLoggers(Adapted):
             for name, rate in rates.items():
                 monitor.lrs.setdefault(name, []).append(rate)
         self._to_loggers({**metrics, **rates}, step, trainer.epoch)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._status = "failed"
+        super().on_exception(exception)
+
+    def on_teardown(self) -> None:
+        super().on_teardown()
+        for logger in self.view.loggers:
+            logger.finalize(self._status)
 
 
 class WithBatchHooks(Adapted):
