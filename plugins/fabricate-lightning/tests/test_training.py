@@ -120,6 +120,11 @@ def test_a_module_may_advance_its_schedule_and_step_itself(kind: Any) -> None:
     assert apart(*both(kind, data)) == 0
 
 
+def test_an_update_of_the_modules_own_is_refused_where_fabricate_scales_the_loss() -> None:
+    with pytest.raises(ConfigurationError, match=r"WarmUp\.optimizer_step steps the optimizer itself"):
+        by_fabricate(WarmUp(), *data(), precision="16-mixed")
+
+
 def test_what_configure_optimizers_may_not_return_is_named() -> None:
     for returned, said in (
         (None, "returned NoneType"),

@@ -10,6 +10,7 @@ import lightning
 import pytest
 import torch
 from lightning_shapes import Classifier, by_fabricate, by_lightning, regression_loss, rows
+from safetensors.torch import load_file
 from test_data import Data
 from test_manual import GAN, Accumulates
 from torch.utils.data import DataLoader, DistributedSampler
@@ -90,6 +91,25 @@ def test_two_ranks_train_as_two_ranks_of_lightning(kind: str) -> None:
         assert our_gathered == gathered
     if kind == "automatic":
         assert ours[0][0] == ours[1][0] == pytest.approx(theirs[0][0], abs=TOLERANCE)
+
+
+def _sharded(strategy: str, directory: str) -> Any:
+    torch.manual_seed(0)
+    module = Synchronised()
+    data = DataLoader(rows(48), batch_size=6), DataLoader(rows(24, seed=1), batch_size=6)
+    names = set(module.state_dict())
+    trained = by_fabricate(module, *data, strategy=strategy, default_root_dir=directory, enable_checkpointing=True)
+    exported = load_file(Path(directory) / "model" / "model.safetensors")
+    assert set(exported) == names
+    return trained.metrics, {name: value.numpy() for name, value in exported.items()}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_shards_train_as_replicas_do_and_export_the_modules_names(strategy: str, tmp_path: Path) -> None:
+    ((metrics, weights), _) = run_ranks(_sharded, 2, "ddp", str(tmp_path / "ddp"))
+    ((other, same), _) = run_ranks(_sharded, 2, strategy, str(tmp_path / "shards"))
+    assert other == pytest.approx(metrics, abs=TOLERANCE)
+    assert max(abs(weights[name] - same[name]).max() for name in weights) < TOLERANCE
 
 
 def _ragged() -> Any:

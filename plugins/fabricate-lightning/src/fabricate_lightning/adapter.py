@@ -103,6 +103,7 @@ class Adapted(TrainModule):
         elif data.is_datamodule(val):
             view.datamodule, val = val, None
         owner = view.datamodule if view.datamodule is not None else module
+        view.loaders["train"] = train
         self._set_up(owner, stage)
         if stage != "fit":
             view.loaders[stage] = data.evaluation(owner, stage, val)
@@ -192,10 +193,22 @@ class Adapted(TrainModule):
 
     def total_steps(self) -> float:
         """Updates of the whole fit; infinite where that is not known."""
+        if not hasattr(self, "trainer"):  # in `setup`, before the fit has opened its data
+            return self._total_steps_ahead()
         try:
             return self.trainer.total_steps
         except ConfigurationError:
             return math.inf
+
+    def _total_steps_ahead(self) -> float:
+        view = self.view
+        if view.loaders.get("train") is None:
+            owner = self.lightning if view.datamodule is None else view.datamodule
+            view.loaders["train"] = data.training(owner, None)
+        batches = view.num_training_batches
+        per_epoch = batches if batches == math.inf else -(-batches // view.accumulate_grad_batches)
+        by_epochs = math.inf if view.max_epochs is None else per_epoch * view.max_epochs
+        return min(by_epochs, math.inf if view.max_steps == -1 else view.max_steps)
 
     def stepping_optimizers(self) -> list[Any]:
         """What `self.optimizers()` gives."""

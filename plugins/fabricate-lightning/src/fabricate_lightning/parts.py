@@ -130,6 +130,14 @@ class WithStepHook(Adapted):
 class WithOptimizerStep(Adapted):
     """Of a module that makes the update itself."""
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.precision.name == "fp16" or not trainer.strategy.exposes_gradients:
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__}.optimizer_step steps the optimizer itself, and under precision="
+                f"{trainer.precision.name!r}, strategy={trainer.strategy.name!r} fabricate has to; leave it out, or use bf16 and 'ddp'"
+            )
+        super().on_fit_start(trainer)
+
     @hookimpl
     def optimizer_step(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> bool:
         called = []

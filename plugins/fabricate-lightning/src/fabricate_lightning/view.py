@@ -297,6 +297,40 @@ class TrainerView:
         return int(self._setting("fast_dev_run"))
 
     @property
+    def limit_train_batches(self) -> float:
+        """As given, 1.0 where nothing was."""
+        return self._limit("train")
+
+    @property
+    def limit_val_batches(self) -> float:
+        """As given, 1.0 where nothing was."""
+        return self._limit("val")
+
+    @property
+    def limit_test_batches(self) -> float:
+        """As given, 1.0 where nothing was."""
+        return self._limit("test")
+
+    @property
+    def limit_predict_batches(self) -> float:
+        """As given, 1.0 where nothing was."""
+        return self._limit("predict")
+
+    def _limit(self, stage: str) -> float:
+        value: float | None = self._setting(f"limit_{stage}_batches")
+        return 1.0 if value is None else value
+
+    @property
+    def overfit_batches(self) -> float:
+        """As given, 0 where nothing was."""
+        return float(self._setting("overfit_batches") or 0)
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether the fit validates."""
+        return self.loaders.get("validate") is not None and self.limit_val_batches > 0
+
+    @property
     def log_every_n_steps(self) -> int:
         """Updates between log boundaries."""
         every = self._setting("log_every")
@@ -459,12 +493,21 @@ class StrategyView:
 
     def __init__(self, view: TrainerView) -> None:
         self._view = view
-        self._accelerator: Any = view._fabricates.accelerator
         self.global_rank, self.world_size, self.local_rank = view.global_rank, view.world_size, view.local_rank
-        self.root_device = self._accelerator.device
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"trainer.strategy.{name} is not available under fabricate, which runs this module")
+
+    @property
+    def _accelerator(self) -> Any:
+        """Of the run under way; before it, what ranks know of each other, which can wait and broadcast."""
+        return self._view._fabricates.accelerator if self._view._is_running else processes()
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where batches arrive."""
+        device: torch.device = self._accelerator.device
+        return device
 
     @property
     def model(self) -> Any:
@@ -480,11 +523,15 @@ class StrategyView:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        self._accelerator.wait_for_everyone()
+        if self.world_size > 1:
+            self._accelerator.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src`. All ranks."""
-        return broadcast_object_list([obj], src)[0] if self.world_size > 1 else obj
+        if self.world_size == 1:
+            return obj
+        assert self._accelerator.num_processes == self.world_size  # they know of each other from here on
+        return broadcast_object_list([obj], src)[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or the sum of a tensor over the ranks. All ranks."""
