@@ -6,6 +6,7 @@ transformers, which is imported for one optimizer only: the arguments are read a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fabricate.errors import ConfigurationError
 from fabricate.launch.ranks import detect
@@ -21,15 +22,8 @@ from fabricate.optim.transformers_optimizers import Wanted, built, wanted
 from fabricate.registry import foreign_names
 
 _SHOWN = (
-    *(
-        "num_train_epochs",
-        "per_device_train_batch_size",
-        "learning_rate",
-        "lr_scheduler_type",
-        "optim",
-        "max_grad_norm",
-    ),
-    *("seed", "eval_strategy", "save_steps", "logging_steps"),
+    *("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type", "optim"),
+    *("max_grad_norm", "seed", "eval_strategy", "save_steps", "logging_steps"),
 )
 """Fields whose defaults mean something: a line names those that were left at them."""
 _DIFFERENT = (
@@ -76,15 +70,15 @@ class FromTransformers:
         each = {**self._loading, "collate_fn": collate_fn}
         rows, eval_rows = each.pop("batch_size"), each.pop("eval_batch_size")
         shuffle, drop_last = each.pop("shuffle"), each.pop("drop_last")
-        sized = hasattr(train, "__len__")
+        shuffle = shuffle and hasattr(train, "__len__") and not isinstance(train, IterableDataset)
 
         def evaluated(data: Any) -> Any:
             return DataLoader(data, batch_size=eval_rows, **each)
 
         trained = None
         if train is not None:
-            trained = DataLoader(train, batch_size=rows, shuffle=shuffle and sized, drop_last=drop_last, **each)
-        if isinstance(val, Mapping) and not isinstance(val, torch.utils.data.Dataset):
+            trained = DataLoader(train, batch_size=rows, shuffle=shuffle, drop_last=drop_last, **each)
+        if isinstance(val, Mapping) and not isinstance(val, Dataset):
             return trained, {name: evaluated(data) for name, data in val.items()}
         return trained, None if val is None else evaluated(val)
 
@@ -97,8 +91,8 @@ def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> From
     """What `args` sets, for a `Trainer`; rank 0 prints what was taken over.
 
     args: a `transformers.TrainingArguments`, or the tuple of `HfArgumentParser.parse_args_into_dataclasses`, which holds one. handled:
-    names of fields that the script makes use of itself, such as "label_smoothing_factor". Raises `ConfigurationError` for a field that
-    is not at its default and has no counterpart.
+    names of fields that the script makes use of itself, such as "label_smoothing_factor": they are read as if they were at their
+    defaults. Raises `ConfigurationError` for a field that is not at its default and has no counterpart.
     """
     args = _training_arguments(args)
     unknown = set(handled) - {field.name for field in dataclasses.fields(args)}
@@ -106,13 +100,14 @@ def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> From
         raise ConfigurationError(
             f"handled={sorted(handled)}: {type(args).__name__} has no field {', '.join(sorted(unknown))}"
         )
+    args = _without(args, handled)
     given: dict[str, Any] = {}
     taken = {*_OPTIMIZER, *_LOADERS, *_SILENT, "resume_from_checkpoint"}
     for names, part in _PARTS.items():
         given |= part(args)
         taken |= set(names)
-    notes = [*_checked_others(args, taken | set(handled)), *_beside(args)]
-    found = FromTransformers(given, _resume(args), _lines(args, given, notes), _loading(args), wanted(args))
+    lines = _lines(args, handled, given, [*_checked_others(args, taken), *_beside(args)])
+    found = FromTransformers(given, _resume(args), lines, _loading(args), wanted(args))
     if detect(os.environ).rank == 0:
         print(*found.lines, sep="\n", flush=True)
     return found
@@ -128,6 +123,14 @@ def _training_arguments(args: Any) -> Any:
             f"args={kinds}: give a transformers.TrainingArguments, or what HfArgumentParser(...).parse_args_into_dataclasses() returned"
         )
     return found[0]
+
+
+def _without(args: Any, handled: Collection[str]) -> Any:
+    """A copy of `args` with the fields `handled` at their defaults."""
+    defaults, copied = _defaults(args), copy.copy(args)
+    for name in handled:
+        setattr(copied, name, defaults[name])
+    return copied
 
 
 def _base(kind: type) -> type | None:
@@ -161,19 +164,29 @@ def _refusal(args: Any, name: str, remedy: str) -> ConfigurationError:
 
 def _changed(args: Any) -> Iterator[tuple[str, Any]]:
     """The fields that are not at their default, which is that of transformers' own class where it has the field."""
-    own: dict[str, Any] = {field.name: field for field in dataclasses.fields(args)}
-    base = _base(type(args))
-    defaults = own | ({field.name: field for field in dataclasses.fields(base)} if base is not None else {})
-    for name, field in defaults.items():
-        default = field.default_factory() if callable(field.default_factory) else field.default
+    for name, default in _defaults(args).items():
         value = getattr(args, name, default)
         neutral = (name == "debug" and not value) or (name == "accelerator_config" and value == type(value)())
         if value != default and not neutral:
             yield name, value
 
 
+def _defaults(args: Any) -> dict[str, Any]:
+    """By field, those of transformers' own class where it has the field, else of the class of `args`."""
+    kinds = [kind for kind in (type(args), _base(type(args))) if kind is not None]
+    fields: list[Any] = [field for kind in kinds for field in dataclasses.fields(kind)]
+    return {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields
+    }
+
+
+def _text(value: Any) -> Any:
+    """What a field of an enumeration stands for; other values as they are."""
+    return getattr(value, "value", value)
+
+
 def _shown(value: Any) -> str:
-    return repr(getattr(value, "value", value))
+    return repr(_text(value))
 
 
 # --------------------------------------------------------------------------------- fields that become arguments of a Trainer
@@ -236,7 +249,7 @@ def _compiling(args: Any) -> dict[str, Any]:
 
 def _every(args: Any, what: str) -> str | None:
     """`eval_strategy` and `eval_steps` as a duration, or those of "save" and "logging"; None for never."""
-    strategy, steps = str(getattr(getattr(args, f"{what}_strategy"), "value", None)), getattr(args, f"{what}_steps")
+    strategy, steps = _text(getattr(args, f"{what}_strategy")), getattr(args, f"{what}_steps")
     if strategy == "no":
         return None
     if strategy == "epoch":
@@ -256,7 +269,7 @@ def _evaluating(args: Any) -> dict[str, Any]:
 
 
 def _saving(args: Any) -> dict[str, Any]:
-    best_only = str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
+    best_only = _text(args.save_strategy) == "best"
     limit = args.save_total_limit
     given: dict[str, Any] = {"save_every": None if best_only else _every(args, "save"), "keep": limit or "all"}
     if args.metric_for_best_model is not None and _every(args, "eval") is not None:
@@ -266,6 +279,8 @@ def _saving(args: Any) -> dict[str, Any]:
         given["keep"] = {"last": last, "best": 1, "metric": metric, "mode": "max" if args.greater_is_better else "min"}
     if args.load_best_model_at_end:
         given["load_best"] = True
+    if args.save_only_model:
+        given["save_weights_only"] = True
     return given
 
 
@@ -275,7 +290,7 @@ _TRACKER_NAMES = {"wandb": "name", "trackio": "name", "mlflow": "run_name"}
 
 def _trackers(args: Any) -> dict[str, Any]:
     trackers = []
-    for name in args.report_to:
+    for name in [] if args.report_to == "none" else args.report_to:
         options = [f"{_TRACKER_NAMES[name]}={args.run_name}"] if args.run_name and name in _TRACKER_NAMES else []
         if args.run_name and name not in _TRACKER_NAMES:
             raise _refusal(args, "run_name", f"run_dir names the run of {name}, and an option of the tracker may")
@@ -309,7 +324,7 @@ _PARTS: dict[tuple[str, ...], Callable[[Any], dict[str, Any]]] = {
     ): _compiling,
     ("eval_strategy", "eval_steps", "eval_on_start", "logging_strategy", "logging_steps"): _evaluating,
     (
-        *("save_strategy", "save_steps", "save_total_limit"),
+        *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     ): _saving,
     ("report_to", "run_name", "project"): _trackers,
@@ -349,7 +364,7 @@ def _resume(args: Any) -> str:
 
 def _beside(args: Any) -> Iterator[str]:
     """What the fields ask for together, and is done otherwise here."""
-    if str(getattr(args.logging_strategy, "value", "")) == "no":
+    if _text(args.logging_strategy) == "no":
         yield "logging_strategy='no': metrics are written to run_dir once an epoch"
     if args.run_name and not args.report_to:
         yield f"run_name={args.run_name!r} is left out: report_to names no tracker"
@@ -360,9 +375,9 @@ def _beside(args: Any) -> Iterator[str]:
         )
 
 
-def _lines(args: Any, given: Mapping[str, Any], notes: Collection[str]) -> tuple[str, ...]:
-    changed = dict(_changed(args))
-    left = [f"{name}={_shown(getattr(args, name))}" for name in _SHOWN if name not in changed]
+def _lines(args: Any, handled: Collection[str], given: Mapping[str, Any], notes: Collection[str]) -> tuple[str, ...]:
+    others = {*dict(_changed(args)), *handled}
+    left = [f"{name}={_shown(getattr(args, name))}" for name in _SHOWN if name not in others]
     arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
     return (
         f"TrainingArguments: Trainer({arguments})",

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from transformers import Trainer as TheirTrainer  # at once: what it imports sets variables of the environment
 
@@ -55,6 +55,7 @@ MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "save_strategy": ({"save_strategy": "no"}, {"save_every": None}),
     "save_steps": ({"save_steps": 50}, {"save_every": "50 steps"}),
     "save_total_limit": ({"save_total_limit": 2}, {"keep": 2}),
+    "save_only_model": ({"save_only_model": True}, {"save_weights_only": True}),
     "load_best_model_at_end": (
         {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 3},
         {"load_best": True, "keep": {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}},
@@ -226,6 +227,17 @@ def test_what_the_parser_returns_is_accepted_and_other_things_are_not() -> None:
     refused(arguments(), "TrainingArguments has no field label_smoothing", handled=["label_smoothing"])
 
 
+def test_what_the_script_does_itself_is_read_as_if_it_were_at_its_default() -> None:
+    args = arguments(
+        optim="adamw_bnb_8bit", report_to="clearml", run_name="x", save_strategy="no", num_train_epochs=2.5
+    )
+    handled = ["optim", "report_to", "run_name", "save_strategy", "num_train_epochs"]
+    found = from_training_arguments(args, handled=handled)
+    assert found.trainer == moved().trainer
+    assert "num_train_epochs" not in found.lines[1]
+    assert args.optim == "adamw_bnb_8bit"
+
+
 def test_the_fields_of_a_subclass_are_the_scripts() -> None:
     @dataclasses.dataclass
     class Own(TrainingArguments):
@@ -298,6 +310,18 @@ def test_loaders_have_the_rows_and_the_order_of_the_fields() -> None:
     assert (type(train.sampler).__name__, none, train.in_order) == ("SequentialSampler", None, False)
     assert train.collate_fn is transformers.default_data_collator
     assert type(moved(dataloader_pin_memory=False).loaders(None, data)[1]) is DataLoader
+
+
+def test_a_stream_is_not_shuffled() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+        def __len__(self) -> int:
+            return 3
+
+    train, _ = moved().loaders(Stream())
+    assert train.batch_size == 8
 
 
 class Tiny(TrainModule):
