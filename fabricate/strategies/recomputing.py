@@ -39,7 +39,7 @@ def recompute(module: torch.nn.Module, units: Sequence[tuple[str, torch.nn.Modul
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     before = [(unit, vars(unit).get("forward")) for unit in ours]
     for unit in ours:
-        unit.forward = _Again(unit)
+        unit.forward = _Again(unit, getattr(module, "_logged", []))
 
     def undo() -> None:
         for model in own:
@@ -55,10 +55,11 @@ def recompute(module: torch.nn.Module, units: Sequence[tuple[str, torch.nn.Modul
 
 class _Again:
     """Stands in for a unit's `forward`: as it is, and once more in backward. Buffers that it changes (running statistics of a batch norm,
-    say) are changed once: the second time it begins with what they were, and leaves what they are."""
+    say) are changed once: the second time it begins with what they were, and leaves what they are. What it logs is logged once."""
 
-    def __init__(self, unit: torch.nn.Module) -> None:
-        self._unit, self._forward = unit, unit.forward
+    def __init__(self, unit: torch.nn.Module, logged: list[Any]) -> None:
+        """`logged`: the list to which `TrainModule.log` adds."""
+        self._unit, self._forward, self._logged = unit, unit.forward, logged
         self._changing: list[str] | None = None
         """The names of those buffers, known after the first call."""
 
@@ -72,7 +73,7 @@ class _Again:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran
-            with _in_the_place_of_buffers(self._unit, before) if ran else contextlib.nullcontext():
+            with self._as_before(before) if ran else contextlib.nullcontext():
                 ran = True
                 return self._forward(*args, **kwargs)
 
@@ -82,6 +83,16 @@ class _Again:
             for name in held.keys() - set(self._changing):
                 del before[name]
         return output
+
+    @contextlib.contextmanager
+    def _as_before(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """While inside, `buffers` are in their place; afterwards nothing is left of what was logged meanwhile."""
+        count = len(self._logged)
+        try:
+            with _in_the_place_of_buffers(self._unit, buffers):
+                yield
+        finally:
+            del self._logged[count:]
 
     def _held(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: self._unit.get_buffer(name) for name in names}

@@ -111,6 +111,25 @@ def test_buffers_that_a_block_changes_change_once() -> None:
     assert float(module.blocks[2].calls) == 3
 
 
+class Logs(torch.nn.Module):
+    def __init__(self, owner: TrainModule) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        object.__setattr__(self, "owner", owner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.owner.log("calls", 1.0, reduce="sum")
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def test_what_a_block_logs_is_logged_once() -> None:
+    module = Deep()
+    module.blocks.append(Logs(module))
+    trainer = Trainer(max_steps=3, activation_checkpointing=True, progress=False)
+    assert trainer.fit(module, torch.randn(24, 6), batch_size=4).metrics["calls"] == 3
+
+
 def test_a_forward_of_the_users_own_is_there_afterwards() -> None:
     module = Deep()
     plain = module.blocks[0].forward
