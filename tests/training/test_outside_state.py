@@ -103,6 +103,23 @@ def test_collections_arrays_texts_and_truth_values_are_looked_at_too(
     assert note.split(" changed since")[0].split(", ")[-7:] == [f"Remembering.{name}" for name in changed]
 
 
+class Layers(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(3)
+
+    def on_step(self) -> None:
+        self.drop.p, self.norm.momentum = 0.2, 0.01
+
+
+def test_what_a_script_changes_of_layers_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsaved, "few", ", ".join)
+    fit(Layers(), run_dir=tmp_path)
+    assert "Layers.drop.p, Layers.norm.momentum" in capsys.readouterr().err
+
+
 class Order(torch.utils.data.Sampler[int]):
     def __init__(self) -> None:
         self.random, self.passes = np.random.default_rng(0), 0

@@ -77,7 +77,8 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
     optimizers, the training data and its samplers."""
     if not overrides(run.module, "on_save"):
         for name, child in run.module.named_modules():
-            yield from _attributes(f"{type(run.module).__name__}{'.' if name else ''}{name}", child)
+            where = f"{type(run.module).__name__}{'.' if name else ''}{name}"
+            yield from _numbers(where, child) if _is_torchs(child) else _attributes(where, child)
     saving = {name for name, _ in run.calls.listeners("on_save")}
     for name, plugin in run.calls.manager.list_name_plugin():
         if plugin is not run.module and name not in saving:
@@ -105,6 +106,17 @@ def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tup
             and name not in OURS
             and not (seeded and name == "generator" and type(attribute) is torch.Generator)
         ):
+            yield f"{owner}.{name}", attribute
+
+
+def _is_torchs(layer: torch.nn.Module) -> bool:
+    return type(layer).__module__.startswith("torch.nn.")
+
+
+def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a script may change of a layer of torch's: the rate of a dropout, the momentum of a batch norm."""
+    for name, attribute in vars(layer).items():
+        if not name.startswith("_") and name not in OURS and type(attribute) in (int, float):
             yield f"{owner}.{name}", attribute
 
 
