@@ -329,8 +329,9 @@ class Trainer:
 
     def freeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Train `parameters` no longer, from the next update on. They were trainable when the fit began and stay in their optimizers,
-        which leave out what has no gradient; after the fit they are trainable again. Call it in `on_epoch_start` or `on_step` as a
-        function of the epoch and the step, on every rank alike: checkpoints do not hold it. Layers stay in the mode that they are in.
+        which leave out what has no gradient; after the fit they are trainable again. Call it in a hook, on every rank alike.
+        Checkpoints hold what is frozen: a resumed run goes on with it, whatever `on_fit_start` froze. Layers stay in the mode that they
+        are in.
         Raises `ConfigurationError` for what no optimizer holds, and under ZeRO."""
         freezing.request(self._live(), parameters, trained=False)
 

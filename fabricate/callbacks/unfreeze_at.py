@@ -48,10 +48,11 @@ class UnfreezeAt(Callback):
                     f"UnfreezeAt({{{name!r}: {str(moment)!r}}}): give steps or whole epochs, which come at the same update in every run"
                 )
         self._parts: dict[str, list[torch.nn.Parameter]] = {}
-        self._frozen: set[str] = set()
+        self._frozen: set[str] | None = None
+        """The stages that are frozen; None while that is not known: at the beginning, and after a checkpoint, which has its own."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._parts, self._frozen = self._divide(module), set()
+        self._parts, self._frozen = self._divide(module), None
         self._check_moments(trainer)
 
     def _divide(self, module: TrainModule) -> dict[str, list[torch.nn.Parameter]]:
@@ -101,10 +102,9 @@ class UnfreezeAt(Callback):
     def _follow(self, trainer: Trainer) -> None:
         """Freeze and unfreeze what the step and the epoch say."""
         due = self._due(trainer)
-        for name in sorted(due - self._frozen):
-            trainer.freeze(self._parts[name])
-        for name in sorted(self._frozen - due):
-            trainer.unfreeze(self._parts[name])
+        for name, parameters in self._parts.items():
+            if self._frozen is None or (name in due) is not (name in self._frozen):
+                (trainer.freeze if name in due else trainer.unfreeze)(parameters)
         self._frozen = due
 
     def _due(self, trainer: Trainer) -> set[str]:
@@ -115,15 +115,19 @@ class UnfreezeAt(Callback):
     def on_save(self, state: MutableMapping[str, Any]) -> None:
         state["stages"] = self._texts()
 
-    def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
-        if state["stages"] != self._texts() and "plugins" not in trainer.settings.accept_changes:
+    def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
+        if state["stages"] == self._texts():
+            return
+        if "plugins" not in trainer.settings.accept_changes:
             raise CheckpointError(
                 f"UnfreezeAt: the checkpoint was saved with the stages {state['stages']}, this run has {self._texts()}; give the same, or "
                 "Trainer(accept_changes=('plugins',)) to go on with the new ones"
             )
+        gone = tuple(f"{stage}." for stage in state["stages"])
+        trainer.unfreeze(p for name, p in module.named_parameters() if p.requires_grad and f"{name}.".startswith(gone))
 
     def _texts(self) -> dict[str, str]:
         return {name: str(moment) for name, moment in self.stages.items()}
 
     def on_teardown(self) -> None:
-        self._parts, self._frozen = {}, set()
+        self._parts, self._frozen = {}, None

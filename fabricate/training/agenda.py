@@ -14,6 +14,7 @@ from fabricate.errors import RankError
 from fabricate.hooks import EVENTS
 from fabricate.metrics.counters import Due
 from fabricate.training.state.run_state import Run
+from fabricate.training.updates import freezing
 
 LONGEST_WAIT_SECONDS, MOST_UPDATES = 0.1, 16
 """How long, and for how many updates, several ranks go without agreeing where only a signal, a clock or a thread can request something."""
@@ -191,8 +192,10 @@ class ManyRanks:
         route, seconds = self._routes % 2**62, time.monotonic() - self._agreed_at
         microseconds = int(1e6 * seconds / self._updates) if self._updates else 0
         uses_trainer = int(run.module._uses_trainer)
-        mine = [*map(int, own), route, -route, microseconds, uses_trainer]
-        *flags, most, minus_least, slowest, uses_trainer = engine.agree(mine)
+        changes = freezing.digest(run)
+        mine = [*map(int, own), route, -route, changes, -changes, microseconds, uses_trainer]
+        *flags, most, minus_least, changes, minus_changes, slowest, uses_trainer = engine.agree(mine)
+        freezing.check_alike(run, changes, -minus_changes)
         if most != -minus_least:
             before = f" or the {self._updates - 1} before it" if self._updates > 1 else ""
             raise RankError(

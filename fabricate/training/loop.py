@@ -22,7 +22,7 @@ from fabricate.training.interruptions.overdue import data_overdue, waiting
 from fabricate.training.interruptions.requests import SignalWhileWaiting
 from fabricate.training.preparation import take_groups
 from fabricate.training.state.run_state import Run, Update
-from fabricate.training.updates.freezing import take_effect
+from fabricate.training.updates import freezing
 from fabricate.training.updates.losses import Losses, WindowLosses
 from fabricate.training.updates.step_output import leave_out_mean
 from fabricate.training.updates.turns import turn_of, turns
@@ -89,6 +89,7 @@ def windows(run: Run) -> Iterator[Window]:
     run.now.epoch = progress.epoch
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
+    freezing.compare(run)  # before the next update makes a change of it: what hooks requested since the last one
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
     if not progress.position:  # else this epoch goes on from a checkpoint
         progress.micro_step = 0
@@ -220,7 +221,7 @@ class LoopState:
             run.calls.refresh()
             self._look_at_listeners()
         if run.optim.changing:
-            take_effect(run)
+            freezing.take_effect(run)
         if run.optim.number_of_groups() != self._groups:
             self._groups = take_groups(run)
         run.calls.step = run.progress.step + 1

@@ -150,10 +150,14 @@ def test_a_resume_with_other_stages_is_refused_unless_it_is_meant(tmp_path: Path
         CheckpointError, match=r"saved with the stages \{.*'5 steps'.*this run has \{'backbone': '7 steps'\}"
     ):
         fit("single", tmp_path, {"backbone": 7})
+    first = tmp_path / "checkpoints" / "step-00000003"
     again = fit("single", tmp_path, {"backbone": 7}, accept_changes=("plugins",))
     name = "backbone.0.0.weight"
     np.testing.assert_array_equal(again.seen[0][name], before.seen[-1][name], err_msg="frozen again until update 8")
     assert not np.array_equal(again.seen[1][name], before.seen[-1][name])
+    shrunk = fit("single", None, {"backbone.1": 7}, resume=first, accept_changes=("plugins",))
+    np.testing.assert_array_equal(shrunk.seen[0]["backbone.1.0.weight"], before.seen[2]["backbone.1.0.weight"])
+    assert not np.array_equal(shrunk.seen[0][name], before.seen[2][name]), "of a stage that is gone"
 
 
 @pytest.mark.parametrize(
@@ -219,3 +223,68 @@ def test_a_hook_freezes_and_unfreezes_what_an_optimizer_holds() -> None:
         Trainer(max_steps=4, progress=False).fit(Wrong(), ROWS, batch_size=4)
     with pytest.raises(FabricateError, match="exists only while fit"):
         Trainer(max_steps=4).freeze([])
+
+
+class Once(Callback):
+    """Freezes when something happens, not as a function of the step."""
+
+    def on_step(self, trainer: Trainer, module: TrainModule, step: int) -> None:
+        if step == 2:
+            trainer.freeze(module.backbone.parameters())
+        if step == 5:
+            trainer.unfreeze(module.backbone.parameters())
+
+
+class FromTheStart(Callback):
+    """When a fit begins, a checkpoint is not loaded yet, so that the step is 0."""
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.step < 3:
+            trainer.freeze(module.backbone.parameters())
+
+    def on_step(self, trainer: Trainer, module: TrainModule, step: int) -> None:
+        if step == 3:
+            trainer.unfreeze(module.backbone.parameters())
+
+
+@pytest.mark.parametrize("kind", [Once, FromTheStart])
+def test_what_is_frozen_stays_frozen_over_a_resume(tmp_path: Path, kind: type[Callback]) -> None:
+    def run(**options: Any) -> torch.Tensor:
+        module, resume = Net(), options.pop("resume", "auto")
+        trainer = Trainer(max_steps=7, keep="all", progress=False, plugins=[kind()], **options)
+        trainer.fit(module, ROWS, batch_size=4, shuffle=False, resume=resume)
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    whole = run(run_dir=tmp_path, save_every=1)
+    for step in (2, 4, 5, 6):
+        assert torch.equal(run(resume=tmp_path / "checkpoints" / f"step-{step:08d}"), whole), step
+
+
+class OnOneRank(Callback):
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.freeze("on_fit_start", trainer, module)
+
+    def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.freeze("on_epoch_start", trainer, module)
+
+    def on_step(self, trainer: Trainer, module: TrainModule) -> None:
+        self.freeze("on_step", trainer, module)
+
+    def freeze(self, hook: str, trainer: Trainer, module: TrainModule) -> None:
+        if hook == self.hook and trainer.accelerator.process_index == 1:
+            trainer.freeze(module.head.parameters())
+
+
+def on_one_rank(hook: str) -> str:
+    with pytest.raises(FabricateError) as caught:
+        Trainer(strategy="ddp", max_steps=4, progress=False, plugins=[OnOneRank(hook)]).fit(Net(), ROWS, batch_size=4)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_epoch_start", "on_step"])
+def test_ranks_that_freeze_different_parameters_are_an_error(hook: str) -> None:
+    for message in run_ranks(on_one_rank, 2, hook):
+        assert message.startswith("ranks freeze or unfreeze different parameters after step")

@@ -38,6 +38,7 @@ _STATE: Final = {
     "data": "data position",
     "progress": "data position",
     "owed": "data position",
+    "paused": "module",
     "seed": "rng",
     "latest": "metrics",
     "torchmetrics": "metrics",

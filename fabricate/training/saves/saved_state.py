@@ -38,6 +38,7 @@ from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.saves.changes import configuration
 from fabricate.training.state.run_state import Run
+from fabricate.training.updates import freezing
 
 
 def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
@@ -103,6 +104,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         "data": data_identity(run) | {"state": saver.encode(run.source.state, "data", saver.whole)},
         "progress": run.progress.state(),
         "owed": run.now.owed,
+        "paused": freezing.paused(run),
         "latest": saver.encode(run.journal.latest, "latest", saver.whole),
         "plugins": plugins,
         "metrics_bytes": metrics_file.stat().st_size if metrics_file is not None and metrics_file.exists() else 0,
@@ -159,6 +161,8 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
     groups = optimizer_groups(run.module, optim.optimizers, engine.strategy)
     load_model(reader, run.module, engine.strategy)
     _restore_modes(run, reader, tree["module"].get("modes", [[], []]))
+    if "paused" in tree:
+        freezing.restore(run, tree["paused"])
     for label, optimizer in optim.optimizers.items():
         load_optimizer(reader, label, optimizer, tree["optimizers"][label], groups[label], engine.strategy)
     for label, schedule in optim.schedules.items():

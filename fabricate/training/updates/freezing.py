@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fabricate.errors import ConfigurationError, FabricateError, few
+from fabricate.errors import ConfigurationError, FabricateError, RankError, few
 from fabricate.training.state.run_state import Run
 
 
@@ -37,6 +37,43 @@ def request(run: Run, parameters: Iterable[torch.nn.Parameter], *, trained: bool
                 "configure_optimizers, and freeze it with trainer.freeze"
             )
         run.optim.changing[parameter] = trained
+
+
+def digest(run: Run) -> int:
+    """Of what was requested since the last update, the same number on ranks that requested the same; 0 where nothing was."""
+    changing = run.optim.changing
+    return hash(tuple(changing.get(p, -1) for p in run.optim.trained.values())) % 2**62 if changing else 0
+
+
+def check_alike(run: Run, largest: int, smallest: int) -> None:
+    """Raise `RankError` where ranks freeze or unfreeze different parameters, by the largest and the smallest of their digests."""
+    if largest != smallest:
+        raise RankError(
+            f"ranks freeze or unfreeze different parameters after step {run.progress.step}: a hook calls trainer.freeze or unfreeze on "
+            "some ranks only, or with other parameters there; call them on every rank alike, by values that are the same everywhere"
+        )
+
+
+def compare(run: Run) -> None:
+    """Raise `RankError` where ranks requested different changes since the last update. All ranks; one message."""
+    mine = digest(run)
+    largest, minus_smallest = run.engine.agree([mine, -mine])
+    check_alike(run, largest, -minus_smallest)
+
+
+def paused(run: Run) -> list[str]:
+    """The names of what `trainer.freeze` froze, with what takes effect in the next update: for a checkpoint."""
+    optim = run.optim
+    return [name for name, p in optim.trained.items() if not optim.changing.get(p, p not in optim.paused)]
+
+
+def restore(run: Run, names: Iterable[str]) -> None:
+    """Freeze what was frozen when a checkpoint was saved, and nothing else: what on_fit_start requested did not know the step.
+    `ConfigurationError` under a strategy that cannot."""
+    optim, frozen = run.optim, set(names)
+    optim.changing.clear()
+    if frozen:
+        request(run, [p for name, p in optim.trained.items() if name in frozen], trained=False)
 
 
 def take_effect(run: Run) -> None:
@@ -73,7 +110,7 @@ def check_trained(run: Run) -> None:
     if run.engine.strategy.exposes_gradients:
         run.journal.note(
             f"{few(stopped)} required a gradient when the fit began and not at step {step}: a resumed run begins as the fit began, unless "
-            "the step or a hook freezes again; UnfreezeAt and trainer.freeze, as a function of the step, resume exactly"
+            "the step or a hook freezes again; UnfreezeAt and trainer.freeze resume exactly"
         )
     else:
         raise ConfigurationError(
