@@ -55,6 +55,8 @@ class Moment:
     """Gradients are complete, and the optimizer has not applied them."""
     skipped: bool = False
     """The last update was left out."""
+    trial: bool = False
+    """Validation is tried, and nothing of it counts."""
 
 
 class _Replaced:
@@ -98,6 +100,24 @@ class _ReplacedValue:
     def __set__(self, accelerator: Any, value: object) -> None:
         if "_accumulation" in vars(accelerator):  # else it is Accelerate's constructor
             raise _NotHere(f"trainer.accelerator.{self._name}: {self._instead}")
+
+
+class Silent:
+    """In the place of a tracking library's object where nothing is tracked: every attribute is this object, every call does nothing."""
+
+    def __getattr__(self, name: str) -> Silent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> Silent:
+        return self
+
+    def __getitem__(self, key: Any) -> Silent:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
@@ -410,14 +430,16 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         return self.free_memory(*objects)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Send `values` to the trackers of this fit, from rank 0."""
+        """Send `values` to the trackers of this fit, from rank 0; not while validation is tried before training."""
         self._check_trackers("log", "; self.log(name, value) goes to metrics.jsonl too")
-        super().log(values, step, log_kwargs)
+        if not self._moment.trial:
+            super().log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker `name` on rank 0, one that does nothing elsewhere."""
+        """The tracker `name` on rank 0, one that does nothing elsewhere and while validation is tried before training."""
         self._check_trackers("get_tracker", "")
-        return super().get_tracker(name, unwrap)
+        tracker = super().get_tracker(name, unwrap)
+        return Silent() if self._moment.trial else tracker
 
     def _check_trackers(self, method: str, also: str) -> None:
         if not self._tracked:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from fabricate.distributed.accelerator import RunAccelerator
+from fabricate.distributed.accelerator import RunAccelerator, Silent
 from fabricate.errors import ConfigurationError, PluginError
 from fabricate.registry.names import parse_name
 
@@ -56,12 +56,13 @@ class Trackers:
 
 
 def library_object(accelerator: RunAccelerator, name: str) -> Any:
-    """The object of the library behind the tracker `name`, on rank 0; elsewhere one that does nothing."""
+    """The object of the library behind the tracker `name`, on rank 0; elsewhere, and while validation is tried before training, one
+    that does nothing."""
     if not accelerator.is_main_process:
         return Silent()
     for tracker in accelerator.trackers:
         if tracker.name == name:
-            return tracker.tracker
+            return Silent() if accelerator.moment.trial else tracker.tracker
     known = ", ".join(repr(tracker.name) for tracker in accelerator.trackers) or "none"
     raise ConfigurationError(
         f"trainer.tracker({name!r}): the trackers of this fit are {known}; Trainer(trackers=[{name!r}]) adds one"
@@ -72,24 +73,6 @@ def finish_trackers(accelerator: RunAccelerator) -> None:
     """Let the trackers finish. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
     for tracker in accelerator.trackers:
         tracker.finish()
-
-
-class Silent:
-    """In the place of a tracking library's object on ranks that track nothing: every attribute is this object, every call does nothing."""
-
-    def __getattr__(self, name: str) -> Silent:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *arguments: Any, **options: Any) -> Silent:
-        return self
-
-    def __getitem__(self, key: Any) -> Silent:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
 
 
 def _checked_tracker(made: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from fabricate import Callback, ConfigurationError, Trainer
-from fabricate.distributed.trackers import Silent
+from fabricate.distributed.accelerator import Silent
 from tests.support.regression import ROWS, Regression, fit
 
 
@@ -54,6 +54,22 @@ def test_a_resumed_fit_goes_on_in_the_same_curve_with_hyper_parameters_once(tmp_
     )
     assert "sample/text_summary" in read.Tags()["tensors"]
     assert len(list(tmp_path.rglob("hparams.yml"))) == 1
+
+
+def test_what_a_validation_before_training_draws_does_not_count(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Draws(Regression):
+        def on_eval_end(self, trainer: Trainer) -> None:
+            trainer.tracker("tensorboard").add_scalar("drawn", 1.0, trainer.step)
+            trainer.accelerator.log({"sent": 1.0}, step=trainer.step)
+            trainer.accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("drawn_too", 1.0, trainer.step)
+
+    fit(Draws(), run_dir=tmp_path, max_steps=4, sanity_batches=2, **SETTINGS)
+    read = EventAccumulator(str(tmp_path / "trackers" / "mine"))
+    read.Reload()
+    for name in ("drawn", "sent", "drawn_too"):
+        assert [event.step for event in read.Scalars(name)] == [2, 4], name
 
 
 def test_a_tracker_that_the_fit_does_not_have_is_an_error_that_names_those_it_has(tmp_path: Path) -> None:

@@ -47,9 +47,11 @@ def put_back(run: Run) -> Iterator[None]:
     wrappers = [listener.plugin for listener in run.calls.manager.listeners("eval_step")]
     restore_attributes = remembered(run.module, wrappers)
     buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
+    run.engine.moment.trial = True
     try:
         yield
     finally:
+        run.engine.moment.trial = False
         restore_attributes()
         restore_metrics()
         with torch.no_grad():
