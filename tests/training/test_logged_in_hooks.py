@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torchmetrics
 
-from fabricate import ConfigurationError, EarlyStopping, FabricateError, Trainer
+from fabricate import Callback, ConfigurationError, EarlyStopping, FabricateError, Trainer
 from fabricate.testing import run_ranks
 from tests.support.regression import ROWS, Hears, Regression, Scripted, fit
 
@@ -99,6 +100,15 @@ def test_a_metric_of_on_eval_end_stops_a_fit_and_chooses_checkpoints(tmp_path: P
 def test_a_hook_that_is_too_late_to_log_says_so(hook: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(FabricateError, match=message):
         fit(logging_in(hook), max_steps=4, log_every=1, save_every=1, run_dir=tmp_path)
+
+
+def test_what_on_log_writes_into_its_metrics_is_an_error_and_not_lost() -> None:
+    class Adds(Callback):
+        def on_log(self, metrics: dict[str, float]) -> None:
+            metrics["perplexity"] = math.exp(metrics["loss"])
+
+    with pytest.raises(ConfigurationError, match=r"on_log writes 'perplexity' into its metrics: .*written already"):
+        fit(Regression(), Adds(), log_every=1)
 
 
 def test_logging_where_nothing_records_it_is_an_error() -> None:

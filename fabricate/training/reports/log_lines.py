@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from fabricate.errors import FabricateError
+from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.module import refusing_logs
+from fabricate.registry.hook_calls import Call
 from fabricate.training.state.journal import Begun
 from fabricate.training.state.run_state import Run
 
+_WRITTEN = "on_log gets what is reduced and written already; log it in on_step, say"
 _ONLY_SHOW = {"progress_bar"}
 """Listeners of `on_log` that may run an update later. What any other does there (stop, change a rate) has to come at the same update
 after a resume from a checkpoint that was taken in between."""
@@ -50,10 +52,18 @@ def write_line(run: Run) -> None:
     metrics = dict(zip(begun.names, beside, strict=True)) | metrics  # what a step logs under such a name counts
     run.journal.write_metrics("train", metrics, begun.epoch, begun)
     if run.calls.on_log is not None:
-        with refusing_logs(run.module, "on_log gets what is reduced and written already; log it in on_step, say"):
-            run.calls.on_log(run.trainer, run.module, metrics, begun.step)
+        _show(run, run.calls.on_log, metrics, begun.step)
     if not begun.rest:
         stop_if_nonfinite(run, metrics, begun.step)
+
+
+def _show(run: Run, on_log: Call, metrics: dict[str, float], step: int) -> None:
+    """Call `on_log`, which cannot add to what is reduced and written already."""
+    shown = dict(metrics)
+    with refusing_logs(run.module, _WRITTEN):
+        on_log(run.trainer, run.module, shown, step)
+    if added := [name for name, value in shown.items() if metrics.get(name) is not value]:
+        raise ConfigurationError(f"on_log writes {added[0]!r} into its metrics: {_WRITTEN}")
 
 
 def log_rest(run: Run) -> None:
