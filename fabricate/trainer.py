@@ -419,9 +419,10 @@ class Trainer:
 
         train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (then `batch_size` per rank,
         `num_workers`, `collate_fn`, `shuffle` count; `train` is shuffled unless `shuffle=False`), any iterable of batches; `val` also a
-        mapping of named sets. A module with `provide_data` may bring them. `batch_size=BatchSizeFinder()`: the largest that fits
-        into memory.
-        resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint.
+        mapping of named sets, whose metrics are called `val_NAME_loss`. A module with `provide_data` may bring them.
+        `batch_size=BatchSizeFinder()`: the largest that fits into memory.
+        resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint or of a run directory
+        with one.
         SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank: after the update under way the state is saved and
         `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further
         fit returns the same at once, without a step. Ctrl-C once:

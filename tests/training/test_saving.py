@@ -205,10 +205,19 @@ def test_a_copy_of_a_runs_checkpoint_continues_that_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "before-1").exists()
 
 
+def test_a_run_goes_on_from_the_newest_checkpoint_of_another_run_directory(tmp_path: Path) -> None:
+    fit(tmp_path / "straight")
+    fit(tmp_path / "begun", SAVED)
+    fit(tmp_path / "other", resume=tmp_path / "begun")
+    assert weights(tmp_path / "other") == weights(tmp_path / "straight")
+
+
 def test_a_path_that_is_no_checkpoint_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
-    fit(tmp_path, SAVED)
-    with pytest.raises(CheckpointError, match=r"not a checkpoint.*RUN_DIR/checkpoints/step"):
+    fit(tmp_path / "run", SAVED)
+    with pytest.raises(CheckpointError, match=r"neither a checkpoint nor.*RUN_DIR/checkpoints/step"):
         fit(None, resume=tmp_path)
+    with pytest.raises(CheckpointError, match=r"neither a checkpoint nor.*RUN_DIR/checkpoints/step"):
+        fit(None, resume=tmp_path / "run" / "metrics.jsonl")
     with pytest.raises(CheckpointError, match="does not exist"):
         fit(None, resume=tmp_path / "nowhere")
 

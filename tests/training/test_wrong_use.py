@@ -224,7 +224,7 @@ def test_a_checkpoint_to_resume_that_does_not_exist_is_refused(tmp_path: Path) -
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    message = f"resume='{tmp_path}' is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
+    message = f"resume: '{tmp_path}' is neither a checkpoint nor a run directory with one; give RUN_DIR or"
     refused(message, error=CheckpointError, fit={"resume": str(tmp_path)})
 
 
@@ -233,9 +233,14 @@ def test_weights_of_no_checkpoint_are_refused(tmp_path: Path) -> None:
         Regression.load_from_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=r"it holds weights only, of which import_checkpoint\(path, out\) makes a"
+        CheckpointError,
+        match=r"model\.safetensors holds weights only: import_checkpoint\(.*load_from_checkpoint\(out\) makes a module",
     ):
         Regression.load_from_checkpoint(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"neither a checkpoint nor a run directory.*model\.safetensors holds weights only"
+    ):
+        Regression.load_from_checkpoint(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("which", ["best", "last"])

@@ -75,6 +75,7 @@ __all__ = [
 ]
 
 _CACHED_BLOCKS: Final = 8
+_WEIGHTS: Final = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
 _STEP_NAME: Final = re.compile(r"step-(\d{8,18})")
 _TARGET_NAME: Final = re.compile(r"[A-Za-z0-9_][^/\0]{0,199}")
 _FALL_BACK: Final = "resume from an older checkpoint (resume='auto' does), or put an intact copy in its place"
@@ -152,18 +153,28 @@ def find(path: Path, files: Files = LOCAL) -> Path:
     Raises:
         CheckpointError: it is neither.
     """
-    if MANIFEST_NAME in _names(path, files):
+    names = [] if path.is_file() else _names(path, files)
+    if MANIFEST_NAME in names:
         return path
-    checkpoints = committed(path / "checkpoints", files)
-    if not checkpoints:
-        weights = any(name.endswith(".safetensors") for name in _names(path, files))
-        of_weights = (
-            "; it holds weights only, of which import_checkpoint(path, out) makes a checkpoint" if weights else ""
-        )
-        raise CheckpointError(
-            f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-...{of_weights}"
-        )
-    return checkpoints[-1]
+    checkpoints = committed(path / "checkpoints", files) if names else []
+    if checkpoints:
+        return checkpoints[-1]
+    raise CheckpointError(
+        f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-..."
+        f"{_of_weights(path, names)}"
+    )
+
+
+def _of_weights(path: Path, names: Iterable[str]) -> str:
+    """What to do with a file or a directory of weights, if it looks like one."""
+    files = [path] if path.is_file() else [path / name for name in names]
+    file = next((file for file in files if file.suffix in _WEIGHTS), None)
+    if file is None:
+        return ""
+    return (
+        f"; {file.name} holds weights only: import_checkpoint({str(file)!r}, out) makes a checkpoint of them, with which "
+        "load_from_checkpoint(out) makes a module to fit"
+    )
 
 
 def clean(root: Path, files: Files = LOCAL) -> list[Path]:

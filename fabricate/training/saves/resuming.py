@@ -116,11 +116,10 @@ def _candidates(run: Run, resume: str | Path, warn: Callable[[str], None]) -> li
             raise CheckpointError(
                 f"resume={str(resume)!r} does not exist; give 'auto', 'never' or the path of a checkpoint"
             )
-        if not (path / "manifest.json").exists():
-            raise CheckpointError(
-                f"resume={str(resume)!r} is not a checkpoint (it has no manifest.json); give RUN_DIR/checkpoints/step-..."
-            )
-        return [str(_original(run, path))]
+        try:
+            return [str(_original(run, format.find(path)))]
+        except CheckpointError as exc:
+            raise CheckpointError(f"resume: {exc}") from exc
     if run.run_dir is None:
         return []
     if resume == "never":
