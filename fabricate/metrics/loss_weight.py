@@ -7,6 +7,7 @@ watched. Nothing waits for the device. Must not know: modules, batches, the loop
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ _SCALED = (
 _ADDED = ("AddBackward0", "SubBackward0")
 _REDUCED = ("MeanBackward0", "SumBackward0")
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+_NEAR = 30
+"""So many operations before a mean are searched for a mask."""
 
 
 class Counted(NamedTuple):
@@ -55,7 +58,7 @@ def counted(loss: torch.Tensor) -> Counted | None:
     """What `loss` is the mean of, if it is a cross-entropy (or nll_loss) with reduction="mean", times a number and nothing else;
     call it before backward. None for any other loss: a sum of terms, label smoothing, a compiled or hand-written kernel."""
     node = _origin(loss)
-    if type(node).__name__ not in _CROSS_ENTROPIES or node._saved_reduction != _MEAN:
+    if not _is_mean_cross_entropy(node):
         return None
     classes = node._saved_weight
     weight: torch.Tensor = node._saved_total_weight
@@ -120,17 +123,42 @@ def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
     return getattr(node, "_saved_reduction", None) == _SUM
 
 
-def is_over_a_part(loss: torch.Tensor) -> bool:
-    """Whether `loss`, or one of the terms that it is a sum of, is a mean over what a mask selects, or a sum that is divided by a tensor:
-    by a count, most likely."""
-    return any(_is_over_a_part(node) for node, _ in _terms(loss))
+def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
+    """Whether `loss`, or one of the terms that it is a sum of, is a mean over what a mask selects of its batch of `rows` rows, or a sum
+    that is divided by a tensor: by a count, most likely. Waits for the device where one of the terms is a cross-entropy."""
+    terms = [node for node, _ in _terms(loss)]
+    counts = {node._saved_target.numel() for node in terms if _is_mean_cross_entropy(node)}
+    return any(_is_over_a_part(node, rows, counts) for node in terms)
 
 
-def _is_over_a_part(node: Any) -> bool:
+def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
+    """`counts`: the numbers of labels of the cross-entropies beside it; label smoothing divides its other term by the same one."""
     name = type(node).__name__
     if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN:
-        return _is_masked(_through(node.next_functions[0][0]))
-    return name == "DivBackward0"
+        below = node.next_functions[0][0]
+        return _is_masked(_through(below)) or bool(
+            rows and _elements(node) % rows and any(map(_is_masked, _near(below)))
+        )
+    return name == "DivBackward0" and not (counts and float(node._saved_other) in counts)
+
+
+def _elements(node: Any) -> int:
+    """How many elements a mean was taken over; 0 where the operation does not say."""
+    if type(node).__name__ == "MeanBackward0":
+        return math.prod(node._saved_self_sym_sizes)
+    averaged = getattr(node, "_saved_self", None)
+    return averaged.numel() if isinstance(averaged, torch.Tensor) else 0
+
+
+def _near(node: Any) -> list[Any]:
+    """The last operations that led to a result, `node` among them."""
+    found: list[Any] = []
+    following = deque([node])
+    while following and len(found) < _NEAR:
+        if (each := following.popleft()) is not None and each not in found:
+            found.append(each)
+            following.extend(below for below, _ in each.next_functions)
+    return found
 
 
 def _is_masked(node: Any) -> bool:
@@ -145,11 +173,15 @@ def terms_over_labels(loss: torch.Tensor) -> list[tuple[bool, torch.Tensor, int]
     device), and how many labels there were."""
     found = []
     for node, _ in _terms(loss):
-        if type(node).__name__ in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
+        if _is_mean_cross_entropy(node):
             found.append(
                 (node._saved_weight is not None, node._saved_total_weight.detach(), node._saved_target.numel())
             )
     return found
+
+
+def _is_mean_cross_entropy(node: Any) -> bool:
+    return type(node).__name__ in _CROSS_ENTROPIES and node._saved_reduction == _MEAN
 
 
 def _terms(loss: torch.Tensor) -> list[tuple[Any, list[float]]]:
@@ -238,11 +270,14 @@ class _Remembered(NamedTuple):
 
 
 class CrossEntropies(TorchFunctionMode):
-    """While entered, remembers every mean cross-entropy (or nll_loss) that is computed. Costs a Python call per call of torch."""
+    """While entered, remembers every mean cross-entropy (or nll_loss) that is computed, and every other mean. Costs a Python call per
+    call of torch."""
 
     def __init__(self) -> None:
         super().__init__()
         self._found: list[_Remembered] = []
+        self._means: list[tuple[torch.Tensor, int | None, int]] = []
+        """The results of `mean`, and how many elements each was taken over."""
         self._weighed: set[str] = set()
         """The names of the metrics that were weighed."""
         self._decided = False
@@ -259,6 +294,8 @@ class CrossEntropies(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
             self._remember(result, *args, **kwargs)
+        elif func in (torch.mean, torch.Tensor.mean) and args and not result.ndim:
+            self._means.append((result, _version(result), args[0].numel()))
         return result
 
     def _remember(
@@ -277,10 +314,10 @@ class CrossEntropies(TorchFunctionMode):
             count = _count(target, weight, ignore_index)
             self._found.append(_Remembered(result, _version(result), count, target.numel()))
 
-    def weigh(self, logged: list[Any]) -> torch.Tensor | None:
-        """Give every one of `logged` (name, value, weight, reduce) that is a remembered cross-entropy its weight, and return the
-        labels that the first of them counted, for the rest. None if there is none; `ConfigurationError` if a metric was one in
-        the batches before."""
+    def weigh(self, logged: list[Any], rows: int | None = None) -> torch.Tensor | None:
+        """Give every one of `logged` (name, value, weight, reduce) that is a remembered cross-entropy its weight, and every one that
+        is a mean of one number per row the `rows` of its batch; return the labels that the first cross-entropy counted, for the rest.
+        None if there is none; `ConfigurationError` if a metric was one in the batches before."""
         labels, weighed = None, set()
         for place, (name, value, weight, reduce) in enumerate(logged):
             if (count := self._count_of(name, value)) is not None:
@@ -296,8 +333,23 @@ class CrossEntropies(TorchFunctionMode):
                 "before; one unit has to hold throughout: return 'weight' with the metrics every time"
             )
         if labels is not None:
-            self._found = []
+            for place, (name, value, weight, reduce) in enumerate(logged):
+                if weight is None and self._is_over_rows(value, rows):
+                    logged[place] = (name, value, rows, reduce)
+            self._found, self._means = [], []
         return labels
+
+    def _is_over_rows(self, value: Any, rows: int | None) -> bool:
+        """Whether a metric is a mean of one number per row. One that is a number by now is compared with results on the host only."""
+        for result, version, elements in self._means:
+            if elements == rows and _version(result) == version:
+                if isinstance(value, torch.Tensor):
+                    same = value.data_ptr() == result.data_ptr()
+                else:
+                    same = isinstance(value, float) and not on_device(result) and repr(value) == repr(float(result))
+                if same:
+                    return True
+        return False
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
         """What a metric counted that is a remembered result, or a number on the host that equals one."""
@@ -316,14 +368,16 @@ class CrossEntropies(TorchFunctionMode):
         )
         return next(same, None)
 
-    def of_other_than_rows(self) -> str:
-        """Which cross-entropy of the batch, none of which was logged as it is, is a mean over something else than its rows; empty if none
-        is. Waits for the device."""
+    def of_other_than_rows(self, rows: int | None = None) -> str:
+        """Which cross-entropy of the batch, none of which was logged as it is, is a mean over something else than its `rows`; empty if
+        none is. Waits for the device."""
         for _, _, count, elements in self._found:
             if count.weight is not count.labels:
                 return "a cross-entropy with class weights"
             if int(count.labels) < elements:
                 return f"a cross-entropy that counts {int(count.labels)} of {elements} labels"
+            if rows and elements % rows:
+                return f"a cross-entropy of {elements} labels for {rows} rows"
         return ""
 
 

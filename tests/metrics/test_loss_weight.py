@@ -181,6 +181,14 @@ MEASURED = torch.tensor([[0.0, torch.nan], [1.0, 2.0], [torch.nan, 0.5]])
 OUTPUTS = torch.zeros(3, 2, requires_grad=True)
 
 
+LABELLED = TARGET != -100
+
+
+def focal(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    each = cross_entropy(logits, target, reduction="none")
+    return ((1 - (-each).exp()).square() * each).mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "part"),
     [
@@ -191,6 +199,16 @@ OUTPUTS = torch.zeros(3, 2, requires_grad=True)
         (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), weight=CLASSES, label_smoothing=0.1), "class weights"),
         (lambda: 0.5 * cross_entropy(LOGITS, TARGET) + LOGITS.square().mean(), "that counts 4 of 6 labels"),
         (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0)) + LOGITS.square().mean(), ""),
+        (
+            lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), label_smoothing=0.1),
+            "",
+        ),  # whose other term is divided by a tensor
+        (lambda: cross_entropy(LOGITS, TARGET, label_smoothing=0.1), "that counts 4 of 6 labels"),
+        (lambda: cross_entropy(LOGITS[LABELLED], TARGET[LABELLED]) + LOGITS.square().mean(), "of 4 labels for 6 rows"),
+        (lambda: focal(LOGITS[LABELLED], TARGET[LABELLED]), "a mean over a part of its batch"),
+        (lambda: focal(LOGITS, TARGET.clamp(min=0)), ""),
+        (lambda: mse_loss(OUTPUTS.repeat(2, 1)[LABELLED] @ torch.ones(2, 1), torch.ones(4, 1)), "a mean over a part"),
+        (lambda: LOGITS.square().mean() + torch.ones(5, requires_grad=True).mean(), ""),  # a penalty
     ],
 )
 def test_a_term_that_is_a_mean_over_something_else_than_rows_is_seen(
@@ -224,6 +242,29 @@ def test_each_cross_entropy_of_an_evaluation_weighs_its_own_labels() -> None:
     assert [float(logged[0][2]), float(logged[1][2]), logged[2][2]] == [6, 4, None]
     assert labels is not None
     assert float(labels) == 6
+
+
+def test_a_mean_of_one_number_per_row_weighs_rows_beside_a_cross_entropy_of_more_labels() -> None:
+    watch = CrossEntropies()
+    with torch.no_grad(), watch:
+        loss = cross_entropy(LOGITS, TARGET)  # 4 labels of 6, 3 for a row
+        right = LOGITS.argmax(1) == TARGET
+        exact, tokens, scaled = (
+            right.view(2, 3).all(1).float().mean(),
+            right[LABELLED].float().mean(),
+            right[:2].float().mean(),
+        )
+        number = torch.mean(torch.tensor([0.25, 0.5])).item()
+    logged: list[Any] = [
+        ("loss", loss, None, "mean"),
+        ("exact", exact, None, "mean"),
+        ("tokens", tokens, None, "mean"),
+        ("scaled", 1 - scaled, None, "mean"),
+        ("given", exact, 5, "mean"),
+        ("number", number, None, "mean"),
+    ]
+    assert float(watch.weigh(logged, rows=2)) == 4  # of the others
+    assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 2, None, None, 5, 2]
 
 
 def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:
@@ -478,3 +519,21 @@ def test_rows_that_a_collate_fn_drops_weigh_nothing(batch_size: int, accumulatio
     torch.testing.assert_close(module.layer.weight, by_hand.layer.weight)
     with torch.no_grad():
         assert metrics["val_loss"] == pytest.approx(float(by_hand.training_step(whole)), rel=1e-5)
+
+
+def test_an_evaluation_means_over_rows_what_is_one_number_per_row() -> None:
+    class Exact(Tagger):
+        def validation_step(self, batch: Any) -> Any:
+            logits = self.layer(batch["x"])
+            return {
+                "loss": self.loss(batch),
+                "first": logits[:, 0, 0].mean(),
+                "least": logits.flatten(1).amin(1).mean(),
+            }
+
+    module = Exact()
+    metrics = Trainer(progress=False).validate(module, tokens(), batch_size=3)
+    with torch.no_grad():
+        logits = module.layer(torch.stack([row["x"] for row in tokens()]))
+    assert metrics["val_first"] == pytest.approx(float(logits[:, 0, 0].mean()), abs=1e-6)
+    assert metrics["val_least"] == pytest.approx(float(logits.flatten(1).amin(1).mean()), abs=1e-6)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fabricate.checkpoint.format.codec import decode, encode
-from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_labels
+from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_labels, visible_rows
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
@@ -135,9 +135,10 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
         if weight is not None:
             watch = None
         elif watch is not None:
-            weight = watch.weigh(module._logged)
+            came = visible_rows(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
+            weight = watch.weigh(module._logged, came)
             if weight is None:
-                _note_rows(run, stage, item.batch, watch.of_other_than_rows())
+                _note_rows(run, stage, item.batch, watch.of_other_than_rows(came))
                 watch = None
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
     check_first(run, source)

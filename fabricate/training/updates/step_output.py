@@ -65,14 +65,15 @@ class Made(NamedTuple):
     over_a_part: bool
     cross_entropies: list[tuple[bool, torch.Tensor, int]]
     """Those among its terms; see `terms_over_labels`."""
+    rows: int | None
 
     @classmethod
     def by(cls, loss: torch.Tensor, rows: int | None) -> Made:
         """Read off `loss`, before backward. `rows`: of its batch, where they are known."""
+        rows = rows or None
         divisor = odd_divisor(loss, rows) if rows else None
-        return cls(
-            last_operation(loss), is_sum(loss, rows or None), divisor, is_over_a_part(loss), terms_over_labels(loss)
-        )
+        over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss)
+        return cls(last_operation(loss), is_sum(loss, rows), divisor, over_a_part, cross_entropies, rows)
 
     def part(self) -> str:
         """Why it seems to be a mean over something else than rows; empty if it does not. Waits for the device."""
@@ -81,6 +82,8 @@ class Made(NamedTuple):
                 return "a term of the loss is a cross-entropy with class weights, a mean over these,"
             if float(counted) < labels:
                 return f"a term of the loss is a cross-entropy that counts {float(counted):g} of {labels} labels,"
+            if self.rows and labels % self.rows:
+                return f"a term of the loss is a cross-entropy of {labels} labels for {self.rows} rows,"
         return "the loss seems to be a mean over a part of its batch" if self.over_a_part else ""
 
 
