@@ -537,6 +537,8 @@ class Trainer:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
         found = resolve(self.settings, module, training=False)
         sources = open_data(self.settings, found, None, data, loading, stage)
+        if not sources.validation:
+            raise ConfigurationError("data={}: name at least one data set")
         check_dataloader_idx(module, stage, sources.validation)
         path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
         with opened(self, found, module, [stage], sources) as run:

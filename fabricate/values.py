@@ -15,6 +15,8 @@ _UNITS = {
     "steps": "steps",
     "epoch": "epochs",
     "epochs": "epochs",
+    "second": "seconds",
+    "seconds": "seconds",
     "minute": "minutes",
     "minutes": "minutes",
     "hour": "hours",
@@ -144,6 +146,8 @@ class Every:
                 "Every(steps=500)"
             )
         unit, number = _UNITS[given[0]], given[1]
+        if unit == "seconds":
+            unit, number = "minutes", number / 60
         if unit in ("steps", "epochs") and float(number).is_integer():
             number = int(number)
         try:

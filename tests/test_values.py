@@ -21,6 +21,7 @@ from fabricate import ConfigurationError, Every, FitResult, metric_mode
         (" 1 epoch ", Every(epochs=1), "1 epoch"),
         ("1e3 steps", Every(steps=1000), "1000 steps"),
         ("10 minutes", Every(minutes=10), "10 minutes"),
+        ("90 seconds", Every(minutes=1.5), "1.5 minutes"),
         ("0.5 hours", Every(hours=0.5), "0.5 hours"),
         ("1e9 tokens", Every(tokens=1e9), "1000000000 tokens"),
         (7, Every(steps=7), "7 steps"),

@@ -106,9 +106,12 @@ def _one_of(*choices: str) -> Callable[[str, Any], str]:
 
 def _time(example: str) -> Callable[[str, Any], Every]:
     def check(name: str, value: Any) -> Every:
-        time = Every.parse(name, value)
-        if time.unit not in ("minutes", "hours"):
-            raise ConfigurationError(f"{name}={str(time)!r}: give a time, for instance {example!r}")
+        try:
+            time = Every.parse(name, value)
+        except ConfigurationError:
+            time = None
+        if time is None or time.unit not in ("minutes", "hours"):
+            raise ConfigurationError(f"{name}={value!r}: give a time, for instance {example!r}")
         return time
 
     return check

@@ -95,7 +95,7 @@ def open_data(
     elif few is not None:
         sets, limit = dict.fromkeys(sets, train), few
     validation = {
-        str(name): _validation_source(resolved, data, f"val[{name!r}]" if name else "val", loading, limit)
+        str(name): _validation_source(resolved, data, _called(name, train), loading, limit)
         for name, data in sets.items()
     }
     if few is not None and validation:
@@ -104,6 +104,12 @@ def open_data(
     if train is not None:
         _refuse_one_pass(settings, train, sets)
     return Data(source, validation, accumulation, loading.found)
+
+
+def _called(name: object, train: object) -> str:
+    """What errors call a data set: by the argument of `fit`, or of an evaluation, and by its name."""
+    argument = "data" if train is None else "val"
+    return f"{argument}[{name!r}]" if name else argument
 
 
 def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object]) -> None:

@@ -33,7 +33,9 @@ def configured_optimizers(where: str, module: Any) -> Any:
     parts = made if isinstance(made, tuple | list) else ()
     if len(parts) == 2 and all(isinstance(part, list) for part in parts):  # a list of optimizers and one of schedulers
         of_lightning = not any(isinstance(each, torch.optim.Optimizer) for each in parts[1])
-    if of_lightning or any(isinstance(part, Mapping) and "scheduler" in part for part in parts):
+    if of_lightning or any(
+        isinstance(part, Mapping) and not {"scheduler", "optimizer"}.isdisjoint(part) for part in parts
+    ):
         raise ConfigurationError(
             f"{where} returned what Lightning takes; return (optimizer, scheduler), advanced once per update, (optimizer, scheduler, "
             "'epoch'), or a mapping of names to those"
@@ -122,6 +124,10 @@ def _schedule(
     given = scheduler
     if isinstance(given, str):
         scheduler, text = named_schedule(where, optimizer, given, total, why_unknown)
+    if isinstance(scheduler, type):
+        raise ConfigurationError(
+            f"{where} is the class {scheduler.__name__}; return an object, {scheduler.__name__}(optimizer, ...)"
+        )
     if not all(callable(getattr(scheduler, n, None)) for n in ("step", "state_dict", "load_state_dict")):
         raise ConfigurationError(
             f"{where} is {type(scheduler).__name__}; it needs step(), state_dict(), load_state_dict(), or to be one of the names "

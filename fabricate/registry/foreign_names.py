@@ -358,6 +358,7 @@ TRAINER = {
     "max_epochs": "trainer.settings.max_epochs",
     "max_steps": "trainer.settings.max_steps",
     "should_stop": "trainer.stop('reason')",
+    "log": "module.log(name, value)",
     "save_checkpoint": "trainer.save(path)",
     "default_root_dir": "trainer.run_dir",
     "log_dir": "trainer.run_dir",

@@ -100,7 +100,7 @@ def test_arguments_that_mean_nothing_are_refused(options: dict[str, Any], messag
 def test_it_stands_in_the_place_of_a_batch_size_only() -> None:
     with pytest.raises(ConfigurationError, match=r"fit\(module, train, batch_size=BatchSizeFinder\(mode='power'"):
         Trainer(plugins=[BatchSizeFinder()])
-    with pytest.raises(ConfigurationError, match=r"batch_size=BatchSizeFinder\(.*\(for val\) must be a whole number"):
+    with pytest.raises(ConfigurationError, match=r"batch_size=BatchSizeFinder\(.*\(for data\) must be a whole number"):
         Trainer(progress=False).validate(Net(), torch.ones(4, 1), batch_size=BatchSizeFinder())  # type: ignore[arg-type]
 
 

@@ -92,6 +92,7 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"seed": 1.0}, "seed=1.0: give a whole number"),
         ({"seed": True}, "seed=True: give a whole number"),
         ({"save_every": "weekly"}, "save_every='weekly' is not a duration: write '500 steps'"),
+        ({"max_time": "00:12:00:00"}, "max_time='00:12:00:00': give a time, for instance '11 hours'"),
         ({"save_every": 0}, "save_every=0: give None for never, or a duration such as '500 steps'"),
         ({"validate_every": False}, "validate_every=False: give None for never"),
         ({"log_every": "0 steps"}, "log_every='0 steps': Every(steps=0): the number has to be positive"),
@@ -309,6 +310,10 @@ def test_a_module_without_parameters_is_refused() -> None:
         (
             lambda self, loss: {"loss": loss, "weigth": 1},
             "did you mean 'weight'?; record other values with self.log(name, value)",
+        ),
+        (
+            lambda self, loss: {"loss": loss, "loss_boxes": loss, "loss_classes": loss},
+            "it has to hold 'loss', one number to train on, and may hold 'weight' and 'optimizer'; record other values with self.log",
         ),
         (lambda self, loss: {"loss": None}, "Wrong.training_step returned nothing; return the loss"),
         (

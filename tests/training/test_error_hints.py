@@ -160,6 +160,19 @@ def test_a_backward_of_the_users_own_is_explained() -> None:
     assert "the loop calls backward on the loss that training_step returns; leave out a backward of your own" in text
 
 
+def test_a_callback_that_logs_as_in_lightning_is_pointed_to_the_module() -> None:
+    class Logs(Callback):
+        def on_step(self) -> None:
+            self.log("seen", 1.0)  # type: ignore[attr-defined]
+
+    kind, text = failure(Net(), plugins=[Logs()])
+    assert kind == "AttributeError"
+    assert (
+        "a plugin logs through the module: take module as an argument of the hook, and call module.log(name, value)"
+        in text
+    )
+
+
 def test_clipping_sparse_gradients_is_explained() -> None:
     kind, text = failure(Sparse(), max_grad_norm=1.0)
     assert kind == "NotImplementedError"

@@ -224,7 +224,7 @@ def test_a_limit_of_no_validation_batches_leaves_validation_out() -> None:
     module = Counts()
     fit(module, val=ROWS, max_steps=4, limit_val_batches=0, sanity_batches=2)
     assert module.rows == []
-    with pytest.raises(ConfigurationError, match=r"limit=0 \(for val\)"):
+    with pytest.raises(ConfigurationError, match=r"limit=0 \(for data\)"):
         Trainer(limit_val_batches=0, progress=False).validate(module, ROWS, batch_size=2)
 
 

@@ -47,6 +47,14 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
             lambda self: (_sgd(self.parameters()), {"scheduler": 1}),
             "configure_optimizers returned what Lightning takes",
         ),
+        (
+            lambda self: [{"optimizer": _sgd(self.parameters()), "lr_scheduler": {}}, {"optimizer": 1}],
+            "configure_optimizers returned what Lightning takes",
+        ),
+        (
+            lambda self: (_sgd(self.parameters()), torch.optim.lr_scheduler.StepLR),
+            "the scheduler of 'main' is the class StepLR; return an object, StepLR(optimizer, ...)",
+        ),
         (lambda self: {"a": "adam"}, "configure_optimizers returned str for 'a'"),
         (lambda self: (_sgd(self.parameters()), 0.5), "the scheduler of 'main' is float; it needs step()"),
         (lambda self: torch.optim.LBFGS(self.parameters()), "LBFGS evaluates the loss several times per update"),
@@ -182,6 +190,11 @@ def test_a_validation_step_that_returns_no_mapping_is_an_error() -> None:
     module = wrong_module(validation_step=lambda self, batch: self.loss(batch))
     message = "Wrong.validation_step returned Tensor; return a mapping of metrics, or nothing"
     refused(message, module=module, val=ROWS[:2], validate_first=True)
+
+
+def test_an_evaluation_of_no_data_set_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"data=\{\}: name at least one data set"):
+        Trainer().validate(Regression(), {})
 
 
 @pytest.mark.parametrize(

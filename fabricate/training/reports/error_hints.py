@@ -1,4 +1,5 @@
-"""What torch says when memory is full, tensors are apart or a parameter is missed, in the words of who has to change something.
+"""What torch says when memory is full, tensors are apart or a parameter is missed, and Python where a plugin calls self.log, in the words
+of who has to change something.
 
 The exception keeps its type; `explain` gives a note for it. Must not know: the loop.
 """
@@ -14,6 +15,7 @@ import torch
 
 from fabricate.distributed.trials import out_of_memory
 from fabricate.errors import few, size_text
+from fabricate.hooks import Listener
 from fabricate.model.memory import available, need, total
 from fabricate.strategies.ddp import UNUSED
 from fabricate.training.state.run_state import Run
@@ -28,14 +30,20 @@ _MISSED = "Expected to have finished reduction in the prior iteration"
 
 
 def explain(run: Run, exc: BaseException) -> str:
-    """A note for an exception of torch's that a user can do something about; empty for others. One rank, no collectives."""
+    """A note for an exception that a user can do something about; empty for others. One rank, no collectives."""
     text = str(exc)
     if out_of_memory(exc):
         return _no_room(run)
     if isinstance(exc, torch.AcceleratorError):
         return _LATE
-    if not isinstance(exc, RuntimeError):
-        return ""
+    if isinstance(exc, AttributeError) and exc.name in ("log", "log_dict") and isinstance(exc.obj, Listener):
+        return (
+            "a plugin logs through the module: take module as an argument of the hook, and call module.log(name, value)"
+        )
+    return _of_torch(run, exc, text) if isinstance(exc, RuntimeError) else ""
+
+
+def _of_torch(run: Run, exc: RuntimeError, text: str) -> str:
     if _MISSED in text:
         return _missed(run, text)
     if "device" in text and any(word in text for word in _APART):

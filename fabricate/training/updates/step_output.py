@@ -25,9 +25,11 @@ def unpack(output: Any) -> tuple[Any, Any, Any]:
         known = {"loss", "weight", "optimizer"}
         unknown = sorted(set(output) - known)
         if "loss" not in output or unknown:
+            missing = known - set(output)
             raise ConfigurationError(
-                f"training_step returned a mapping with the keys {sorted(output)}; it has to hold 'loss' and may hold 'weight' and "
-                f"'optimizer'{did_you_mean(unknown[0], known) if unknown else ''}; record other values with self.log(name, value)"
+                f"training_step returned a mapping with the keys {sorted(output)}; it has to hold 'loss', one number to train on, and may "
+                f"hold 'weight' and 'optimizer'{did_you_mean(unknown[0], missing) if unknown else ''}; record "
+                "other values with self.log(name, value)"
             )
         weight = output.get("weight")
         return output["loss"], None if weight is None else one_weight(weight), output.get("optimizer")
