@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, StochasticWeightAveraging, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ def _weights(module: TrainModule) -> dict[str, torch.Tensor]:
 
 
 def _fit(
-    run_dir: Path | None, steps: int, resume: str = "auto", plugins: tuple[str, ...] = (), **arguments: Any
+    run_dir: Path | None, steps: int, resume: str = "auto", plugins: tuple[object, ...] = (), **arguments: Any
 ) -> Any:
     torch.manual_seed(0)
     module, recorded = Net(), Recorded()
@@ -149,6 +149,21 @@ def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
     torch.testing.assert_close(seen[0].float(), average[-1], rtol=0.004, atol=1e-6)  # half of bfloat16's spacing
     assert (average[-1] - average[0]).abs().max() > 0.002
     assert module.second.bias.dtype == torch.bfloat16
+
+
+def test_two_averages_are_one_too_many() -> None:
+    refused = _refused(plugins=("ema", StochasticWeightAveraging(0.1, "1 steps")))
+    assert "ema: leave out StochasticWeightAveraging; a fit ends with one average" in refused
+
+
+def test_an_average_that_is_validated_at_the_end_is_what_is_exported(tmp_path: Path) -> None:
+    class Validates(Callback):
+        def on_complete(self, trainer: Trainer) -> None:
+            trainer.request_eval()
+
+    trainer = Trainer(plugins=["ema:decay=0.5", Validates()], max_steps=4, run_dir=tmp_path, seed=1, progress=False)
+    metrics = trainer.fit(Net(), ROWS, ROWS, batch_size=4).metrics
+    assert metrics["val_bias"] == pytest.approx(float(_exported(tmp_path)["second.bias"].sum()), rel=1e-5)
 
 
 def test_an_average_over_drifting_replicas_is_refused() -> None:

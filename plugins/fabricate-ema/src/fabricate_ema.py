@@ -30,16 +30,20 @@ class EMA(Callback):
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1 or self.start < 0:
-            raise ConfigurationError(
-                f"ema: decay={self.decay!r}, start={self.start!r}: decay is at least 0 and below 1, start at least 0"
-            )
+            raise ConfigurationError(f"{self}: decay is at least 0 and below 1, start at least 0")
         self._parts: dict[str, tuple[Strategy.Part, torch.Tensor]] = {}
         self._kept: list[torch.Tensor] = []
         """The weights, while the module holds the average."""
+        self._complete = False
+        """Whether the fit ends with the average, so that a validation after that leaves it in the module."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.strategy.replicas_drift:
             raise ConfigurationError(f"ema: ranks drift apart under {trainer.strategy.name!r}; use strategy='ddp'")
+        from fabricate import StochasticWeightAveraging  # here, because looking for plugins imports this file
+
+        if any(isinstance(plugin, StochasticWeightAveraging) for plugin in trainer.settings.plugins):
+            raise ConfigurationError("ema: leave out StochasticWeightAveraging; a fit ends with one average")
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Begin, unless it has begun. Not before: a checkpoint without an average may have changed the weights."""
@@ -71,9 +75,10 @@ class EMA(Callback):
         self._show(average=True)
 
     def on_eval_end(self) -> None:
-        self._show(average=False)
+        self._show(average=self._complete)
 
     def on_complete(self) -> None:
+        self._complete = True
         self._show(average=True)
 
     def on_fit_end(self) -> None:
@@ -91,7 +96,7 @@ class EMA(Callback):
     def on_teardown(self) -> None:
         # After an exception other ranks may be gone, so that the strategy cannot be told.
         self._show(average=False, tell=False)
-        self._parts = {}
+        self._parts, self._complete = {}, False
 
     def _show(self, *, average: bool, tell: bool = True) -> None:
         """Put the average into the module, or the weights back, unless they are there already."""
