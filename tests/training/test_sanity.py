@@ -56,6 +56,17 @@ def test_batches_before_training_leave_no_trace() -> None:
     assert len(heard.evaluations) == 2
 
 
+def test_what_a_validation_before_training_freezes_is_trained() -> None:
+    class Freezes(Regression):
+        def on_eval_end(self) -> None:
+            self.trainer.freeze([self.layers[0].weight])
+
+    module = Freezes()
+    before = module.layers[0].weight.detach().clone()
+    fit(module, val=ROWS, max_steps=4, sanity_batches=2)
+    assert not torch.equal(before, module.layers[0].weight)
+
+
 class Table:
     def __init__(self) -> None:
         self.rows, self.counts = 0, np.zeros(2)

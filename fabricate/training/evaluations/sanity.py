@@ -47,7 +47,7 @@ def put_back(run: Run) -> Iterator[None]:
     wrappers = [listener.plugin for listener in run.calls.manager.listeners("eval_step")]
     restore_attributes = remembered(run.module, wrappers)
     buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
-    run.engine.moment.trial = True
+    run.engine.moment.trial, changing = True, dict(run.optim.changing)
     try:
         yield
     finally:
@@ -57,6 +57,6 @@ def put_back(run: Run) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        run.journal.latest = latest
+        run.journal.latest, run.optim.changing = latest, changing
         asked = run.requests
         asked.stop, asked.save, asked.paths, asked.evaluate = before.stop, before.save, before.paths, before.evaluate
