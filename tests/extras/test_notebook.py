@@ -1,4 +1,4 @@
-"""The progress bar in a notebook that a kernel runs: one output that is replaced, not a line for each."""
+"""The progress bar in a notebook that a kernel runs: one output that is replaced, not a line for each. What a notebook shows of a plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import nbclient
 import nbformat
+import pytest
 
 CELLS = """
 import time
@@ -31,10 +32,14 @@ class Slow(Callback):
         time.sleep(0.1)
 ---
 Trainer(max_epochs=2, log_every=1, plugins=[Slow()]).fit(Net(), torch.ones(8, 2), torch.ones(4, 2), batch_size=1).steps
+---
+Trainer(max_epochs=2).plan(Net(), torch.ones(8, 2), batch_size=1)
 """
 
 
-def test_a_notebook_shows_one_bar() -> None:
+@pytest.fixture(scope="module")
+def ran() -> tuple[list[Any], list[str]]:
+    """The cells with their outputs, and what the bar was replaced by."""
     notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS.split("---")])
     updates: list[str] = []
 
@@ -45,7 +50,12 @@ def test_a_notebook_shows_one_bar() -> None:
             return super().process_message(msg, cell, cell_index)
 
     Client(notebook, timeout=240, kernel_name="python3").execute()
-    outputs = notebook.cells[1].outputs
+    return notebook.cells, updates
+
+
+def test_a_notebook_shows_one_bar(ran: tuple[list[Any], list[str]]) -> None:
+    cells, updates = ran
+    outputs = cells[1].outputs
     bars = [output for output in outputs if "text/html" in output.get("data", {})]
     assert len(bars) == 1
     assert bars[0].data["text/html"].startswith('<progress value="16" max="16"></progress> <code>step 16/16  loss ')
@@ -55,3 +65,9 @@ def test_a_notebook_shows_one_bar() -> None:
     text = "".join(output.text for output in outputs if output.output_type == "stream")
     assert text.count("val_loss") == 2
     assert "steps/s" not in text, "no plain lines beside the bar"
+
+
+def test_a_notebook_shows_the_text_of_a_plan(ran: tuple[list[Any], list[str]]) -> None:
+    cells, _ = ran
+    (shown,) = cells[2].outputs
+    assert shown.data["text/plain"].startswith("fabricate plan\n")
