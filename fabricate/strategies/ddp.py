@@ -176,6 +176,14 @@ class DDP(Strategy):
         }
 
 
+def sparse_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The layers whose gradients are sparse, by name, with their weights."""
+    import torch
+
+    layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {name: child.weight for name, child in module.named_modules() if isinstance(child, layers) and child.sparse}
+
+
 def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Run one backward of zeros, so that DDP arranges its buckets before the first update.
 
@@ -184,11 +192,21 @@ def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.
     which never stopped. Here gradients arrive in the reverse order of the parameters, as they do in most modules. All ranks."""
     import torch
 
-    trained = list(parameters)
+    trained, sparse = list(parameters), set(sparse_layers(model).values())
     model.reducer.prepare_for_backward([])  # what DDP calls at the end of a forward
-    torch.stack([parameter.sum().float() * 0 for parameter in trained]).sum().backward()  # type: ignore[no-untyped-call]
+    torch.stack([_sum(p, p in sparse).float() * 0 for p in trained]).sum().backward()  # type: ignore[no-untyped-call]
     for parameter in trained:
         parameter.grad = None
+
+
+def _sum(parameter: torch.nn.Parameter, sparse: bool) -> torch.Tensor:
+    """One number of a parameter, with a gradient of the layout that its layer gives."""
+    import torch
+
+    if not sparse:
+        return parameter.sum()
+    first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+    return torch.nn.functional.embedding(first, parameter, sparse=True).sum()
 
 
 def synchronise_batch_norm(module: torch.nn.Module) -> Callable[[], None]:

@@ -211,9 +211,10 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
 
-        from fabricate.strategies.fsdp_units import kept_in_float32, select
+        from fabricate.strategies.fsdp_units import check_dtypes, kept_in_float32, refuse_sparse, select
 
         _refuse_hooks(module)
+        refuse_sparse(module)
         self._device, self._division = accelerator.device, self._divide(module)
         options = self._options(module, accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
@@ -232,9 +233,10 @@ class FSDP(Strategy):
                 f"fsdp: activation_checkpointing=true: wrap={self.wrap!r} finds no units in {type(module).__name__}; name "
                 "classes or a size"
             )
-        if self._gathered not in (None, "fp32"):
-            for layer in kept_in_float32(module, self._device):
-                fully_shard(layer, **options | {"mp_policy": self._dtypes(None)})
+        kept = kept_in_float32(module, self._device) if self._gathered not in (None, "fp32") else []
+        check_dtypes(module, [*kept, *(unit for _, unit in units), root])
+        for layer in kept:
+            fully_shard(layer, **options | {"mp_policy": self._dtypes(None)})
         for _, unit in units:
             fully_shard(unit, **options)
         # Backward begins with what is in no unit: freed after forward, it would be gathered again at once.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.ddp import sparse_layers
 
 Units = list[tuple[str, torch.nn.Module]]
 _SIZE = re.compile(r"size:(\d+(?:\.\d+)?)([KMB]?)")
@@ -124,3 +125,26 @@ def _check_shared(module: torch.nn.Module, wrap: str, units: list[str]) -> None:
                 f"fsdp: wrap={wrap!r} puts {other} and {name}, which are one parameter, into two units; choose "
                 "wrap= so that one unit holds both, or wrap='none'"
             )
+
+
+def check_dtypes(module: torch.nn.Module, groups: Iterable[torch.nn.Module]) -> None:
+    """Refuse trained parameters of several dtypes in what FSDP gathers together: each of `groups`, without those before it."""
+    left = {parameter: name for name, parameter in module.named_parameters()}
+    for group in groups:
+        own = [(p, left.pop(p)) for p in group.parameters() if p in left]
+        by_dtype = {
+            p.dtype: f"{name} ({str(p.dtype).removeprefix('torch.')})" for p, name in own if p.requires_grad and p.ndim
+        }
+        if len(by_dtype) > 1:
+            raise ConfigurationError(
+                f"strategy='fsdp' gathers {' and '.join(by_dtype.values())} together, which needs one dtype: build them in one, give "
+                "what has another dtype units of its own (wrap=), or use strategy='ddp'"
+            )
+
+
+def refuse_sparse(module: torch.nn.Module) -> None:
+    """Refuse layers whose gradients are sparse: FSDP sums dense ones."""
+    if found := sparse_layers(module):
+        raise ConfigurationError(
+            f"strategy='fsdp' cannot add up sparse gradients, those of {', '.join(found)}: set sparse=False there, or use strategy='ddp'"
+        )

@@ -58,6 +58,11 @@ def _of_torch(run: Run, exc: RuntimeError, text: str) -> str:
             "sparse gradients, those of an Embedding(sparse=True), have no norm here; leave out max_grad_norm= and hooks that take "
             "grad_norm, or use sparse=False"
         )
+    if "Sharding propagation failed" in text:
+        return (
+            f"torch cannot do this with weights of which each rank holds a part (strategy={run.engine.strategy.name!r}): use another "
+            "optimizer or operation, or strategy='ddp'"
+        )
     if "mixed torch.Tensor and DTensor" in text:
         return (
             f"a parameter was used outside of the layer that holds it{_where(run, exc)}: strategy={run.engine.strategy.name!r} gathers "

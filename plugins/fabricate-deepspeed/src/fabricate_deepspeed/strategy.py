@@ -139,6 +139,12 @@ class ZeRO(Strategy, abc.ABC):
                 f"strategy={self.name!r}: DeepSpeed takes no parameters without a dimension, and {', '.join(scalars)} has none; give it "
                 "the shape (1,), as torch.nn.Parameter(torch.ones(1)), or use strategy='ddp' or 'fsdp'"
             )
+        layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        if sparse := [name for name, child in module.named_modules() if isinstance(child, layers) and child.sparse]:
+            raise ConfigurationError(
+                f"strategy={self.name!r}: DeepSpeed cannot add up sparse gradients, those of {', '.join(sparse)}: set sparse=False "
+                "there, or use strategy='ddp'"
+            )
         self._setup.start(self._device)
         with library.environment():
             self._deepspeed.init_distributed(dist.get_backend())
@@ -180,6 +186,8 @@ class ZeRO(Strategy, abc.ABC):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._before = {p: (p.dtype, set(vars(p))) for p in self._root.parameters()}
         half = _HALF.get(self._settled.precision.mixed_precision)
+        if half is None:
+            self._check_dtypes()
         masters = {parameter: self.local_part(parameter) for parameter in self._before if half is not None}
         self._convert(half)
         engine = self._initialize(self._configuration.content, optimizer=optimizer)
@@ -199,6 +207,19 @@ class ZeRO(Strategy, abc.ABC):
         self._loss_scale = LossScale(engine.optimizer)
         engine.set_gradient_accumulation_boundary(True)
         return engine  # type: ignore[no-any-return]
+
+    def _check_dtypes(self) -> None:
+        """Without half precision DeepSpeed leaves parameters as they are, and divides them as one vector."""
+        trained = {
+            p.dtype: f"{name} ({str(p.dtype).removeprefix('torch.')})"
+            for name, p in self._root.named_parameters()
+            if p.requires_grad
+        }
+        if len(trained) > 1:
+            raise ConfigurationError(
+                f"strategy={self.name!r}: DeepSpeed trains parameters of one dtype, and {', '.join(trained.values())} differ: build them "
+                "in float32, or use strategy='ddp'"
+            )
 
     def _initialize(self, content: Mapping[str, Any], **arguments: Any) -> Any:
         with library.environment(), library.refusals(self._configuration.where):

@@ -1,0 +1,90 @@
+"""Sparse gradients, parameters of several dtypes, optimizers that cannot work on shards: trained, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fabricate import FabricateError, Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+
+class Sparse(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(8, 4, sparse=True)
+        self.bags = torch.nn.EmbeddingBag(8, 4, sparse=True)
+        self.head = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.words(batch) + self.bags(batch[:, None])) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class TwoDtypes(Sparse):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = torch.nn.Embedding(8, 4), torch.nn.EmbeddingBag(8, 4)
+        self.head = torch.nn.Linear(4, 1, dtype=torch.bfloat16)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.words(batch).to(torch.bfloat16)) - 1).float().square().mean()
+
+
+class Signs(TwoDtypes):
+    """With an optimizer that writes where a mask is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.float()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(batch) + self.bags(batch[:, None])).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Rprop(self.parameters(), lr=0.1)
+
+
+def _fitted(kind: type[Sparse], strategy: str, readers: int) -> list[list[float]]:
+    module = kind()
+    trainer = Trainer(strategy=strategy, precision="fp32", max_steps=4, progress=False)
+    trainer.fit(module, torch.arange(8), batch_size=4 // readers, shuffle=False)
+    return [parameter.detach().flatten().tolist() for parameter in module.parameters()]
+
+
+def test_sparse_gradients_of_replicas_train_as_in_one_process() -> None:
+    wanted = _fitted(Sparse, "single", 1)
+    for found in run_ranks(_fitted, 2, Sparse, "ddp", 2):
+        for values, expected in zip(found, wanted, strict=True):
+            assert values == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def _errors(cases: list[tuple[type[Sparse], str]]) -> list[str]:
+    found = []
+    for kind, strategy in cases:
+        with pytest.raises((FabricateError, RuntimeError)) as caught:
+            _fitted(kind, strategy, 2)
+        found.append("\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch, when DeepSpeed is imported
+def test_what_shards_cannot_take_is_refused_by_name() -> None:
+    cases = {
+        (
+            Sparse,
+            "fsdp",
+        ): "strategy='fsdp' cannot add up sparse gradients, those of words, bags: set sparse=False there",
+        (Sparse, "zero1"): "DeepSpeed cannot add up sparse gradients, those of words, bags: set sparse=False there",
+        (TwoDtypes, "fsdp"): "strategy='fsdp' gathers bags.weight (float32) and head.bias (bfloat16) together",
+        (TwoDtypes, "zero3"): "DeepSpeed trains parameters of one dtype, and ",
+        (Signs, "fsdp"): "use another optimizer or operation, or strategy='ddp'",
+    }
+    for found in run_ranks(_errors, 2, list(cases)):
+        for text, (case, wanted) in zip(found, cases.items(), strict=True):
+            assert wanted in text, case
