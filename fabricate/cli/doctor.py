@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import click
 
@@ -11,18 +12,33 @@ import click
 @click.command()
 @click.option("--cpu", is_flag=True, help="Leave accelerators out of it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--run",
+    "run_dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Instead of this machine, ask the ranks of the run that is at work in this directory where they are.",
+)
 @click.pass_context
-def doctor(ctx: click.Context, /, cpu: bool, as_json: bool) -> None:
+def doctor(ctx: click.Context, /, cpu: bool, as_json: bool, run_dir: Path | None) -> None:
     """Find out what this machine and installation can do, by trying: versions, devices, precisions, network, two ranks that
     meet, plugins, DeepSpeed's compiled parts, the Accelerate configuration in force.
 
-    Exit code 1 when something is broken; what is only absent is no fault.
+    With --run: what each rank of a live run on this host is doing, with its stack, while it goes on.
+
+    Exit code 1 when something is broken, or a rank cannot be asked; what is only absent is no fault.
 
     \b
     Examples:
       fabricate doctor
       fabricate doctor --json > machine.json
+      fabricate doctor --run runs/one
     """
+    if run_dir is not None:
+        from fabricate.cli.doctor_run import ask_run
+
+        text, good = ask_run(run_dir, as_json=as_json)
+        click.echo(text)
+        ctx.exit(0 if good else 1)
     from fabricate.cli.doctor_checks import examine
 
     marks = {"good": "ok", "absent": "-", "broken": "BROKEN"}

@@ -1,21 +1,27 @@
-"""Which rank failed first, or does not answer: ranks leave it in torch's store, where the others look when they lose a connection.
+"""Which rank failed first, or does not answer, and what each was doing then: ranks leave it in torch's store, where the others look
+when they lose a connection.
 
-Must not know: how connections are opened, what ranks send each other.
+Must not know: how connections are opened, what ranks send each other, hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from fabricate.distributed import stacks
 from fabricate.distributed.connections import PeerLost
+from fabricate.distributed.hang_report import Listener, report
+from fabricate.distributed.stacks import Address, Seen
 from fabricate.errors import RankError
 from fabricate.launch import uncaught
 
@@ -29,7 +35,7 @@ _ECHOES = (
     "timed out",
     "timeout",
 )
-_REPORT_SECONDS, _BREAK_SECONDS, _ANSWER_SECONDS, _MEET_SECONDS = 5.0, 2.0, 15.0, 10.0
+_REPORT_SECONDS, _BREAK_SECONDS, _ANSWER_SECONDS, _MEET_SECONDS, _TELL_SECONDS = 5.0, 2.0, 15.0, 10.0, 5.0
 _NEWLINE = "\n"
 
 
@@ -43,9 +49,14 @@ def is_echo(exc: BaseException) -> bool:
 class Failures:
     """The failures of one piece of work that ranks do together. `name` is new in the store, `over` the key that ends others' waits."""
 
-    def __init__(self, store: Store, name: str, over: str, rank: int, world_size: int, hosts: dict[int, str]) -> None:
+    def __init__(self, store: Store, name: str, over: str, rank: int, world_size: int) -> None:
+        """Leaves in the store how this rank can be asked what it is doing, and waits for the same of rank 0: an error that names it may
+        have to do without the store. All ranks."""
         self._store, self._name, self._over = store, name, over
-        self._rank, self._world_size, self._hosts = rank, world_size, hosts
+        self._rank, self._world_size = rank, world_size
+        self._addresses = {rank: stacks.here().address}
+        store.set(f"{name}/host/{rank}", json.dumps(dataclasses.asdict(self._addresses[rank])))
+        self._address(0)
 
     def tell(self, exc: BaseException) -> None:
         """Leave this rank's failure where the others find it. One rank, never raises."""
@@ -58,22 +69,26 @@ class Failures:
 
         self._aside(leave)
 
-    def ask(self, exc: BaseException, break_connections: Callable[[], None]) -> RankError:
+    def ask(
+        self, exc: BaseException, break_connections: Callable[[], None], listeners: Sequence[Listener] = ()
+    ) -> RankError:
         """What happened on the other ranks, where `exc` is an echo of it; waits some seconds for it. One rank, never raises.
 
-        break_connections: called after some seconds when a rank did not answer, because it may wait for this one."""
+        break_connections: called after some seconds when a rank did not answer, because it may wait for this one. listeners: the code of
+        the hooks, which are the same on every rank."""
         answer: list[RankError] = []
+        own = json.dumps(stacks.here().after(exc).to_json())
 
         def look() -> None:
-            self._store.set(f"{self._name}/here/{self._rank}", "")
+            self._store.set(f"{self._name}/here/{self._rank}", own)
             self._store.set(self._over, "")
-            answer.append(self._first() or self._silent(_reason(exc), break_connections))
+            answer.append(self._first() or self._silent(_reason(exc), break_connections, listeners))
 
         self._aside(look)
         if answer:
             return answer[0]
         return RankError(
-            f"rank {self._rank} on {self._hosts[self._rank]} lost rank 0 on {self._hosts[0]}, where ranks meet: that process or "
+            f"rank {self._rank} on {self._host(self._rank)} lost rank 0 on {self._host(0)}, where ranks meet: that process or "
             f"host is gone (look at its output). Here: {_reason(exc)}"
         )
 
@@ -120,7 +135,7 @@ class Failures:
         except RuntimeError:  # no memory for a thread
             run()
         else:
-            thread.join(_ANSWER_SECONDS + 5)
+            thread.join(_ANSWER_SECONDS + _TELL_SECONDS + 5)
 
     def _first(self) -> RankError | None:
         if not self._store.check([f"{self._name}/first"]):
@@ -133,31 +148,80 @@ class Failures:
         error.first = tuple(found["gist"])
         return error
 
-    def _silent(self, reason: str, break_connections: Callable[[], None]) -> RankError:
-        """Wait until a failure is reported or every rank has answered; else who has not."""
+    def _silent(self, reason: str, break_connections: Callable[[], None], listeners: Sequence[Listener]) -> RankError:
+        """Wait until a failure is reported, every rank has answered or another rank has found out; else who has not answered."""
         silent = set(range(self._world_size)) - {self._rank}
-        begin, broken = time.monotonic(), False
+        begin, broken, over = time.monotonic(), False, f"{self._name}/found"
         while (waited := time.monotonic() - begin) < (_ANSWER_SECONDS if silent else _REPORT_SECONDS):
             if first := self._first():
                 return first
+            if self._store.check([over]):
+                break
             silent = {rank for rank in silent if not self._store.check([f"{self._name}/here/{rank}"])}
             if silent and waited > _BREAK_SECONDS and not broken:
                 broken = True
+                self._ask_neighbours(silent)  # before they are released, and are somewhere else
                 break_connections()
             time.sleep(0.1)
-        if not silent:
+        found = self._found(silent, listeners)
+        seen = f"\n{found['seen']}" if found["seen"] else ""
+        if not found["silent"]:
             return RankError(
                 f"all ranks still answer and none reported an error: they waited for each other at different places, or the network "
-                f"between them failed. Rank {self._rank} on {self._hosts[self._rank]}: {reason}"
+                f"between them failed. Rank {self._rank} on {self._host(self._rank)}: {reason}{seen}"
             )
-        names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in sorted(silent))
+        names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in found["silent"])
         return RankError(
-            f"{names} did not answer rank {self._rank} on {self._hosts[self._rank]}: dead, unreachable or stuck (look at its output; a "
-            f"rank that only needs longer gets it with Trainer(timeout=...)). Here: {reason}"
+            f"{names} did not answer rank {found['by']} on {self._host(found['by'])}: dead, unreachable or stuck (look at its output; a "
+            f"rank that only needs longer gets it with Trainer(timeout=...)). Here: {reason}{seen}"
         )
 
+    def _ask_neighbours(self, silent: Iterable[int]) -> None:
+        """Leave what silent ranks of this host are doing; of the ranks there that answer, one asks each."""
+        host = self._host(self._rank)
+        near = [rank for rank in sorted(silent) if self._host(rank) == host]
+        mine = [rank for rank in near if self._claimed(f"asked/{rank}")]
+        for rank, seen in zip(mine, stacks.ask([self._address(rank) for rank in mine]), strict=True):
+            self._store.set(f"{self._name}/seen/{rank}", json.dumps(seen.to_json()))
+
+    def _found(self, silent: Iterable[int], listeners: Sequence[Listener]) -> dict[str, Any]:
+        """Who did not answer ("silent") whom ("by"), and the text of what each rank was doing ("seen"). One rank finds out for all: the
+        reports of all ranks are read once."""
+        key = f"{self._name}/found"
+        found = {"by": self._rank, "silent": sorted(silent), "seen": ""}
+        if self._claimed("finds"):
+            found["seen"] = report({rank: self._seen(rank) for rank in range(self._world_size)}, listeners)
+            self._store.set(key, json.dumps(found))
+            return found
+        deadline = time.monotonic() + _TELL_SECONDS
+        while not (there := self._store.check([key])) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return dict(json.loads(self._store.get(key))) if there else found
+
+    def _seen(self, rank: int) -> Seen:
+        """What a rank reported of itself, or what was seen of it."""
+        for key in (f"{self._name}/here/{rank}", f"{self._name}/seen/{rank}"):
+            if self._store.check([key]):
+                return Seen.from_json(json.loads(self._store.get(key)))
+        address = self._address(rank)
+        return Seen(address.host, address.process, "unknown")
+
+    def _claimed(self, what: str) -> bool:
+        """Whether it is this rank that does `what`, which one of them does."""
+        mine = str(self._rank)
+        return bool(self._store.compare_set(f"{self._name}/{what}", "", mine) == mine.encode())
+
+    def _address(self, rank: int) -> Address:
+        if rank not in self._addresses:
+            self._addresses[rank] = Address(**json.loads(self._store.get(f"{self._name}/host/{rank}")))
+        return self._addresses[rank]
+
     def _host(self, rank: int) -> str:
-        return self._store.get(f"{self._name}/host/{rank}").decode()
+        return self._address(rank).host
+
+    def addresses(self) -> list[Address]:
+        """Where each rank can be asked what it is doing. One rank, while no rank has failed."""
+        return [self._address(rank) for rank in range(self._world_size)]
 
 
 def _reason(exc: BaseException) -> str:

@@ -12,7 +12,7 @@ import datetime
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from fabricate.distributed.connections import Connections, PeerLost, break_connections, opened
 from fabricate.distributed.failures import Failures, is_echo
+from fabricate.distributed.hang_report import Listener
+from fabricate.distributed.stacks import Address, here
 from fabricate.errors import RankError
 from fabricate.strategies.sharding import broadcast
 
@@ -127,12 +129,13 @@ class Group:
             ) from exc
 
     def _exchange_hosts(self, connections: Connections) -> Failures:
-        """Leave this rank's host in the store, for errors that name it; all of them are read only then."""
+        """Leave this rank's host and process in the store, for errors that name them; all of them are read only then."""
         store, name = dist.distributed_c10d._get_default_store(), f"fabricate/{connections.group.group_name}"
-        host = socket.gethostname()
-        store.set(f"{name}/host/{self.rank}", host)
-        hosts = {0: store.get(f"{name}/host/0").decode(), self.rank: host}
-        return Failures(store, name, connections.watched, self.rank, self.world_size, hosts)
+        return Failures(store, name, connections.watched, self.rank, self.world_size)
+
+    def addresses(self) -> list[Address]:
+        """Where each rank can be asked what it is doing. One rank, after `join`."""
+        return [here().address] if self._failures is None else self._failures.addresses()
 
     def leave(self, exc: BaseException | None = None) -> None:
         """End what `join` began. After a failure `exc` the connections are closed, and ranks that still wait for this one notice. One
@@ -278,10 +281,10 @@ class Group:
 
         return restore
 
-    def report_failure(self, exc: BaseException) -> RankError | None:
+    def report_failure(self, exc: BaseException, listeners: Sequence[Listener] = ()) -> RankError | None:
         """Leave this rank's failure where the others find it. When `exc` is only an echo of what happened elsewhere (a broken
-        connection, a collective that nobody answered), returns an error that says what did, waiting some seconds for it. One rank,
-        never raises."""
+        connection, a collective that nobody answered), returns an error that says what did and what each rank was doing, waiting some
+        seconds for it. listeners: the code of the hooks, which the error names. One rank, never raises."""
         if self._failures is None:
             return None
         _reported.append(type(exc).__name__)
@@ -298,7 +301,7 @@ class Group:
             kept.broken = True
             break_connections(dist.distributed_c10d._get_default_group())
 
-        return self._failures.ask(exc, release_others)
+        return self._failures.ask(exc, release_others, listeners)
 
     def all_failed(self, place: str) -> bool:
         """While a failure is handled, before it is reported: whether every rank fails at the same `place` and comes here within some

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import pluggy
@@ -186,6 +187,18 @@ class Calls:
         """(plugin name, function of the hook's arguments by name) of each listener of a per-listener hook, in order."""
         return [(i.plugin_name, self._by_name(hook, i)) for i in self.manager.listeners(hook)]
 
+    def places(self) -> list[tuple[str, int, int, str]]:
+        """Of each listener of each hook: the file, the first and the last line of its code, and its name."""
+        found = []
+        for hook in EVENTS:
+            for listener in self.manager.listeners(hook):
+                code, plugin = _code(listener), listener.plugin_name
+                if code is not None and plugin != PROJECT:
+                    last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+                    name = f"hook {hook} of " + ("the module" if plugin == "module" else f"plugin {plugin!r}")
+                    found.append((code.co_filename, code.co_firstlineno, last, name))
+        return found
+
     def _by_name(self, hook: str, listener: pluggy.HookImpl) -> Call:
         call = self._one_by_one(hook, [listener])
         argnames = self._argnames(hook)
@@ -273,9 +286,7 @@ class Calls:
         """Add a note that names plugin, distribution, hook and step, found from the traceback: costs nothing until raised."""
         by_code: dict[Any, list[pluggy.HookImpl]] = {}
         for implementation in self.manager.listeners(hook):
-            function = inspect.unwrap(implementation.function)
-            code = getattr(getattr(function, "__func__", function), "__code__", None)
-            by_code.setdefault(code, []).append(implementation)
+            by_code.setdefault(_code(implementation), []).append(implementation)
         innermost = None
         traceback = exc.__traceback__
         while traceback is not None:
@@ -288,6 +299,13 @@ class Calls:
             plugin = innermost.plugin_name
             origin = self.manager.origins.get(plugin, Origin())
             exc.add_note(f"raised in hook {hook} of plugin {plugin!r} ({origin}) at step {self.step}")
+
+
+def _code(listener: pluggy.HookImpl) -> CodeType | None:
+    """The code of a listener; None where it is not written in Python."""
+    function = inspect.unwrap(listener.function)
+    code: CodeType | None = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code
 
 
 def _returned(hook: str, plugin: str, result: object) -> PluginError:

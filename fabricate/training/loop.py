@@ -115,6 +115,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
         run.journal.stopwatch.timed(_interruptible(run, window.micro_batches, 1 if window.first_turn else 0))
     ):
         is_last = micro_step == window.num_micro_steps - 1
+        run.reached(progress.step + 1, progress.micro_step, -1)
         run.now.batch = batch = engine.to_device(batch)
         engine.moment.rows = rows
         with engine.gradient_sync(is_last):

@@ -25,6 +25,7 @@ from fabricate.configuration.resolve import Resolved
 from fabricate.data.batches import describe
 from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine
+from fabricate.distributed.stacks import here
 from fabricate.distributed.trackers import check_trackers, finish_trackers, needs_directory
 from fabricate.errors import ConfigurationError, FabricateError, first_line
 from fabricate.hooks import PROJECT, hookimpl
@@ -116,6 +117,7 @@ def opened(
         object.__setattr__(module, "_trainer", trainer)
         module._no_log = ""
         modes = [(m, m.training) for m in module.modules()]
+        here().begun()
         try:
             _prepare(run, stages, seed)
             yield run
@@ -229,6 +231,7 @@ def _assemble(
         progress=progress,
         metrics=Metrics(engine, engine.device, engine.ranks_per_row, ignored=("loss",)),
         journal=Journal(engine, progress, run_dir, trackers=training and bool(settings.trackers)),
+        reached=here().reached,
         requests=requests,
         watch=Watch(requests, began, settings.max_time, run_dir) if watches else None,
     )
@@ -317,7 +320,7 @@ def _report(run: Run, exc: BaseException) -> None:
         exc.add_note(note)
     if run.engine.world_size > 1:
         uncaught.install(run.engine.rank)
-    first = run.engine.report_failure(exc)
+    first = run.engine.report_failure(exc, run.calls.places())
     if first:
         raise first from None  # `exc` is only the broken connection that followed
 
@@ -346,6 +349,8 @@ def _close(run: Run) -> None:
         run.module._logged.clear()
         run.journal.close()
         run.trainer._run = None
+        run.reached(run.progress.step, run.progress.micro_step, -1)
+        here().ended()
 
 
 @contextlib.contextmanager

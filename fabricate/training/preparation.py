@@ -26,6 +26,7 @@ from fabricate.configuration.plan import SUMMARY_LINES, Plan
 from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.distributed.engine import Engine
+from fabricate.distributed.ranks_file import write_ranks
 from fabricate.errors import ConfigurationError, size_text
 from fabricate.model.building import eval_modes
 from fabricate.model.host_memory import host_memory
@@ -71,6 +72,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         run.checkpoints.background = Background(engine.beside(), staging)
     if run.run_dir is not None and engine.rank == 0:
         _write_plan(run.run_dir, plan)
+        write_ranks(run.run_dir, run.run_id, engine.addresses(), run.calls.places())
     engine.barrier()
     if settings.seed is not None or engine.world_size > 1:
         seed_everything(derive_seed(run.source.seed, "rank", engine.data_rank))

@@ -201,12 +201,14 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
         with contextlib.closing(source.batches(stand_ins=run.engine.strategy.lockstep)) as batches:
             for batch_idx, item in enumerate(waiting(run.requests, itertools.islice(batches, most))):
                 run.now.batch_idx, run.now.batch_indices = batch_idx, item.indices
+                run.reached(run.progress.step, run.progress.micro_step, batch_idx)
                 run.now.batch = batch = run.engine.to_device(item.batch)
                 yield item, batch
                 run.now.batch = None  # while the next one is read, and in what follows
         run.now.batch_indices = ()
     finally:
         moment.uneven = False
+        run.reached(run.progress.step, run.progress.micro_step, -1)
 
 
 def _step(run: Run, batch: Any, stage: str) -> Any:

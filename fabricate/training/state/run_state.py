@@ -8,7 +8,7 @@ first update), `Now` (the batch at work).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -173,6 +173,8 @@ class Run:
     progress: Progress
     metrics: Metrics
     journal: Journal
+    reached: Callable[[int, int, int], None]
+    """Shows other processes the update, the micro-batch and the batch of an evaluation (else -1) at which this rank is."""
     optim: Optimization = field(default_factory=Optimization)
     requests: Requests
     watch: Watch | None

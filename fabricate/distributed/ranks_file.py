@@ -1,0 +1,38 @@
+"""RUN_DIR/ranks.json: which processes are the ranks of the newest fit there, so that they can be asked what they are doing.
+
+Must not know: how they are asked; imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fabricate.distributed.hang_report import Listener
+from fabricate.distributed.stacks import Address
+from fabricate.errors import FabricateError
+
+_NAME = "ranks.json"
+
+
+def write_ranks(run_dir: Path, fit: str, addresses: Sequence[Address], listeners: Sequence[Listener]) -> None:
+    """Write the file. `fit`: what only this fit is called; listeners: the code of its hooks. One rank."""
+    content = {"fit": fit, "ranks": [dataclasses.asdict(each) for each in addresses], "listeners": listeners}
+    temporary = run_dir / f".{_NAME}"
+    temporary.write_text(json.dumps(content))
+    temporary.replace(run_dir / _NAME)
+
+
+def read_ranks(run_dir: Path) -> tuple[list[Address], list[Listener]]:
+    """What `write_ranks` wrote. Raises FabricateError where there is nothing of it."""
+    file = run_dir / _NAME
+    try:
+        content = json.loads(file.read_text())
+        return [Address(**rank) for rank in content["ranks"]], [(f, a, b, n) for f, a, b, n in content["listeners"]]
+    except FileNotFoundError as exc:
+        raise FabricateError(f"{str(run_dir)!r} holds no {_NAME}, so no fit has begun there; give its run_dir") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise FabricateError(f"{file} is not what fabricate writes ({type(exc).__name__}: {exc})") from exc
+

@@ -1,0 +1,330 @@
+"""Where a process is, for another process of the same host that asks: the stacks of its threads, and how far its fit has come. Linux.
+
+A process that shows itself (`here`) has Python's faulthandler write the stacks of its threads when SIGURG arrives. This happens in C, in
+the handler of the signal: it works while a thread waits in a collective, sleeps, or never returns to Python. The stacks go into memory that
+has no name in any file system, and another process of the same user reads them through /proc. Until somebody asks this costs nothing: there
+is no thread, no port and no file. Must not know: ranks, hooks, the loop; imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import functools
+import mmap
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+
+_SIGNAL = signal.SIGURG
+"""Ignored by a process that does not handle it, so that one which comes too late ends nothing."""
+_MEMORY = "fabricate-stacks"
+_PAGE_BYTES = 4096
+"""At the beginning of the memory: what this process writes of itself. The stacks follow."""
+_THREAD, _REACHED = struct.Struct("3q"), struct.Struct("3q")
+_SAMPLES, _SAMPLE_SECONDS = 10, 0.05
+"""How often, and how far apart, it is looked at whether a thread runs."""
+_WRITE_SECONDS = 2.0
+"""How long a process may take to write its stacks."""
+_MOST_WORKERS = 16
+_GONE, _STOPPED = "ZX", "Tt"
+"""States of a process in proc(5)."""
+_BLOCK = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_LOADER, _SAVE = "/torch/utils/data/dataloader.py", "/fabricate/checkpoint/"
+
+
+class Frame(NamedTuple):
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """How a process can be asked. `began`: when it did, in ticks of its host's clock; `memory`: the number of the open file that holds its
+    stacks, -1 where it cannot be asked."""
+
+    host: str
+    process: int
+    began: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a process has come. `running`: whether a fit or an evaluation is at work; `update`: the one
+    at work, or the last; `micro_step`: micro-batches of its rank in this epoch before the one at work; `batch`: of an evaluation, or -1."""
+
+    running: bool
+    update: int
+    micro_step: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a process. Frames begin with the outermost.
+
+    state: "answers" (it reported itself), "runs", "waits", "stopped" (by a signal), "gone", "mute" (it writes no stacks: it waits for a
+    disk or a device), "foreign" (of another user), "elsewhere" (on another host), "unknown"."""
+
+    host: str
+    process: int
+    state: str
+    frames: tuple[Frame, ...] = ()
+    reached: Reached | None = None
+    workers: tuple[Seen, ...] = ()
+    """The worker processes of its DataLoader, where it waits for one."""
+    save: tuple[Frame, ...] = ()
+    """Of the thread that writes a checkpoint in the background."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As `from_json` takes it."""
+        return dataclasses.asdict(self) | {"workers": [worker.to_json() for worker in self.workers]}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Seen:
+        """What `to_json` gave."""
+        stacks = {name: tuple(Frame(*frame) for frame in value[name]) for name in ("frames", "save")}
+        reached = None if value["reached"] is None else Reached(**value["reached"])
+        workers = tuple(map(cls.from_json, value["workers"]))
+        return cls(**value | stacks | {"reached": reached, "workers": workers})
+
+
+class Here:
+    """What this process shows of itself, from now until it ends."""
+
+    def __init__(self) -> None:
+        memory = _memory()
+        self._page = mmap.mmap(memory, _PAGE_BYTES)  # of -1: memory that nobody else sees
+        found = _status(os.getpid())
+        self.address = Address(socket.gethostname(), os.getpid(), found[1] if found else 0, memory)
+        self.reached: Callable[[int, int, int], None] = functools.partial(_REACHED.pack_into, self._page, _THREAD.size)
+        """Note `Reached.update`, `micro_step` and `batch`. A few hundred nanoseconds."""
+        self._depth = 0
+        self._note()
+
+    def begun(self) -> None:
+        """A fit or an evaluation is at work, in this thread; perhaps inside of another one."""
+        self._depth += 1
+        self._note()
+
+    def ended(self) -> None:
+        """It is over; what comes next is expected in the same thread."""
+        self._depth -= 1
+        self._note()
+
+    def _note(self) -> None:
+        _THREAD.pack_into(self._page, 0, self._depth, threading.get_ident(), threading.get_native_id())
+
+    def after(self, exc: BaseException) -> Seen:
+        """This process, in which `exc` was raised and is being handled."""
+        _, reached = _page(self._page[:])
+        return Seen(self.address.host, self.address.process, "answers", _frames_of(exc), reached)
+
+
+_here: list[Here] = []
+
+
+def here() -> Here:
+    """What this process shows of itself. The first call begins with it; a forked process begins anew."""
+    if not _here or _here[0].address.process != os.getpid():
+        _here[:] = [Here()]
+    return _here[0]
+
+
+def _memory() -> int:
+    """A file of memory to which the stacks are written when the signal arrives; -1 where the system has none, or where the signal is
+    handled already."""
+    if sys.platform != "linux" or signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
+        return -1
+    memory = os.memfd_create(_MEMORY)
+    os.truncate(memory, _PAGE_BYTES)
+    os.lseek(memory, _PAGE_BYTES, os.SEEK_SET)
+    faulthandler.register(_SIGNAL, file=memory, all_threads=True)
+    return memory
+
+
+def _frames_of(exc: BaseException) -> tuple[Frame, ...]:
+    """From the outermost call to where `exc` was raised."""
+    if exc.__traceback__ is None:
+        return ()
+    inner = list(traceback.walk_tb(exc.__traceback__))
+    known = {id(frame) for frame, _ in inner}
+    outer = [each for each in traceback.walk_stack(exc.__traceback__.tb_frame.f_back) if id(each[0]) not in known]
+    return tuple(
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in [*reversed(outer), *inner]
+    )
+
+
+def ask(addresses: Sequence[Address]) -> list[Seen]:
+    """What each process is doing. Those of this host are asked, all at once: it takes half a second, and longer only where one writes
+    nothing or waits for its data."""
+    asked = [_Asked(address) for address in addresses]
+    for _ in range(_SAMPLES):
+        time.sleep(_SAMPLE_SECONDS)
+        for each in asked:
+            each.sample()
+    return [each.seen() for each in asked]
+
+
+class _Asked:
+    """A process to which the signal was sent."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._reached: Reached | None = None
+        self._ident = self._thread = self._size = 0
+        self._running = 0
+        try:
+            self._state = self._send()
+        except PermissionError:
+            self._state = "foreign"
+        except OSError:  # it ended just now
+            self._state = "gone"
+
+    def _send(self) -> str:
+        """Send the signal; "" if stacks will follow, else the state of the process."""
+        address = self._address
+        if address.host != socket.gethostname():
+            return "elsewhere"
+        found = _status(address.process)
+        if found is None or found[1] != address.began or found[0] in _GONE:
+            return "gone"
+        if address.memory < 0:
+            return "mute"
+        if not _shows_itself(address.process, address.memory):
+            return "gone"
+        content = _read(address)
+        self._size = len(content)
+        (_, self._ident, self._thread), self._reached = _page(content)
+        if found[0] in _STOPPED:
+            return "stopped"
+        os.kill(address.process, _SIGNAL)
+        return ""
+
+    def sample(self) -> None:
+        """See whether the thread of the fit runs at this moment, or would if it got a core."""
+        if not self._state:
+            found = _status(self._address.process, self._thread)
+            self._running += found is not None and found[0] == "R"
+
+    def seen(self) -> Seen:
+        """What came of it."""
+        if self._state:
+            return self._result(self._state)
+        stacks = _stacks(self._address, self._size)
+        if not stacks:
+            letter, _ = _status(self._address.process) or ("X", 0)
+            return self._result("gone" if letter in _GONE else "stopped" if letter in _STOPPED else "mute")
+        frames = stacks.get(self._ident, ())
+        state = "runs" if self._running >= _SAMPLES / 2 else "waits"
+        loads = any(frame.file.endswith(_LOADER) for frame in frames)
+        workers = tuple(_workers(self._address, self._ident)) if loads else ()
+        others = (stack for ident, stack in stacks.items() if ident != self._ident)
+        saves = (stack for stack in others if any(_SAVE in frame.file for frame in stack))
+        return self._result(state, frames, workers, next(saves, ()))
+
+    def _result(
+        self,
+        state: str,
+        frames: tuple[Frame, ...] = (),
+        workers: tuple[Seen, ...] = (),
+        save: tuple[Frame, ...] = (),
+    ) -> Seen:
+        return Seen(self._address.host, self._address.process, state, frames, self._reached, workers, save)
+
+
+def _workers(address: Address, ident: int) -> Iterator[Seen]:
+    """The processes that the thread `ident` of one that shows itself has forked, and that so write their stacks where it does. One after
+    the other."""
+    for process in _children(address.process)[:_MOST_WORKERS]:
+        try:
+            found = _status(process)
+            if found is None or not _shows_itself(process, address.memory):
+                continue
+            if found[0] in _STOPPED:
+                yield Seen(address.host, process, "stopped")
+                continue
+            size = len(_read(address))
+            os.kill(process, _SIGNAL)
+            stacks = _stacks(address, size)
+            state = "runs" if (found := _status(process)) and found[0] == "R" else "waits"
+            frames = stacks.get(ident, ())  # a forked process has the number of the thread that forked it
+            yield Seen(address.host, process, state if stacks else "mute", frames)
+        except OSError:  # it ended just now
+            continue
+
+
+def _stacks(address: Address, size: int) -> dict[int, tuple[Frame, ...]]:
+    """By thread, what a process writes behind the first `size` bytes of its memory; nothing if it writes nothing."""
+    deadline, before = time.monotonic() + _WRITE_SECONDS, -1
+    while True:
+        try:
+            written = _read(address)[size:]
+        except OSError:  # it ended just now
+            return {}
+        if len(written) == before or time.monotonic() > deadline:
+            break
+        before = len(written) or -1  # what has begun is complete when it grows no more
+        time.sleep(_SAMPLE_SECONDS)
+    text = written.decode(errors="replace")
+    found: dict[int, tuple[Frame, ...]] = {}
+    begins = list(_BLOCK.finditer(text))
+    ends = [*(block.start() for block in begins[1:]), len(text)]
+    for block, end in zip(begins, ends, strict=False):
+        lines = _FRAME.findall(text, block.end(), end)
+        frames = tuple(Frame(file, int(line), function) for file, line, function in reversed(lines))
+        found.setdefault(int(block[1], 16), frames)
+    return found
+
+
+def _page(content: bytes) -> tuple[tuple[int, int, int], Reached]:
+    """Whether a fit is at work, in which thread by Python's and by the system's number; how far it has come."""
+    running, ident, thread = _THREAD.unpack_from(content, 0)
+    return (running, ident, thread), Reached(bool(running), *_REACHED.unpack_from(content, _THREAD.size))
+
+
+def _read(address: Address) -> bytes:
+    return Path(f"/proc/{address.process}/fd/{address.memory}").read_bytes()
+
+
+def _shows_itself(process: int, memory: int) -> bool:
+    """Whether this open file of a process is what `_memory` made."""
+    try:
+        return os.readlink(f"/proc/{process}/fd/{memory}").startswith(f"/memfd:{_MEMORY}")
+    except FileNotFoundError:
+        return False
+
+
+def _status(process: int, thread: int = 0) -> tuple[str, int] | None:
+    """The state of a process or of one of its threads, a letter of proc(5), and when it began; None if there is none."""
+    try:
+        text = Path(f"/proc/{process}/task/{thread}/stat" if thread else f"/proc/{process}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _children(process: int) -> list[int]:
+    """The processes that one has started."""
+    try:
+        return sorted(child.pid for child in psutil.Process(process).children())
+    except psutil.Error:
+        return []
