@@ -36,3 +36,11 @@ def read_ranks(run_dir: Path) -> tuple[list[Address], list[Listener]]:
     except (ValueError, KeyError, TypeError) as exc:
         raise FabricateError(f"{file} is not what fabricate writes ({type(exc).__name__}: {exc})") from exc
 
+
+def is_written_by(run_dir: Path, fit: str) -> bool:
+    """Whether the file that is seen here is the one that `fit` wrote; reads its beginning only."""
+    try:
+        with (run_dir / _NAME).open() as file:
+            return file.read(100).startswith(json.dumps({"fit": fit})[:-1])
+    except OSError:
+        return False

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from fabricate.configuration.plan import SUMMARY_LINES, Plan
 from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.distributed.engine import Engine
-from fabricate.distributed.ranks_file import write_ranks
+from fabricate.distributed.ranks_file import is_written_by, write_ranks
 from fabricate.errors import ConfigurationError, size_text
 from fabricate.model.building import eval_modes
 from fabricate.model.host_memory import host_memory
@@ -55,6 +56,9 @@ from fabricate.training.updates.optimizer_modes import train_mode
 from fabricate.training.updates.stepping import prepare_updates
 from fabricate.values import Every
 
+_SHOWN_SECONDS = 10.0
+"""How long a network file system may take to show what another host wrote."""
+
 
 def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str], began: float) -> None:
     """Everything between an open run and the first step. All ranks. began: the monotonic time at which the user called."""
@@ -74,6 +78,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         _write_plan(run.run_dir, plan)
         write_ranks(run.run_dir, run.run_id, engine.addresses(), run.calls.places())
     engine.barrier()
+    _check_shared(run)
     if settings.seed is not None or engine.world_size > 1:
         seed_everything(derive_seed(run.source.seed, "rank", engine.data_rank))
     if settings.trackers:
@@ -252,6 +257,21 @@ def _write_plan(run_dir: Path, plan: Plan) -> None:
     temporary = run_dir / ".plan.json"
     temporary.write_text(json.dumps(plan.to_json(), indent=1))
     temporary.replace(run_dir / "plan.json")
+
+
+def _check_shared(run: Run) -> None:
+    """Refuse a run directory that is not the one in which rank 0 has just written: every rank writes its part of a checkpoint there. This
+    rank alone; the others notice that it fails."""
+    if run.run_dir is None:
+        return
+    deadline = time.monotonic() + _SHOWN_SECONDS
+    while not is_written_by(run.run_dir, run.run_id):
+        if time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"run_dir={str(run.run_dir)!r} on {socket.gethostname()}, in {os.getcwd()}, is not the directory in which rank 0 writes, "
+                "and each rank writes its part of a checkpoint there; give an absolute path on a file system that all nodes share"
+            )
+        time.sleep(0.1)
 
 
 def _warn(text: str) -> None:

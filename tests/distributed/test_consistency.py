@@ -22,6 +22,7 @@ from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainMod
 from fabricate.distributed.meeting import compare_builds, meet
 from fabricate.testing import run_ranks
 from fabricate.testing.ranks import free_port
+from fabricate.training import preparation
 
 
 class Regression(TrainModule):
@@ -79,6 +80,29 @@ def test_what_differs_is_told_on_every_rank(case: str, told: str) -> None:
     messages = run_ranks(_told, 3, case)
     assert told in messages[0]
     assert messages[1:] == messages[:1] * 2
+
+
+def _in_a_directory_of_its_own(folder: Path) -> str:
+    """What `Trainer.fit` raises where the last rank sees another directory at `run_dir`, as a node without the shared file system does."""
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    preparation._SHOWN_SECONDS = 0.5
+    place = folder / ("here" if not last else "elsewhere")
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    try:
+        with pytest.raises(ConfigurationError if last else RankError) as caught:
+            Trainer(progress=False, max_steps=3, run_dir="run").fit(Regression(1), torch.ones(12, 4), batch_size=2)
+    finally:
+        preparation._SHOWN_SECONDS = 10.0
+    return str(caught.value)
+
+
+def test_a_run_directory_that_one_node_does_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    zero, _, last = run_ranks(_in_a_directory_of_its_own, 3, tmp_path)
+    assert re.match(r"run_dir='run' on \S+, in \S+/elsewhere, is not the directory in which rank 0 writes", last)
+    assert "give an absolute path on a file system that all nodes share" in last
+    assert zero.startswith("rank 2 failed first, this rank 0 stopped with it")
+    assert not list(tmp_path.glob("*/run/checkpoints/*"))
 
 
 def _compared(*ranks: dict[str, str], devices: Sequence[str] = ("", "", "")) -> list[str]:
