@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from fabricate import ConfigurationError, FabricateError, Trainer
-from fabricate_lightning.data import num_batches
+from fabricate_lightning.data import num_batches, processes
 from fabricate_lightning.kinds import is_a
 from fabricate_lightning.logs import Logs
 from fabricate_lightning.predictions import Predictions
