@@ -194,7 +194,7 @@ def test_a_validation_step_that_returns_no_mapping_is_an_error() -> None:
 
 def test_an_evaluation_of_no_data_set_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"data=\{\}: name at least one data set"):
-        Trainer().validate(Regression(), {})
+        Trainer().validate(wrong_module(validation_step=lambda self, batch: None), {})
 
 
 @pytest.mark.parametrize(
