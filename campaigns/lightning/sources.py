@@ -1,0 +1,69 @@
+"""Code of a checkout, as it is: a file as a module, or of a file that trains when it is imported, its imports, classes and functions."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class Missing(Exception):
+    """A file or a package that a case needs is not there."""
+
+
+def find(sources: Iterable[Path], file: str) -> Path:
+    """The checkout that holds `file`: one of `sources`, or a folder in one."""
+    for source in sources:
+        for root in (source, *sorted(path for path in source.iterdir() if path.is_dir())):
+            if (root / file).exists():
+                return root
+    raise Missing(f"no checkout has {file}")
+
+
+def module(path: Path) -> Any:
+    """The file at `path`, imported under its own name."""
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    made = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = made
+    try:
+        specification.loader.exec_module(made)
+    except ModuleNotFoundError as exc:
+        raise Missing(f"{exc.name} is not installed") from exc
+    return made
+
+
+def definitions(path: Path, *, without: Iterable[str] = ()) -> Any:
+    """Imports, classes, functions and constants of the file at `path`, without its other statements, which train or download. Packages in
+    `without` that are not installed are left out: only those statements use them."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kept = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
+    tree.body = [node for node in tree.body if isinstance(node, kept) or _constant(node)]
+    tree.body = [node for node in tree.body if not (_imported(node) & set(without) and not _installed(node))]
+    made = types.ModuleType(path.stem)
+    made.__file__ = str(path)
+    sys.modules[path.stem] = made
+    try:
+        exec(compile(tree, path, "exec"), made.__dict__)
+    except ModuleNotFoundError as exc:
+        raise Missing(f"{exc.name} is not installed") from exc
+    return made
+
+
+def _constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) and t.id.isupper() for t in node.targets)
+
+
+def _imported(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return {str(node.module).partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+
+
+def _installed(node: ast.stmt) -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in _imported(node))
