@@ -1,10 +1,15 @@
-"""Two real workers of Ray on the CPU."""
+"""Two real workers of Ray on the CPU, each on a node of its own, of which one is taken away at the end."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import ray
 import ray.train
 import torch
 from fabricate_ray import RayTrain, resume_from_ray
+from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from safetensors.torch import load_file
@@ -40,15 +46,37 @@ class Regression(TrainModule):
 
 
 class Dies(Callback):
-    """The worker of rank 1 is killed after update `at`, once."""
+    """The worker of rank 1 gets SIGTERM two updates before `at`, and is killed after update `at`, once."""
 
     def __init__(self, at: int, mark: Path) -> None:
         self.at, self.mark = at, mark
 
     def on_step(self, trainer: Trainer, step: int) -> None:
-        if step == self.at and ray.train.get_context().get_world_rank() == 1 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if ray.train.get_context().get_world_rank() == 1 and not self.mark.exists():
+            if step == self.at - 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(2)  # until Ray's main thread has let Python handle it
+            if step == self.at:
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Seen(Callback):
+    """Leaves the rows of every update in a file, and takes its time from one update on."""
+
+    def __init__(self, folder: Path, slow_from: int) -> None:
+        self.folder, self.slow_from = folder, slow_from
+        self.rows: list[float] = []
+
+    def on_accumulate(self, batch: torch.Tensor, weight: Any) -> None:
+        self.rows += batch[:, 0].tolist() if weight else []
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        rank, ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        (self.folder / f"update-{step:02}-of-{ranks}-{rank}.json").write_text(json.dumps(self.rows))
+        self.rows = []
+        if ranks == 2 and step >= self.slow_from:
+            time.sleep(1)
 
 
 def fit(config: dict[str, Any]) -> FitResult:
@@ -56,16 +84,18 @@ def fit(config: dict[str, Any]) -> FitResult:
     if "first" in config:  # another fit before, in the same workers
         fit({**config.pop("first"), "run_dir": config["run_dir"] + "-first"})
     run_dir = Path(config["run_dir"])
-    plugins: list[Any] = [RayTrain(look_every=2)] if config.get("ray", True) else []
+    plugins: list[Any] = [RayTrain(look_every=1)] if config.get("ray", True) else []
     if "dies_at" in config:
         plugins.append(Dies(config["dies_at"], run_dir.with_suffix(".died")))
+    if "seen" in config:
+        plugins.append(Seen(Path(config["seen"]), slow_from=3))
     rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     trainer = Trainer(
         plugins=plugins,
         strategy=config.get("strategy", "auto"),
         max_steps=UPDATES,
         run_dir=run_dir,
-        save_every=4,
+        save_every=config.get("save_every", 4),
         validate_every=6,
         log_every=2,
         seed=5,
@@ -81,17 +111,21 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
+def cluster() -> Iterator[Cluster]:
+    """Two nodes with a core each."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+    yield nodes
     ray.shutdown()
+    nodes.shutdown()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process without Ray."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    fit({"run_dir": str(run_dir), "ray": False})
+    fit({"run_dir": str(run_dir), "ray": False, "seen": str(run_dir.parent)})
     return run_dir
 
 
@@ -116,6 +150,10 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     result = train(whole, {"dropout": 0.2})
     again = train(killed, {"dropout": 0.2, "dies_at": 7}, failures=1)
     assert (killed / "run.died").exists()
+    events = [json.loads(line) for line in (killed / "run" / "events.jsonl").read_text().splitlines()]
+    (saved,) = {event["step"] for event in events if event["event"] == "saved"} - {4, 8, 12}
+    assert saved in (5, 6), "after the SIGTERM, at the next update"
+    assert [Path(event["path"]).name for event in events if event["event"] == "resumed"] == [f"step-{saved:08}"]
     for name, value in weights(whole / "run").items():
         assert torch.equal(value, weights(killed / "run")[name]), name
     for each in (result, again):
@@ -152,3 +190,49 @@ def test_the_plugin_outside_of_ray_says_what_it_is_for(tmp_path: Path) -> None:
         Trainer(plugins=["ray"], max_steps=1, run_dir=tmp_path, progress=False).fit(
             Regression(0.0), torch.randn(4, 4), batch_size=2
         )
+
+
+def rows_of_updates(folder: Path) -> list[list[float]]:
+    """By update, the rows of all ranks of the group of workers that made it last."""
+    found: list[list[float]] = []
+    for step in range(1, UPDATES + 1):
+        files = sorted(folder.glob(f"update-{step:02}-of-*.json"))  # of one rank before those of two
+        last = files[:1] if "-of-1-" in files[0].name else files
+        found.append(sorted(row for file in last for row in json.loads(file.read_text())))
+    return found
+
+
+def taken_away(cluster: Cluster, run_dir: Path) -> int:
+    """Drain the second node as a cloud does that takes it back, wait for the save, and end its processes. The step of the save."""
+    deadline = time.monotonic() + 120
+    while not list(run_dir.parent.glob("update-03-of-2-*.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (node,) = cluster.worker_nodes
+    drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+    drain += ["--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "taken back"]
+    subprocess.run([*drain, "--deadline-remaining-seconds", "10"], check=True, capture_output=True, timeout=60)
+    while not (saved := list(run_dir.glob("checkpoints/step-*/manifest.json"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1.5)  # an update goes by: training goes on
+    cluster.remove_node(node, allow_graceful=False)
+    return int(saved[0].parent.name.removeprefix("step-"))
+
+
+def test_workers_go_from_two_to_one_when_a_node_is_taken_away(
+    tmp_path: Path, cluster: Cluster, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of this file: the second node does not come back."""
+    monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.2")
+    config = {"seen": str(tmp_path), "save_every": None}
+    with ThreadPoolExecutor(1) as thread:
+        removed = thread.submit(taken_away, cluster, tmp_path / "run")
+        train(tmp_path, config, workers=(1, 2))
+    saved = removed.result()
+    assert 3 < saved < UPDATES
+    assert list(tmp_path.glob(f"update-{saved + 1:02}-of-2-*.json")), "trained on after the save"
+    assert not list(tmp_path.glob(f"update-{saved:02}-of-1-*.json")), "began after the save"
+    assert rows_of_updates(tmp_path) == rows_of_updates(undisturbed.parent)
+    for name, value in weights(undisturbed).items():
+        assert torch.allclose(value, weights(tmp_path / "run")[name], rtol=0, atol=1e-5), name

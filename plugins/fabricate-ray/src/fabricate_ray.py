@@ -1,14 +1,18 @@
 """fabricate in the workers of Ray Train: metrics and checkpoints go to Ray, and a machine that will be taken away is noticed in time.
 
 Every worker is a rank, with the device and the place that Ray gives it; fabricate needs no help with either. What Ray expects of a worker:
-the docstrings of `ray.train.report`, `get_checkpoint` and `get_preemption_info`, Ray 2.60.
+the docstrings of `ray.train.report`, `get_checkpoint` and `get_preemption_info`, Ray 2.60. A fit runs in a thread of a worker, and Python
+handles signals in the main one, where the worker's actor answers calls: its method `execute` runs a function there (not documented).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from fabricate import Callback, ConfigurationError
 
@@ -24,7 +28,8 @@ class RayTrain(Callback):
 
     copy: whether Ray gets a copy of each checkpoint for its storage (`Result.checkpoint`, `ray.train.get_checkpoint`); without it, RUN_DIR
     alone holds them. look_every: updates between two looks for a preemption, each a barrier of all workers; 0: never. Where Ray says that a
-    node will be taken away, all ranks save at the next update and train on, because Ray takes a function that returns for finished.
+    node will be taken away, or where a worker gets SIGTERM, all ranks save at the next update and train on, because Ray takes a function
+    that returns for finished. A second SIGTERM ends the worker.
 
     Raises `ConfigurationError` outside of a Ray Train worker, and for a `run_dir` in the folder of Ray's session, which Ray deletes.
     """
@@ -48,6 +53,13 @@ class RayTrain(Callback):
             ) from exc
         _check_run_dir(trainer.run_dir)
         self._preempted = False
+        _fits.append(trainer)
+        _in_main_thread(_hear)
+
+    def on_teardown(self, trainer: Trainer) -> None:
+        if trainer in _fits:
+            _fits.remove(trainer)
+            _in_main_thread(_hear_no_more)
 
     def on_step(self, trainer: Trainer, step: int) -> None:
         import ray.train
@@ -85,6 +97,39 @@ def resume_from_ray(run_dir: str | Path) -> str:
         return "auto"  # of another fit of these workers
     local = checkpoint.filesystem.type_name == "local"
     return str(checkpoint.path if local else checkpoint.to_directory())
+
+
+_fits: list[Trainer] = []
+"""At work in this worker: one, or one inside of another."""
+_handlers: list[Any] = []
+"""Ray's own, while there is one of ours."""
+
+
+def _in_main_thread(function: Callable[[], None]) -> None:
+    """Run `function` where Python allows to set signal handlers. Without effect where the fit itself runs there (`num_workers=0`)."""
+    import ray
+
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is not None:
+        ray.get(context.current_actor.execute.remote(function), timeout=60)
+
+
+def _hear() -> None:
+    if not _handlers:
+        _handlers.append(signal.signal(signal.SIGTERM, _save))
+
+
+def _hear_no_more() -> None:
+    if _handlers and not _fits:
+        signal.signal(signal.SIGTERM, _handlers.pop())
+
+
+def _save(number: int, frame: FrameType | None) -> None:
+    """The first SIGTERM; the next is Ray's again."""
+    signal.signal(signal.SIGTERM, _handlers[0])
+    for trainer in _fits:
+        if trainer.running:
+            trainer.request_save()
 
 
 def _check_run_dir(run_dir: Path | None) -> None:
