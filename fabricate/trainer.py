@@ -75,7 +75,8 @@ class Trainer:
     the norm that hooks and logs get is the one before clipping.
     nonfinite: "stop" at a loss that is not finite (noticed at a log boundary), or "skip" updates whose gradient is not (one wait for
     the device per update).
-    seed: initial weights, data order and dropout (per rank); unset: order from torch's initial seed, generators untouched.
+    seed: initial weights, data order and dropout (per rank); afterwards the global generators are as before. Unset: order from torch's
+    initial seed, and one process draws from the generators as they are.
     deterministic: torch's deterministic algorithms while the fit runs.
     detect_anomaly: torch's anomaly detection while the fit runs: an error in backward names the operation of the forward, and a
     gradient that is nan is an error. Slow.

@@ -37,7 +37,7 @@ from fabricate.model.building import build_model, check_has_values
 from fabricate.module import NOT_RUNNING, TrainModule, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
-from fabricate.seeding import seed_everything
+from fabricate.seeding import rng_state, seed_everything, set_rng_state
 from fabricate.training.interruptions.overdue import overdue_waits_end
 from fabricate.training.interruptions.preemption import Watch, signals_heard
 from fabricate.training.interruptions.requests import Requests
@@ -173,8 +173,10 @@ def _open_engine(
 
 
 def _set_process_up(stack: contextlib.ExitStack, settings: Settings, found: Resolved, *, training: bool) -> list[str]:
-    """Seed the generators, and set what of torch is the process's; `stack` undoes the latter. Notes for the plan."""
+    """Seed the generators, and set what of torch is the process's; `stack` undoes both. Notes for the plan."""
     stack.enter_context(environment_restored())
+    if settings.seed is not None or found.launch.world_size > 1:  # else a search would draw the same after every fit
+        stack.callback(set_rng_state, rng_state())
     if settings.seed is not None:
         seed_everything(settings.seed)
     late = settings.deterministic and _chose_workspace(found.device)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import traceback
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from fabricate import Trainer, TrainModule
+from fabricate import Trainer, TrainModule, seed_everything
 from fabricate.testing import run_ranks
 from fabricate.training import opening
 
@@ -102,7 +104,9 @@ def job(world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     try:
         for strategy in (name for name, needed in STRATEGIES.items() if needed == world_size):
+            before = random.getstate()
             found[strategy] = train(strategy)
+            found[strategy, "generators as before"] = random.getstate() == before
             found[strategy, "again"] = train(strategy)
             found[strategy, "validated"] = train(strategy, validate=True)
             if strategy in ("single", "ddp", "fsdp"):
@@ -133,6 +137,26 @@ def test_two_runs_are_equal_to_the_last_bit(answers: Answers, strategy: str) -> 
         assert rank[strategy] == rank[strategy, "again"]
         assert rank[strategy]["deterministic"] == {True}
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_search_draws_on_after_a_fit_with_a_seed(answers: Answers, strategy: str) -> None:
+    assert all(rank[strategy, "generators as before"] for rank in answers[strategy])
+
+
+def test_a_fit_and_an_evaluation_with_a_seed_leave_every_generator_as_it_was() -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+    module, trainer = Dropping(), Trainer(max_steps=1, seed=5, progress=False)
+    seed_everything(1)
+    expected = [draws() for _ in range(3)]
+    seed_everything(1)
+    drawn = [draws()]
+    trainer.fit(module, Rows(), batch_size=4)
+    drawn.append(draws())
+    trainer.validate(module, Rows(), batch_size=4)
+    assert [*drawn, draws()] == expected
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
