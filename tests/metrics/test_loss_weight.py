@@ -106,6 +106,8 @@ def test_a_copy_of_a_cross_entropy_or_one_times_a_number_counts_as_it_does(chang
         (lambda: LOGITS.masked_select(LOGITS > 0).mean(), False, True),
         (lambda: (LOGITS.square() * (LOGITS > 0)).sum() / (LOGITS > 0).sum(), False, True),
         (lambda: LOGITS.square().sum() / 30, False, False),
+        (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), label_smoothing=0.1), False, False),
+        (lambda: cross_entropy(LOGITS, TARGET) + LOGITS.square().sum() / (LOGITS > 0).sum(), False, True),
     ],
 )
 def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
