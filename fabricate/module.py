@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import enum
 import inspect
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, Self, TypeVar, overload
 
+import numpy
 import torch
 
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
@@ -138,7 +140,8 @@ class TrainModule(torch.nn.Module, Listener):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         # Before __init__ runs torch's own, plain attributes have to bypass Module.__setattr__.
-        object.__setattr__(self, "_arguments", (args, kwargs))
+        given = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
+        object.__setattr__(self, "_arguments", given)
         object.__setattr__(self, "_trainer", None)
         object.__setattr__(self, "_logged", [])
         object.__setattr__(self, "_no_log", NOT_RUNNING)
@@ -372,14 +375,37 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
     held, lost = {}, []
     for name, value in values.items():
         try:
-            same = json.loads(json.dumps(value, allow_nan=False)) == value
+            plain = _plain(value)
+            same = not isinstance(value, enum.Enum) and bool(plain == value)
         except (TypeError, ValueError):
             same = False
         if same:
-            held[name] = value
+            held[name] = plain
         else:
             lost.append(name)
     return held, lost
+
+
+def _plain(value: Any) -> Any:
+    """What JSON gives back of `value`, numbers of NumPy as Python's. `TypeError` or `ValueError` for what it does not hold."""
+    return json.loads(json.dumps(value, allow_nan=False, default=_number))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, numpy.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _as_given(value: Any) -> Any:
+    """A copy of a dict or list that JSON holds, because a constructor may take out what it reads; anything else as it is."""
+    if not isinstance(value, dict | list):
+        return value
+    try:
+        plain = _plain(value)
+        return plain if plain == value else value
+    except (TypeError, ValueError):
+        return value
 
 
 def not_taken(module: TrainModule, path: Path) -> str:

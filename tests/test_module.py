@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -28,6 +30,15 @@ class Regression(TrainModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+class Configured(Regression):
+    def __init__(self, config: dict[str, int]) -> None:
+        super().__init__(config.pop("width", 4))
+
+
+class Kind(enum.StrEnum):
+    WIDE = "wide"
 
 
 class Perceptron(TrainModule):
@@ -214,6 +225,23 @@ def test_arguments_that_json_holds_are_recorded() -> None:
 
 def test_arguments_left_out_are_not_recorded() -> None:
     assert recorded(Regression()) == ({}, [])
+
+
+def test_numbers_of_numpy_are_recorded_as_pythons_and_a_fit_saves_them(tmp_path: Path) -> None:
+    given = {"rate": numpy.logspace(-4, -3, 2)[0], "width": numpy.int64(6), "sizes": [numpy.float32(0.5)]}
+    _fit(Regression(**given), run_dir=tmp_path)
+    again = Regression.load_from_checkpoint(tmp_path)
+    assert (again.rate, again.layers[0].out_features, again.rest) == (1e-4, 6, {"sizes": [0.5]})
+    assert type(again.rate) is float
+
+
+def test_an_enumeration_is_not_recorded_because_it_would_come_back_as_a_text() -> None:
+    assert recorded(Regression(act=Kind.WIDE)) == ({}, ["act"])
+
+
+def test_a_mapping_is_recorded_as_it_was_given_though_the_constructor_takes_from_it(tmp_path: Path) -> None:
+    _fit(Configured({"width": 6}), run_dir=tmp_path)
+    assert Configured.load_from_checkpoint(tmp_path).layers[0].out_features == 6
 
 
 def test_a_module_is_loaded_with_its_recorded_arguments(tmp_path: Path) -> None:
