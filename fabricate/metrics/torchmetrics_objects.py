@@ -7,7 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,46 @@ def load_torchmetrics_state(module: torch.nn.Module, state: dict[str, dict[str, 
             elif isinstance(value, list):
                 value = [v.to(metric.device) if isinstance(v, torch.Tensor) else v for v in value]
             object.__setattr__(metric, field, value) if field.startswith("_") else setattr(metric, field, value)
+
+
+def take_over_torchmetrics_state(module: torch.nn.Module, states: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
+    """Let the torchmetrics objects inside `module` go on from what several ranks had counted, whose `states` `torchmetrics_state` gave, as
+    when they compute together; from nothing where there are none. The names of those of which one rank cannot hold that."""
+    lost = []
+    for name, metric in module.named_modules():
+        if not is_torchmetric(metric):
+            continue
+        metric.reset()
+        counted = [state[name] for state in states if state.get(name, {}).get("_update_count")]
+        if not counted:
+            continue
+        if (merged := counted[0] if len(counted) == 1 else _merged(metric, counted)) is None:
+            lost.append(name)
+        else:
+            load_torchmetrics_state(metric, {"": merged})
+    return lost
+
+
+def _merged(metric: Any, states: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """One state of several, None where the object only knows what to make of all of them."""
+    merged: dict[str, Any] = {"_update_count": sum(state["_update_count"] for state in states), "_computed": None}
+    for field, reduction in metric._reductions.items():
+        values, kind = [state[field] for state in states], getattr(reduction, "__name__", "")
+        if isinstance(values[0], list) and kind == "dim_zero_cat":
+            merged[field] = [each for value in values for each in value]
+        elif isinstance(values[0], torch.Tensor) and kind in _OVER_RANKS:
+            merged[field] = _OVER_RANKS[kind](torch.stack(values))
+        else:
+            return None
+    return merged
+
+
+_OVER_RANKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dim_zero_sum": lambda values: values.sum(0, dtype=values.dtype),
+    "dim_zero_max": lambda values: values.amax(0),
+    "dim_zero_min": lambda values: values.amin(0),
+}
+"""What torchmetrics makes of the states of the ranks, by the name of its function."""
 
 
 def synchronise_torchmetrics(module: torch.nn.Module, group: Any) -> Callable[[], None]:

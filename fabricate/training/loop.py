@@ -13,6 +13,7 @@ import torch
 from fabricate.data.batches import Window
 from fabricate.data.source import Source
 from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.training.agenda import Agenda
 from fabricate.training.boundary import boundary, complete, interruption, limit_reached
 from fabricate.training.evaluations.evaluation import check_first, validate
@@ -118,6 +119,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
         run.reached(progress.step + 1, progress.micro_step, -1)
         run.now.batch = batch = engine.to_device(batch)
         engine.moment.rows = rows
+        restore = snapshot_torchmetrics(module) if rows == 0 else None
         with engine.gradient_sync(is_last):
             wrapped = calls.train_step  # None: nothing wraps the forward
             output = wrapped(trainer, module, batch) if wrapped else engine.forward(batch, progress.micro_step)
@@ -129,6 +131,9 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
         run.metrics.add_loss(loss, weight)
         if calls.on_accumulate is not None:
             calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, window.num_micro_steps, is_last)
+        if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
+            restore()
+            module._logged[:] = [entry for entry in module._logged if entry[3] == "object"]
         run.metrics.take(module._logged, logged_weight)
         progress.micro_step += 1
         if not is_last:

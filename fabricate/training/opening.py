@@ -348,6 +348,9 @@ def _close(run: Run) -> None:
     finally:
         object.__setattr__(run.module, "_trainer", None)
         run.module._no_log = NOT_RUNNING
+        with contextlib.suppress(torch.AcceleratorError):
+            for metric in run.metrics.objects.values():  # of an epoch that did not end: the next fit counts anew
+                metric.reset()
         run.module._logged.clear()
         run.journal.close()
         run.trainer._run = None

@@ -13,7 +13,8 @@ import torch
 import torchmetrics
 from transformers.optimization import Adafactor
 
-from fabricate import Callback, ConfigurationError, Trainer
+from fabricate import Callback, ConfigurationError, LearningRateFinder, Trainer
+from fabricate.testing import run_ranks
 from tests.support.regression import ROWS, Hears, Regression, Scripted, exploding, fit, weights
 
 
@@ -99,6 +100,116 @@ def test_one_torchmetrics_object_may_serve_training_and_the_validations_in_it() 
         "val_all_BinaryPrecision": pytest.approx(2 / 3),
         "val_all_BinaryRecall": 1.0,
     }
+
+
+class Counting(Regression):
+    """Counts rows in four ways, in training and in validation, where it may fail."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.seen = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.rows.update(torch.ones_like(batch[1]))
+        self.log("object", self.rows)
+        self.log("sum", len(batch[1]), reduce="sum")
+        self.log("own", batch[1].mean(), weight=len(batch[1]))
+        self.log("mean", batch[1].mean())
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.seen.update(torch.ones_like(batch[1]))
+        self.log("seen", self.seen)
+        if self.fails:
+            raise ZeroDivisionError("the user's own")
+
+
+def counted(strategy: str) -> dict[str, float]:
+    """The means over an epoch of five rows. On two ranks its last window has one row, so that one of them has none."""
+    trainer = Trainer(strategy=strategy, max_epochs=1, seed=1, progress=False)
+    metrics = trainer.fit(Counting(), ROWS[:5], batch_size=2, shuffle=False).metrics
+    return {name: value for name, value in metrics.items() if name.startswith("epoch_") and name != "epoch_loss"}
+
+
+def test_an_object_that_no_checkpoint_holds_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Listed(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.measures = {"rows": torchmetrics.SumMetric()}
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.measures["rows"].update(1)
+            self.log("rows", self.measures["rows"])
+            return super().training_step(batch)
+
+    fit(Listed(), run_dir=tmp_path)
+    assert (
+        "note: what the torchmetrics objects logged as rows have counted in this epoch is not in"
+        in capsys.readouterr().err
+    )
+
+
+class Measuring(Regression):
+    """Of kinds that ranks add up, compare and string together, and one that only knows what to make of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = torchmetrics.SumMetric, torchmetrics.MaxMetric, torchmetrics.CatMetric, torchmetrics.PearsonCorrCoef
+        self.sum, self.largest, self.rows, self.pearson = (kind() for kind in kinds)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        number = batch[1].flatten()
+        for metric in (self.sum, self.largest, self.rows):
+            metric.update(number)
+        self.pearson.update(number.square(), number)
+        self.log("sum", self.sum)
+        self.log("largest", self.largest)
+        self.log("pearson", self.pearson)
+        return super().training_step(batch)
+
+    def on_epoch_end(self) -> None:
+        self.log("middle", self.rows.compute().median())
+
+
+def measured(run_dir: Path, strategy: str, steps: int, batch_size: int) -> tuple[float, ...]:
+    trainer = Trainer(strategy=strategy, max_steps=steps, run_dir=run_dir, seed=1, progress=False, print_plan="none")
+    metrics = trainer.fit(Measuring(), ROWS, batch_size=batch_size, shuffle=False).metrics
+    return tuple(metrics.get(name, 0.0) for name in ("epoch_sum", "epoch_largest", "middle", "epoch_pearson"))
+
+
+def test_torchmetrics_objects_go_on_on_another_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = measured(tmp_path / "whole", "single", 4, 2)
+    measured(tmp_path / "more", "single", 2, 2)
+    for found in run_ranks(measured, 2, tmp_path / "more", "ddp", 4, 1):
+        assert found == pytest.approx(whole)
+    run_ranks(measured, 2, tmp_path / "fewer", "ddp", 2, 1)
+    capsys.readouterr()
+    assert measured(tmp_path / "fewer", "single", 4, 2)[:3] == pytest.approx(whole[:3])
+    assert "note: pearson had counted on 2 ranks" in capsys.readouterr().err
+
+
+def test_a_rank_without_rows_logs_nothing() -> None:
+    expected = {"epoch_object": 5.0, "epoch_sum": 5.0, "epoch_own": 0.25, "epoch_mean": 0.25}
+    assert counted("single") == expected
+    for strategy in ("ddp", "fsdp"):
+        assert run_ranks(counted, 2, strategy) == [expected] * 2
+
+
+def test_what_a_torchmetrics_object_counted_in_a_fit_or_an_evaluation_that_did_not_end_counts_nowhere_else() -> None:
+    module, whole = Counting(), {"max_steps": None, "max_epochs": 1}
+    fit(module, LearningRateFinder(num_training_steps=3), max_steps=3)
+    assert fit(module, **whole).metrics["epoch_object"] == 8
+    fit(module, max_steps=6)
+    assert fit(module, **whole).metrics["epoch_object"] == 8
+    module.fails = True
+    with pytest.raises(ZeroDivisionError):
+        Trainer(progress=False).validate(module, ROWS, batch_size=2)
+    module.fails = False
+    assert Trainer(progress=False).validate(module, ROWS, batch_size=2)["val_seen"] == 8
 
 
 def test_the_learning_rate_follows_its_schedule_once_per_update() -> None:

@@ -70,14 +70,18 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
     restore_metrics = set_apart({id(metric): metric for metric in run.metrics.objects.values()}.values())
     before, run.now.stage, run.now.batch, run.now.batch_idx = run.now.batch, stage, None, 0
     pending, run.module._logged[:] = list(run.module._logged), []
+    counted = snapshot_torchmetrics(run.module)
     run.module.eval()
     device_works = True
     try:
         with meant_weights(run), torch.no_grad():
             yield
         run.now.stage, run.now.batch = "train", before  # else an error note describes where it happened
-    except torch.AcceleratorError:
-        device_works = False  # whatever uses it from here on raises the same, in place of the first report
+    except BaseException as exc:
+        if isinstance(exc, torch.AcceleratorError):
+            device_works = False  # whatever uses it from here on raises the same, in place of the first report
+        else:
+            counted()  # what the next evaluation counts is not added to what this one has
         raise
     finally:
         for module, mode in modes:

@@ -52,7 +52,7 @@ def _sums(run: Run) -> dict[tuple[str, int], int]:
     if not held:
         return {}
     with torch.no_grad():
-        sums = torch.stack([_bits(values).sum(dtype=torch.int64) for *_, values in held]).tolist()
+        sums = torch.stack([bits(values).sum(dtype=torch.int64) for *_, values in held]).tolist()
     return {(name, start): value for (name, start, _), value in zip(held, sums, strict=True)}
 
 
@@ -65,7 +65,8 @@ def _held(run: Run) -> Iterator[tuple[str, int, torch.Tensor]]:
             yield name, part.start, part.memory
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` as whole numbers, flat; their sum is another one for other values, most likely."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     return flat.view(_OF_SIZE[flat.element_size()])
 

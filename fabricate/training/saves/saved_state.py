@@ -31,12 +31,17 @@ from fabricate.checkpoint.state.logical import (
     read_whole,
     transient_names,
 )
-from fabricate.errors import CheckpointError
-from fabricate.metrics.torchmetrics_objects import load_torchmetrics_state, torchmetrics_state
+from fabricate.errors import CheckpointError, ConfigurationError, few
+from fabricate.metrics.torchmetrics_objects import (
+    load_torchmetrics_state,
+    take_over_torchmetrics_state,
+    torchmetrics_state,
+)
 from fabricate.model.building import eval_modes, pretrained_record
 from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.saves.changes import configuration
+from fabricate.training.saves.replicas import bits
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing
 
@@ -194,14 +199,14 @@ def _restore_modes(run: Run, reader: Reader, saved: Any) -> None:
 
 def _restore_own(run: Run, reader: Reader) -> None:
     """Put back what each rank had for itself. On another number of ranks, or of ranks per row, rank 0 takes over the metrics that
-    the first reader of each row had collected since the last log boundary, and generators are seeded anew from the seed and the
-    step."""
+    the first reader of each row had collected since the last log boundary, and what its torchmetrics objects had counted, and generators
+    are seeded anew from the seed and the step."""
     engine = run.engine
     world_size = saved_world_size(reader)
     per_row = reader.manifest.topology.get("ranks_per_row", 1)
     first_readers = range(0, world_size, per_row if isinstance(per_row, int) and per_row > 0 else 1)
     same = world_size == engine.world_size and first_readers.step == engine.ranks_per_row
-    ranks: Sequence[int] = [engine.rank] if same else first_readers if engine.rank == 0 else [0]
+    ranks: Sequence[int] = [engine.rank] if same else first_readers if engine.data_rank == 0 else [0]
     own = [own_state(reader, rank) for rank in ranks]
     run.requests.stop = next(filter(None, (each.get("stop", "") for each in own)), run.requests.stop)
     metrics, torchmetrics, rng = (
@@ -217,6 +222,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
             set_rng_state(rng[0])
         else:
             assert run.source is not None
+            _join_torchmetrics(run, torchmetrics, world_size)
             seed_everything(
                 derive_seed(run.source.seed, "rank", engine.data_rank, engine.world_size, run.progress.step)
             )
@@ -224,6 +230,15 @@ def _restore_own(run: Run, reader: Reader) -> None:
         raise CheckpointError(
             f"checkpoint {reader.path}: what a rank had for itself is not as fabricate writes it ({type(exc).__name__}: {exc})"
         ) from exc
+
+
+def _join_torchmetrics(run: Run, states: Sequence[dict[str, Any]], world_size: int) -> None:
+    """Let torchmetrics objects go on from what those of `world_size` ranks had counted, the first rank with all of it."""
+    if lost := take_over_torchmetrics_state(run.module, states if run.engine.data_rank == 0 else []):
+        run.journal.note(
+            f"{few(lost)} had counted on {world_size} ranks, and torchmetrics cannot join that on another number: what this epoch gives is "
+            "of the rows from here on"
+        )
 
 
 def _restore_data(run: Run, reader: Reader, tree: Any) -> None:

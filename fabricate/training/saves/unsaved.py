@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fabricate.errors import few
+from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.module import overrides
 from fabricate.optim.schedules import captured
 from fabricate.training.saves.attributes import OURS
@@ -62,6 +63,11 @@ def remember(run: Run) -> None:
 
 def note_changed(run: Run) -> None:
     """At a save: name what has changed since the fit began, each once."""
+    if outside := [name for name, metric in run.metrics.objects.items() if path_inside(run.module, metric) is None]:
+        run.journal.note(
+            f"what the torchmetrics objects logged as {few(outside)} have counted in this epoch is not in the checkpoint, because they are not "
+            "part of the module: assign each in __init__, self.accuracy = ..., or put them into a torch.nn.ModuleDict"
+        )
     held = run.optim.held
     now = {name: _mark(value) for name, value in _held(run) if name in held} if held else {}
     if changed := [name for name, mark in now.items() if held[name] != mark]:
