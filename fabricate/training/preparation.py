@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fabricate.checkpoint.state.commit import Background
-from fabricate.checkpoint.state.logical import frozen_digests, optimizer_groups
+from fabricate.checkpoint.state.logical import optimizer_groups
 from fabricate.checkpoint.state.staging import DeviceStaging, Staging
 from fabricate.configuration.opened_data import Data
 from fabricate.configuration.plan import SUMMARY_LINES, Plan
@@ -49,7 +49,7 @@ from fabricate.strategies.base import Strategy
 from fabricate.training.reports.tracking import start_trackers
 from fabricate.training.saves import resuming
 from fabricate.training.saves.replicas import compare
-from fabricate.training.saves.saved_state import versions
+from fabricate.training.saves.saved_state import leave_out_frozen_weights, versions
 from fabricate.training.saves.unsaved import remember, unsaved_notes
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import train_mode
@@ -93,7 +93,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
     train_mode(run)
     compare(run)  # what `on_fit_start` or `on_load` changed on one rank only
     if run.run_dir is not None and not settings.save_frozen:
-        run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, engine.strategy)
+        leave_out_frozen_weights(run)
     remember(run)
     run.journal.start()
     run.journal.event("started", seconds=round(time.monotonic() - began, 3), **_beginning(run))

@@ -257,6 +257,20 @@ def test_weights_are_loaded_around_the_frozen_ones_of_the_module(tmp_path: Path)
     assert metrics["val_loss"] == pytest.approx(float(alone), rel=1e-6)
 
 
+def test_a_frozen_weight_that_a_hook_changes_is_not_left_out(tmp_path: Path) -> None:
+    class Teacher(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = torch.nn.Linear(3, 8).requires_grad_(False)
+
+        def on_step(self) -> None:
+            self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.layers[0].weight.data * 0.1
+
+    options: dict[str, Any] = {"run_dir": tmp_path, "max_steps": 1, "progress": False, "save_frozen": False}
+    with pytest.raises(ConfigurationError, match=r"teacher\.weight changed since the fit began, and save_frozen=False"):
+        Trainer(**options).fit(Teacher(), REGRESSION_ROWS, batch_size=4)
+
+
 def test_a_checkpoint_that_left_weights_out_is_no_whole_model_to_export(tmp_path: Path) -> None:
     fit(tmp_path / "run", max_steps=2)
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-00000002")

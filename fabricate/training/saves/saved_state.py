@@ -24,6 +24,7 @@ from fabricate.checkpoint.state.logical import (
     Saver,
     decode_mapping,
     digest,
+    frozen_digests,
     load_model,
     load_optimizer,
     named_tensors,
@@ -49,10 +50,11 @@ from fabricate.training.updates import freezing
 def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
     """The state of `run` between two updates; `buffers` are from `own_buffers`. All ranks, no collectives: it may fail on
     one of them, for a listener's sake."""
+    _check_frozen(run)
     saver = Saver(run.engine.strategy, run.engine.rank, run.engine.world_size)
     aliases = saver.model(run.module, without=run.checkpoints.frozen_digests)
     if run.settings.save_weights_only:
-        shared, own = {"module": _module_state(run, saver), "weights_only": True}, {}
+        shared, own = {"module": _module_state(run, saver), "weights_only": True} | _beside_weights(run, saver), {}
     else:
         shared, own = _shared_state(run, saver), _own_state(run, saver, buffers)
     manifest = {
@@ -66,6 +68,29 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
         "metrics": {n: v for n, v in run.journal.current().items() if math.isfinite(v)},
     }
     return Content(saver.chunks, shared, own, saver.tensors, manifest, saver.exchanged)
+
+
+def leave_out_frozen_weights(run: Run) -> None:
+    """Remember what checkpoints leave out under save_frozen=False: by digest, for a resume, and whether it changes. All ranks."""
+    run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, run.engine.strategy)
+    run.checkpoints.frozen_sums = _frozen_sums(run)
+
+
+def _frozen_sums(run: Run) -> dict[str, int]:
+    parts = ((name, run.engine.strategy.local_part(parameter).memory) for name, parameter in run.optim.frozen.items())
+    return {name: int(bits(part).sum(dtype=torch.int64)) for name, part in parts}
+
+
+def _check_frozen(run: Run) -> None:
+    """Refuse to leave out a parameter that was frozen and that a hook has changed since, as one of a teacher. This rank."""
+    if not run.checkpoints.frozen_sums:
+        return
+    now = _frozen_sums(run)
+    if changed := [name for name, value in run.checkpoints.frozen_sums.items() if now[name] != value]:
+        raise ConfigurationError(
+            f"{few(changed)} changed since the fit began, and save_frozen=False leaves out of checkpoints what requires no gradient, so "
+            "that a resumed run would begin with the old values; use save_frozen=True"
+        )
 
 
 @functools.cache
