@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from fabricate.errors import ConfigurationError
-from fabricate.hooks import Callback
+from fabricate.hooks import Callback, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,6 @@ class LearningRateFinder(Callback):
         tensors = [*module.parameters(), *module.buffers()]
         memories = [trainer.strategy.local_part(tensor).memory for tensor in tensors]
         self._before = [(memory, memory.clone()) for memory in memories]
-        self._set(trainer, 0)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         if trainer.step and not self.results["lr"]:
@@ -99,6 +98,13 @@ class LearningRateFinder(Callback):
                 f"LearningRateFinder: the fit goes on from step {trainer.step} of a checkpoint, and a range test begins with its first "
                 "update; to test the rates of its weights, fit module = Net.load_from_checkpoint(path) without resume="
             )
+
+    @hookimpl
+    def optimizer_step(self, trainer: Trainer) -> None:
+        """After all schedules, those too that an epoch or a validation advances. Returns nothing, so that the update is left to the next
+        one."""
+        if not self._complete:
+            self._set(trainer, trainer.step)
 
     def _set(self, trainer: Trainer, update: int) -> None:
         for optimizer in trainer.optimizers.values():

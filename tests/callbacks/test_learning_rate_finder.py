@@ -108,6 +108,34 @@ def test_linear_rates_without_an_early_end_are_all_tried() -> None:
     assert LearningRateFinder().suggestion() is None, "nothing was tried"
 
 
+class ByEpochs(Net):
+    """Its epochs have two updates."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=123.0)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch), "epoch"
+
+
+def test_a_schedule_that_advances_by_epochs_changes_no_rate() -> None:
+    finder = LearningRateFinder(1e-4, 2.0, STEPS)
+    Trainer(max_steps=STEPS, plugins=[finder], progress=False).fit(ByEpochs(), rows()[:16], batch_size=8, shuffle=False)
+    batches, module = rows()[:16].chunk(2), Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    losses = []
+    for update in range(STEPS):
+        optimizer.param_groups[0]["lr"] = finder.rate(update)
+        loss = module.training_step(batches[update % 2])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    smoothed, mean = [], 0.0
+    for update, value in enumerate(losses, 1):
+        mean = 0.98 * mean + 0.02 * value
+        smoothed.append(mean / (1 - 0.98**update))
+    assert finder.results["loss"] == pytest.approx(smoothed[: len(finder.results["loss"])], rel=1e-4)
+
+
 def test_what_cannot_be_a_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"min_lr=1\.0, max_lr=0\.1"):
         LearningRateFinder(1.0, 0.1)
