@@ -230,6 +230,7 @@ class LoopState:
             freezing.take_effect(run)
         if run.optim.number_of_groups() != self._groups:
             self._groups = take_groups(run)
+            self.parameters = list(run.module.parameters())  # a hook may have added layers
         run.calls.step = run.progress.step + 1
         run.metrics.begin_update()
         if any(

@@ -251,6 +251,22 @@ def test_a_group_that_a_hook_adds_is_clipped_and_normalised_from_the_next_update
     assert 1e-5 < float(moved.norm()) <= 1e-3 + 1e-6
 
 
+def test_the_gradients_of_a_layer_that_a_hook_adds_are_those_of_one_update() -> None:
+    class Grows(Staged):
+        def on_step(self, step: int) -> None:
+            if step == 1:
+                self.third = torch.nn.Linear(1, 1)
+                self.trainer.optimizers["main"].add_param_group({"params": list(self.third.parameters())})
+
+        def training_step(self, batch: Any) -> Any:
+            out = self.second(self.first(batch[0]))
+            return torch.nn.functional.mse_loss(self.third(out) if hasattr(self, "third") else out, batch[1])
+
+    module = Grows("")
+    fit(module, 3)
+    assert module.third.weight.grad is None
+
+
 def test_a_group_that_is_added_where_gradients_are_ready_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="on_before_step added a parameter group, whose gradients"):
         fit(Staged("on_before_step"))
