@@ -5,7 +5,8 @@ Training changes some of them (a schedule changes learning rates), so they are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import bisect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,10 @@ from torch.optim import lr_scheduler
 from fabricate.optim.schedules import Schedule, captured
 
 _COUNTERS = ("last_epoch", "base_lrs", "last_lr")
+_DURATIONS = ("T_max", "total_iters", "milestones")
+"""What says how long a schedule takes."""
+_UNDERSCORED = {"_schedule_phases": "phases", "_milestones": "milestones"}
+"""Settings of torch's schedules that begin with an underscore: of OneCycleLR and SequentialLR."""
 _LENGTHS = ("total", "training_steps", "max_steps")
 """In names of values that follow from how many updates there are: a longer run has other ones, and the new ones are in effect anyway."""
 
@@ -43,11 +48,11 @@ def configured(optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mappi
         where = f"of scheduler {label!r}"
         # The text of a named one has its length at the end.
         found.append(Configured("scheduler", f"kind {where}", schedule.text.partition(" over ")[0], _in_effect))
-        for made, name, value in _settings(schedule.made):
+        for made, name, shown, value in _settings(schedule.made):
             restored = hasattr(made, name)  # else of a function, which no checkpoint holds
             topic = "scheduler" if restored or not any(word in name for word in _LENGTHS) else ""
             renewed = partial(_put_setting, made, name, value) if restored else _in_effect
-            found.append(Configured(topic, f"{name} {where}", _text(value), renewed))
+            found.append(Configured(topic, f"{shown} {where}", _text(value), renewed))
     return found
 
 
@@ -57,9 +62,10 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return plain | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
 
 
-def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: Collection[str]) -> None:
     """Let `schedule` start from the rates that the groups of `optimizer` have now. One that is a function of the update gives the
-    next update its rate; others go on from where they are."""
+    next update its rate, and so does one whose length is among the `changed` settings: a cosine that was at its end would go on at zero.
+    Others go on from where they are."""
     for made in _parts(schedule.made):
         if "base_lrs" in vars(made):
             made.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -67,6 +73,17 @@ def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         rates = zip(optimizer.param_groups, schedule.made.lr_lambdas, schedule.made.base_lrs, strict=True)
         for group, factor, rate in rates:
             _put(group, "lr", rate * factor(schedule.made.last_epoch))
+    made = _at_work(schedule.made)
+    if any(name.startswith(_DURATIONS) for name in changed) and hasattr(made, "_get_closed_form_lr"):
+        for group, rate in zip(optimizer.param_groups, made._get_closed_form_lr(), strict=True):
+            _put(group, "lr", rate)
+
+
+def _at_work(made: Any) -> Any:
+    """Of a sequence of schedulers the one whose turn it is."""
+    if isinstance(made, lr_scheduler.SequentialLR):
+        return _at_work(made._schedulers[bisect.bisect_right(made._milestones, made.last_epoch)])
+    return made
 
 
 def _put_option(group: dict[str, Any], option: str, value: Any, then: str) -> None:
@@ -92,16 +109,17 @@ def _in_effect(then: str) -> None:
     """No checkpoint holds it."""
 
 
-def _settings(made: Any) -> Iterator[tuple[Any, str, Any]]:
-    """(object, name, value) of what decides how a scheduler goes on, of those inside it too."""
-    for part in _parts(made):
+def _settings(made: Any) -> Iterator[tuple[Any, str, str, Any]]:
+    """(object, name, name in messages, value) of what decides how a scheduler goes on, of those inside it too."""
+    for number, part in enumerate(_parts(made)):
+        of_part = f" of part {number}" if number else ""
         for name, value in part.state_dict().items():
-            if not name.startswith("_") and name not in _COUNTERS and _is_plain(value):
-                yield part, name, value
+            if (not name.startswith("_") or name in _UNDERSCORED) and name not in _COUNTERS and _is_plain(value):
+                yield part, name, _UNDERSCORED.get(name, name) + of_part, value
         for function in getattr(part, "lr_lambdas", ()):
             for name, value in captured(function).items():
                 if isinstance(value, int | float):
-                    yield function, name, value
+                    yield function, name, name + of_part, value
 
 
 def _parts(made: Any) -> Iterator[Any]:
@@ -119,4 +137,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "end_step" in value[0]:
+        return repr([phase["end_step"] for phase in value])
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)

@@ -20,13 +20,22 @@ class Tuned(TrainModule):
     ) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(3, 1)
-        self.lr, self.decay, self.schedule, self.gamma = lr, decay, schedule, gamma
+        self.lr, self.decay, self.schedule, self.gamma, self.width = lr, decay, schedule, gamma, width
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return 1e-3 * torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, weight_decay=self.decay)
+        if self.schedule == "cosine":
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=1)
+            rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.total_steps - 1)
+            return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], milestones=[1])
+        if self.schedule == "cycle":
+            return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, self.trainer.total_steps)
+        if self.schedule == "sequence":
+            parts = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma) for gamma in (self.gamma, 1.0)]
+            return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[self.width])
         if self.schedule == "steps":
             return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, self.gamma)
         return (optimizer, self.schedule) if self.schedule else optimizer
@@ -107,6 +116,37 @@ def test_what_changes_how_training_goes_on_is_refused_by_name_or_in_effect(
     assert fit(tmp_path, Tuned(**then), 3, accept_changes=accept, **options)[0] == [used]
     # The new values are those of the run from here on.
     assert len(fit(tmp_path, Tuned(**then), 4, **options)[0]) == 1
+
+
+def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None:
+    fit(tmp_path, Tuned(schedule="cycle"), 4)
+    with pytest.raises(CheckpointError, match=r"phases of scheduler 'main' \[.*total_steps of scheduler 'main' 4 -> 8"):
+        fit(tmp_path, Tuned(schedule="cycle"), 8)
+    accept = ("scheduler", "optimizer")
+    rates, _ = fit(tmp_path, Tuned(schedule="cycle"), 8, accept_changes=accept)
+    whole, _ = fit(tmp_path / "whole", Tuned(schedule="cycle"), 8)
+    assert rates[1:] == whole[5:]
+
+
+def test_a_cosine_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
+    fit(tmp_path, Tuned(schedule="cosine"), 4)
+    rates, _ = fit(tmp_path, Tuned(schedule="cosine"), 8, accept_changes=("scheduler",))
+    whole, _ = fit(tmp_path / "whole", Tuned(schedule="cosine"), 8)
+    assert rates == whole[4:]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"width": 3}, "milestones of scheduler 'main' [1] -> [3]"),
+        ({"gamma": 0.1}, "gamma of part 1 of scheduler 'main' 0.5 -> 0.1"),
+    ],
+)
+def test_what_changed_inside_a_sequence_is_named(changed: dict[str, Any], named: str, tmp_path: Path) -> None:
+    fit(tmp_path, Tuned(schedule="sequence"))
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, Tuned(schedule="sequence", **changed), 3)
+    assert named in str(caught.value)
 
 
 def test_what_may_change_is_named_where_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

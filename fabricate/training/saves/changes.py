@@ -74,7 +74,8 @@ def take_over(run: Run, changes: list[Change]) -> None:
         each.put(before[each.name])
     if changed:
         for label, schedule in run.optim.schedules.items():
-            renew_rates(run.optim.optimizers[label], schedule)
+            own = [each.name for each in changed if each.name.endswith(f"of scheduler {label!r}")]
+            renew_rates(run.optim.optimizers[label], schedule, own)
 
 
 def _saved(path: Path, tree: Any) -> dict[str, dict[str, str]]:
