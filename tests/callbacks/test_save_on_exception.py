@@ -214,3 +214,32 @@ def test_a_validation_that_failed_is_done_again(tmp_path: Path) -> None:
 def test_it_needs_a_place_to_save_to() -> None:
     with pytest.raises(ConfigurationError, match=r"SaveOnException.*run_dir"):
         Trainer(max_steps=1, progress=False, plugins=[SaveOnException()]).fit(Net(), rows(), batch_size=4)
+
+
+def test_weights_that_were_saved_before_they_were_measured_do_not_count_among_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Measured(Net):
+        fails = True
+
+        def validation_step(self, batch: Any) -> dict[str, float]:
+            if self.fails and self.trainer.step == 4:
+                raise ZeroDivisionError("the user's own")
+            return {"loss": (0.0, 0.0, 2.0, 0.0, 1.0, 0.0, 3.0)[self.trainer.step]}
+
+    class Works(Measured):
+        fails = False
+
+    def trained(kind: type[Net]) -> Any:
+        keep = {"last": "all", "best": 1, "metric": "val_loss"}
+        options: dict[str, Any] = {"run_dir": tmp_path, "progress": False, "sanity_batches": 0, "keep": keep}
+        trainer = Trainer(max_steps=6, seed=3, validate_every=2, plugins=[SaveOnException()], **options)
+        return trainer.fit(kind(), rows(), rows(), batch_size=4)
+
+    with pytest.raises(ZeroDivisionError):
+        trained(Measured)
+    result = trained(Works)
+    assert (
+        "note: the checkpoint of step 4 was saved before the validation that gave val_loss=1" in capsys.readouterr().err
+    )
+    assert result.best_score == 2

@@ -76,8 +76,14 @@ def request_best(run: Run, metrics: Mapping[str, float]) -> None:
     value = metrics.get(keep["metric"], math.nan)
     if run.run_dir is None or run.engine.rank != 0 or "best" not in keep or not math.isfinite(value):
         return
-    if among_best(format.committed(checkpoints(run)), keep, value):
-        run.requests.ask(save=True)
+    if not among_best(format.committed(checkpoints(run)), keep, value):
+        return
+    if run.checkpoints.saved_step == run.progress.step:  # by SaveOnException, or before an update that was skipped
+        run.journal.note(
+            f"the checkpoint of step {run.progress.step} was saved before the validation that gave {keep['metric']}={value:g}, so that it "
+            "does not count among the best"
+        )
+    run.requests.ask(save=True)
 
 
 def save_requested(run: Run) -> None:
