@@ -16,6 +16,7 @@ import torch
 from fabricate import Callback, CheckpointError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import Files
+from tests.support.regression import ROWS, Regression
 from tests.support.runs import (
     GLOBAL_BATCH,
     SAVED,
@@ -269,6 +270,29 @@ def test_another_module_is_named_by_what_differs(tmp_path: Path) -> None:
     del module.norm
     with pytest.raises(CheckpointError, match=r"it has besides model/norm\.bias"):
         fit(tmp_path, module=module, plugins=[])
+
+
+def test_a_cache_that_forwards_make_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    class Caches(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("grows", torch.ones(1), persistent=False)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.register_buffer("grows", torch.ones(2 + self.trainer.step), persistent=False)
+            self.register_buffer("made", torch.ones(1), persistent=False)
+            return super().training_step(batch)
+
+    options: dict[str, Any] = {"progress": False, "seed": 1, "run_dir": tmp_path}
+
+    def trained(number: int, **other: Any) -> Any:
+        torch.manual_seed(0)
+        return Trainer(max_steps=number, **{**options, **other}).fit(Caches(), ROWS, batch_size=2)
+
+    trained(2)
+    result, whole = trained(4), trained(4, run_dir=tmp_path / "whole")
+    assert result.metrics == whole.metrics
+    Caches.load_from_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["raises", "holds a module"])

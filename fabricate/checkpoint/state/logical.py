@@ -271,13 +271,18 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
     """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit.
 
     A tensor with several names may be saved under any of them. A buffer outside the state dict may be missing, as in what
-    was imported; it keeps the value that the module gave it.
+    was imported, and may have another shape or be there on one side only, as a cache that a forward makes: it keeps the value that
+    the module gave it.
     """
     parameters, buffers, others = named_tensors(module)
     live = {f"model/{n}": strategy.local_part(t) for n, t in (*parameters.items(), *buffers.items())}
     names = _possible_names(reader, live, others)
     saved = {name for name in reader.manifest.tensors if name.startswith("model/")}
     source = {name: there for name in live if (there := next((n for n in names[name] if n in saved), ""))}
+    for name in transient_names(module):
+        held = source.get(f"model/{name}")
+        if held and tuple(reader.manifest.tensors[held].shape) != live[f"model/{name}"].shape:
+            del source[f"model/{name}"]
     _check_complete(reader, module, names, source, saved)
     for name, there in source.items():
         _check_fits(reader, name, there, live[name])
@@ -300,7 +305,8 @@ def _check_complete(
     left_out = {f"model/{n}" for n in _left_out(reader)}
     missing = [n for n in names if n not in source and n not in transient and not left_out.intersection(names[n])]
     used = set(source.values())
-    surplus = [n for n in reader.manifest.tensors if n in saved and n not in used]
+    made = {f"model/{n}" for n in shared_state(reader)["module"]["transient"]}
+    surplus = [n for n in reader.manifest.tensors if n in saved and n not in used and n not in made]
     surplus += sorted(left_out.difference(*names.values()))
     if missing or surplus:
         raise CheckpointError(
