@@ -541,18 +541,21 @@ class Trainer:
         if not sources.validation:
             raise ConfigurationError("data={}: name at least one data set")
         check_dataloader_idx(module, stage, sources.validation)
-        path = self._checkpoint_path(checkpoint) if checkpoint is not None else None
+        path, text = self._checkpoint_path(checkpoint) if checkpoint is not None else (None, "")
         with opened(self, found, module, [stage], sources) as run:
             if path is not None:
                 resuming.load_weights_only(run, path)
+            if text:
+                module.print(text)
             with noting_failures(run):
                 if stage == "predict":
                     return evaluation.predict(run, sources.validation)
                 return evaluation.evaluate(run, sources.validation, stage)
 
-    def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> Path:
+    def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
+        """The checkpoint, and what is to be said of it."""
         if checkpoint not in ("best", "last"):
-            return Path(checkpoint)
+            return Path(checkpoint), ""
         if self.settings.run_dir is None:
             raise ConfigurationError(
                 f"checkpoint={checkpoint!r} is looked up in run_dir, which is not set; give a path, or set run_dir"
@@ -571,7 +574,8 @@ class Trainer:
         collate_fn: Any = None,
     ) -> dict[str, float]:
         """Metrics of `module.validation_step` over exactly `data`, the same on every rank. `data`, `batch_size`, `num_workers` and
-        `collate_fn` as for `fit`; `checkpoint`: weights to load first: a path, "best" or "last". All ranks."""
+        `collate_fn` as for `fit`; `checkpoint`: weights to load first: a path, "best", by the metric by which the run kept the best, or
+        "last". All ranks."""
         result: dict[str, float] = self._evaluate(
             "validate", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn)
         )

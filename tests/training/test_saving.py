@@ -357,6 +357,28 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, keep: Any, validate_ever
         assert torch.equal(module.head.weight, saved.head.weight)
 
 
+@pytest.mark.parametrize(
+    ("keep", "number", "said"),
+    [
+        ({"last": "all", "best": 1, "metric": "val_score", "mode": "max"}, 1, "(val_score 3)"),
+        (2, 3, "(val_loss 2), the best of the checkpoints that are left: the run did not keep the best"),
+    ],
+)
+def test_the_best_for_an_evaluation_is_that_by_which_the_run_kept_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: Any, number: int, said: str
+) -> None:
+    class Scored(Measured):
+        def validation_step(self, batch: Any) -> dict[str, Any]:
+            return {**super().validation_step(batch), "score": (0.0, 3.0, 1.0, 2.0, 1.0)[self.trainer.step]}
+
+    trainer = Trainer(max_steps=4, run_dir=tmp_path, keep=keep, seed=1, progress=False, save_every=1, validate_every=1)
+    trainer.fit(Scored(), Noisy(), Noisy(4), batch_size=4)
+    module = Net()
+    Trainer(run_dir=tmp_path, progress=False).validate(module, Noisy(4), "best", batch_size=4)
+    assert torch.equal(module.head.weight, Net.load_from_checkpoint(step(tmp_path, number)).head.weight)
+    assert f"the weights are those of {step(tmp_path, number)} {said}" in capsys.readouterr().out
+
+
 def test_the_best_checkpoint_has_the_weights_that_were_measured(tmp_path: Path) -> None:
     class Table(Net):
         def validation_step(self, batch: Any) -> dict[str, Any]:

@@ -339,8 +339,11 @@ def best(run: Run) -> tuple[Path, float] | None:
     return None if chosen is None else (Path(chosen[0]), chosen[1])
 
 
-def find(run_dir: Path, which: str, keep: dict[str, Any]) -> Path:
-    """The "last" or the "best" checkpoint of a run directory; best by `keep`'s metric."""
+def find(run_dir: Path, which: str, keep: dict[str, Any]) -> tuple[Path, str]:
+    """The "last" or the "best" checkpoint of a run directory, and what is to be said of it; best by the metric of `keep`, or by that of
+    the run where `keep` names none."""
+    if "best" not in keep and keep["metric"] == "val_loss":  # which is the default
+        keep = _keep_of(run_dir) or keep
     found = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
     chosen = found[::-1] if which == "last" else best_checkpoints(found, keep["metric"], keep["mode"])
     if not chosen and which == "best" and found:
@@ -354,4 +357,25 @@ def find(run_dir: Path, which: str, keep: dict[str, Any]) -> Path:
         raise CheckpointError(
             f"checkpoint={which!r}: {run_dir} has no checkpoint; fit with this run_dir first, or give a path"
         )
-    return chosen[0]
+    return chosen[0], "" if which == "last" else _about_best(chosen[0], keep)
+
+
+def _keep_of(run_dir: Path) -> dict[str, Any] | None:
+    """`keep` of the last fit in a run directory, if it kept the best."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+        keep = [event["keep"] for event in events if event["event"] == "started" and "keep" in event][-1]
+        return keep if {"last", "best", "metric", "mode"} <= keep.keys() else None
+    return None
+
+
+def _about_best(path: Path, keep: dict[str, Any]) -> str:
+    """By what a checkpoint is the best, and of which."""
+    with Reader(path) as reader:
+        text = f"the weights are those of {path} ({keep['metric']} {reader.manifest.metrics[keep['metric']]:g})"
+    if "best" in keep or keep["last"] is None:
+        return text
+    return (
+        f"{text}, the best of the checkpoints that are left: the run did not keep the best, which takes Trainer(keep={{'last': 1, 'best': 1, "
+        f"'metric': {keep['metric']!r}, ...}}) in its fit"
+    )
