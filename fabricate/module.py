@@ -344,7 +344,12 @@ class TrainModule(torch.nn.Module, Listener):
         module = cls(*bound.args[1:], **bound.kwargs)
         module.configure_model()
         object.__setattr__(module, "_built", True)  # a Trainer must not build it anew
-        _take(module, load_weights(Path(path), module), Path(path))
+        state, plugins = load_weights(Path(path), module)
+        _take(module, state, Path(path))
+        if plugins:
+            module.print(
+                f"note: {beside_weights(plugins, path)}; RUN_DIR/model/ of a complete run has the weights with it"
+            )
         return module
 
 
@@ -406,6 +411,14 @@ def _as_given(value: Any) -> Any:
         return plain if plain == value else value
     except (TypeError, ValueError):
         return value
+
+
+def beside_weights(plugins: Collection[str], path: str | Path) -> str:
+    """The note about what plugins that are not active put into a checkpoint of which the weights alone are loaded."""
+    return (
+        f"{path} holds what the plugin {', '.join(plugins)} keeps beside the weights, an average of them, say, and only the weights that were "
+        "trained are loaded; an evaluation takes both with Trainer(plugins=[...]) and checkpoint="
+    )
 
 
 def not_taken(module: TrainModule, path: Path) -> str:

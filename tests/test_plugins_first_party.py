@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, ConfigurationError, StochasticWeightAveraging, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, SaveOnException, StochasticWeightAveraging, Trainer, TrainModule
+from fabricate.checkpoint.convert.exporting import export
 from fabricate.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -130,6 +131,46 @@ def test_the_best_checkpoint_is_loaded_with_its_average(tmp_path: Path) -> None:
     assert _equal(_weights(module), _weights(Best.load_from_checkpoint(result.best_checkpoint)))
     Trainer(**options).validate(Best(), ROWS[:16], checkpoint="best", batch_size=4)
     assert _equal(measured[0], measured[4])
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_weights_without_their_average_get_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights_only: bool
+) -> None:
+    def trainer(*plugins: str, **options: Any) -> Trainer:
+        return Trainer(run_dir=tmp_path, progress=False, print_plan="none", seed=1, plugins=plugins, **options)
+
+    keep = {"last": 1, "best": 1, "metric": "val_bias", "mode": "max"}
+    fits = trainer("ema:decay=0.9", max_steps=8, validate_every=2, keep=keep, save_weights_only=weights_only)
+    result = fits.fit(Net(), ROWS, ROWS[:16], batch_size=4)
+    capsys.readouterr()
+    with_it = trainer("ema:decay=0.9").validate(Net(), ROWS[:16], "best", batch_size=4)
+    assert with_it["val_bias"] == pytest.approx(result.best_score)
+    assert "beside the weights" not in capsys.readouterr().err
+    trainer().validate(Net(), ROWS[:16], "best", batch_size=4)
+    Net.load_from_checkpoint(tmp_path)
+    said = capsys.readouterr()
+    for text in (said.err, said.out):
+        assert "holds what the plugin ema keeps beside the weights" in text
+    assert "the plugin ema keeps beside them" in "".join(export(tmp_path, tmp_path / "weights", "safetensors"))
+
+
+def test_a_fit_that_fails_while_the_average_is_validated_saves_its_weights(tmp_path: Path) -> None:
+    class Fails(Net):
+        def validation_step(self, batch: torch.Tensor) -> dict[str, Any]:
+            raise ZeroDivisionError("the user's own")
+
+    def trained(kind: type[Net], run_dir: Path) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module, plugins = kind(), ["ema:decay=0.9", SaveOnException()]
+        trainer = Trainer(max_steps=4, seed=1, run_dir=run_dir, validate_every=2, sanity_batches=0, plugins=plugins)
+        trainer.fit(module, ROWS, ROWS[:4], batch_size=4)
+        return _weights(module)
+
+    with pytest.raises(ZeroDivisionError):
+        trained(Fails, tmp_path / "failed")
+    assert _equal(trained(Net, tmp_path / "failed"), trained(Net, tmp_path / "straight"))
+    assert _equal(_exported(tmp_path / "failed"), _exported(tmp_path / "straight"))
 
 
 def test_an_average_of_half_precision_weights_is_rounded_once() -> None:

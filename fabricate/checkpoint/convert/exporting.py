@@ -38,7 +38,13 @@ def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
     try:
         staging.mkdir(parents=True)
         with Reader(find(checkpoint)) as reader:
-            remarks = FORMATS[kind](ExportSource(reader), staging)
+            source = ExportSource(reader)
+            remarks = FORMATS[kind](source, staging)
+            if plugins := [name for name in source.state.get("beside_weights", ()) if name != "module"]:
+                remarks.append(
+                    f"these are the weights that were trained, without what the plugin {', '.join(plugins)} keeps beside them; RUN_DIR/model/ "
+                    "of a complete run has both"
+                )
         for path in (*staging.rglob("*"), staging):
             _make_durable(path)
         (staging / _SINGLE[kind] if kind in _SINGLE else staging).rename(out)

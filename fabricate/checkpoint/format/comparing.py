@@ -41,6 +41,7 @@ _STATE: Final = {
     "paused": "module",
     "seed": "rng",
     "latest": "metrics",
+    "beside_weights": "plugin",
     "torchmetrics": "metrics",
 }
 _NUMPY: Final = {

@@ -45,7 +45,7 @@ _SHARED: Final = {
     "metrics_bytes": int,
 }
 _OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
-_LATER: Final = {"weight_per_row": _Each(float), "stop": str, "owed": [str], "paused": [str]}
+_LATER: Final = {"weight_per_row": _Each(float), "stop": str, "owed": [str], "paused": [str], "beside_weights": [str]}
 """What checkpoints of earlier versions lack, in either file."""
 
 

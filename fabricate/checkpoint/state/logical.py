@@ -450,9 +450,9 @@ def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
         return dict(module["arguments"]), list(module["unrecorded"])
 
 
-def load_weights(path: Path, module: torch.nn.Module) -> dict[str, Any]:
+def load_weights(path: Path, module: torch.nn.Module) -> tuple[dict[str, Any], list[str]]:
     """Read the weights of a checkpoint (or of a run's newest) into an unsharded module, every block verified. Returns what the module's
-    `on_save` put into the checkpoint."""
+    `on_save` put into the checkpoint, and the plugins that put something there which belongs to the weights."""
     with Reader(find(path)) as reader:
         from_meta = [n for n, p in module.named_parameters() if p.is_meta]
         if from_meta:
@@ -460,8 +460,9 @@ def load_weights(path: Path, module: torch.nn.Module) -> dict[str, Any]:
         compare_model(reader, module, Single())
         compare_frozen(reader, module, Single())
         load_model(reader, module)
-        saved = shared_state(reader).get("plugins", {}).get("module", {})
-        return decode_mapping(reader, saved, "module")
+        tree = shared_state(reader)
+        beside = [name for name in tree.get("beside_weights", ()) if name != "module"]
+        return decode_mapping(reader, tree.get("plugins", {}).get("module", {}), "module"), beside
 
 
 def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[str, torch.Tensor]]:

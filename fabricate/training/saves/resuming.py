@@ -31,7 +31,7 @@ from fabricate.checkpoint.state.logical import (
     optimizer_groups,
 )
 from fabricate.errors import CheckpointError
-from fabricate.module import not_taken, overrides
+from fabricate.module import beside_weights, not_taken, overrides
 from fabricate.training.saves.changes import check_changes, take_over
 from fabricate.training.saves.saved_state import data_identity, restore
 from fabricate.training.saves.saving import checkpoints, prune
@@ -313,10 +313,14 @@ def load_weights_only(run: Run, path: Path) -> None:
         compare_model(reader, run.module, run.engine.strategy)
         compare_frozen(reader, run.module, run.engine.strategy)
         load_model(reader, run.module, run.engine.strategy)
-        saved = shared_state(reader).get("plugins", {})  # an imported one has none
-        for name, call in run.calls.listeners("on_load_weights"):
+        tree = shared_state(reader)
+        saved = tree.get("plugins", {})  # an imported one has none
+        listeners = dict(run.calls.listeners("on_load_weights"))
+        for name, call in listeners.items():
             if name in saved:
                 call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, saved[name], name))
+        if absent := [name for name in tree.get("beside_weights", ()) if name not in {*listeners, "module"}]:
+            run.journal.note(beside_weights(absent, path))
         if saved.get("module") and not overrides(run.module, "on_load_weights"):
             run.journal.note(not_taken(run.module, path))
 

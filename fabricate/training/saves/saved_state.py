@@ -115,11 +115,6 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
     assert run.source is not None
     groups = optimizer_groups(run.module, run.optim.optimizers, saver.strategy)
     metrics_file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
-    plugins = {}
-    for name, call in run.calls.listeners("on_save"):
-        state: dict[str, Any] = {}
-        call(trainer=run.trainer, module=run.module, state=state)
-        plugins[name] = saver.encode(state, f"plugin/{name}", saver.whole)
     return {
         "module": _module_state(run, saver),
         "optimizers": {label: saver.optimizer(label, o, groups[label]) for label, o in run.optim.optimizers.items()},
@@ -136,9 +131,33 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         "owed": run.now.owed,
         "paused": freezing.paused(run),
         "latest": saver.encode(run.journal.latest, "latest", saver.whole),
-        "plugins": plugins,
+        "plugins": _plugins(run, saver, [name for name, _ in run.calls.listeners("on_save")]),
+        "beside_weights": _with_weights(run),
         "metrics_bytes": metrics_file.stat().st_size if metrics_file is not None and metrics_file.exists() else 0,
     }
+
+
+def _plugins(run: Run, saver: Saver, names: Sequence[str]) -> dict[str, Any]:
+    """What some listeners of `on_save` keep."""
+    plugins = {}
+    for name, call in run.calls.listeners("on_save"):
+        if name in names:
+            state: dict[str, Any] = {}
+            call(trainer=run.trainer, module=run.module, state=state)
+            plugins[name] = saver.encode(state, f"plugin/{name}", saver.whole)
+    return plugins
+
+
+def _with_weights(run: Run) -> list[str]:
+    """The listeners that keep something which belongs to the weights: an average of them, say."""
+    saving = {name for name, _ in run.calls.listeners("on_save")}
+    return [name for name, _ in run.calls.listeners("on_load_weights") if name in saving]
+
+
+def _beside_weights(run: Run, saver: Saver) -> dict[str, Any]:
+    """What they keep, for a checkpoint of the weights alone."""
+    names = _with_weights(run)
+    return {"plugins": _plugins(run, saver, names), "beside_weights": names} if names else {}
 
 
 def _module_state(run: Run, saver: Saver) -> dict[str, Any]:

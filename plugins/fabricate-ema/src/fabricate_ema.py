@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from fabricate import Callback, ConfigurationError
+from fabricate import Callback, ConfigurationError, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -93,13 +93,17 @@ class EMA(Callback):
 
     on_load_weights = on_load
 
+    @hookimpl(tryfirst=True)  # before a checkpoint of the last update is saved
+    def on_exception(self) -> None:
+        self._show(average=False, tell=False)
+
     def on_teardown(self) -> None:
-        # After an exception other ranks may be gone, so that the strategy cannot be told.
         self._show(average=False, tell=False)
         self._parts, self._complete = {}, False
 
     def _show(self, *, average: bool, tell: bool = True) -> None:
-        """Put the average into the module, or the weights back, unless they are there already."""
+        """Put the average into the module, or the weights back, unless they are there already. `tell`: the strategy, for which no rank may
+        be gone, as after an exception."""
         if average == bool(self._kept) or not self._parts:
             return
         values = [part.memory for part, _ in self._parts.values()]
