@@ -25,7 +25,7 @@ from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved, resolve
 from fabricate.data.source import Loading
 from fabricate.distributed.engine import Engine
-from fabricate.distributed.trackers import library_object
+from fabricate.distributed.trackers import Silent, library_object
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line
 from fabricate.launch.ranks import detect
 from fabricate.metrics.counters import Progress
@@ -293,9 +293,13 @@ class Trainer:
 
     def tracker(self, name: str) -> Any:
         """The own object of a tracking library in the running fit, for what is not a number: of "wandb" its `Run`, of "tensorboard" a
-        `SummaryWriter`, of "mlflow" its `ActiveRun`, of "trackio" its `Run`. On rank 0; elsewhere an object on which every call does
-        nothing. Raises `ConfigurationError` for one that is not in `trackers`."""
-        return library_object(self._live().engine.accelerator, name)
+        `SummaryWriter`, of "mlflow" its `ActiveRun`, of "trackio" its `Run`. On rank 0; on other ranks, and in an evaluation outside of
+        a fit, which trackers do not record, an object on which every call does nothing. Raises `ConfigurationError` for one that is
+        not in `trackers`."""
+        run = self._live()
+        return (
+            Silent() if run.source is None and self.settings.trackers else library_object(run.engine.accelerator, name)
+        )
 
     def add_meter(self, meter: Callable[[dict[str, float]], Mapping[str, float]]) -> None:
         """Call `meter(rates)` at each log boundary of this run, on the rank that adds it: the numbers that it returns, by name, join

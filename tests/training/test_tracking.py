@@ -79,6 +79,13 @@ def test_a_tracker_that_the_fit_does_not_have_is_an_error_that_names_those_it_ha
         fit(None, Asks("wandb"), val=ROWS, validate_every=1)
 
 
+def test_a_hook_that_uses_a_tracker_does_no_harm_in_an_evaluation_after_the_fit(tmp_path: Path) -> None:
+    asks = Asks()
+    trainer = Trainer(trackers=["tensorboard"], run_dir=tmp_path, plugins=[asks], progress=False)
+    assert "val_loss" in trainer.validate(Regression(0.125), ROWS, batch_size=4)
+    assert isinstance(asks.own, Silent)
+
+
 def test_on_other_ranks_every_call_does_nothing() -> None:
     own: Any = Silent()
     own.log({"a": 1}, step=1)
