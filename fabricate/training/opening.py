@@ -107,6 +107,11 @@ def opened(
             "this Trainer is running already; one fit at a time. A hook asks for an evaluation with trainer.request_eval(); for anything "
             "else take another Trainer"
         )
+    if module._trainer is not None:
+        raise FabricateError(
+            f"{type(module).__name__} is in the run of another Trainer, which has it prepared and collects what it logs: pass "
+            "copy.deepcopy(module). Sets that a fit is to measure go into its val=, a mapping of names; trainer.request_eval() asks for it"
+        )
     settle(trainer.settings, found, data)
     with contextlib.ExitStack() as stack:
         _hold_process(stack)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, Trainer
+from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, Trainer, TrainModule
 from tests.support.wrong import ROWS, Regression, answering, refused, wrong_module
 
 # ------------------------------------------------------------------------------------------------------------------- optimizers
@@ -312,6 +313,22 @@ def test_a_fit_inside_a_fit_is_refused() -> None:
 
     refused(
         "one fit at a time. A hook asks for an evaluation with trainer.request_eval()",
+        error=FabricateError,
+        plugins=[Nests()],
+        forwards=1,
+    )
+
+
+def test_another_trainer_takes_no_module_out_of_a_fit() -> None:
+    class Nests(Callback):
+        def on_step(self, module: TrainModule) -> None:
+            Trainer(progress=False).validate(copy.deepcopy(module), ROWS, batch_size=2)
+            module.log("still", 1.0)
+            Trainer(progress=False).validate(module, ROWS, batch_size=2)
+
+    refused(
+        "Wrong is in the run of another Trainer, which has it prepared and collects what it logs: pass copy.deepcopy(module)",
+        module=wrong_module(validation_step=lambda self, batch: {"loss": self.loss(batch)}),
         error=FabricateError,
         plugins=[Nests()],
         forwards=1,
