@@ -24,8 +24,9 @@ from fabricate.configuration.plan import Plan
 from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved, resolve
 from fabricate.data.source import Loading
+from fabricate.distributed.accelerator import Silent
 from fabricate.distributed.engine import Engine
-from fabricate.distributed.trackers import Silent, library_object
+from fabricate.distributed.trackers import library_object
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError, first_line
 from fabricate.launch.ranks import detect
 from fabricate.metrics.counters import Progress

@@ -42,8 +42,8 @@ def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
             remarks = FORMATS[kind](source, staging)
             if plugins := [name for name in source.state.get("beside_weights", ()) if name != "module"]:
                 remarks.append(
-                    f"these are the weights that were trained, without what the plugin {', '.join(plugins)} keeps beside them; RUN_DIR/model/ "
-                    "of a complete run has both"
+                    f"these are the weights that were trained, without what the plugin {', '.join(plugins)} keeps beside them; "
+                    "RUN_DIR/model/ of a complete run has both"
                 )
         for path in (*staging.rglob("*"), staging):
             _make_durable(path)

@@ -380,6 +380,6 @@ def _about_best(path: Path, keep: dict[str, Any]) -> str:
     if "best" in keep or keep["last"] is None:
         return text
     return (
-        f"{text}, the best of the checkpoints that are left: the run did not keep the best, which takes Trainer(keep={{'last': 1, 'best': 1, "
-        f"'metric': {keep['metric']!r}, ...}}) in its fit"
+        f"{text}, the best of the checkpoints that are left: the run did not keep the best, which takes Trainer(keep={{'last': 1, 'best': "
+        f"1, 'metric': {keep['metric']!r}, ...}}) in its fit"
     )

@@ -65,8 +65,8 @@ def note_changed(run: Run) -> None:
     """At a save: name what has changed since the fit began, each once."""
     if outside := [name for name, metric in run.metrics.objects.items() if path_inside(run.module, metric) is None]:
         run.journal.note(
-            f"what the torchmetrics objects logged as {few(outside)} have counted in this epoch is not in the checkpoint, because they are not "
-            "part of the module: assign each in __init__, self.accuracy = ..., or put them into a torch.nn.ModuleDict"
+            f"what the torchmetrics objects logged as {few(outside)} have counted in this epoch is not in the checkpoint, because they are "
+            "not part of the module: assign each in __init__, self.accuracy = ..., or put them into a torch.nn.ModuleDict"
         )
     held = run.optim.held
     now = {name: _mark(value) for name, value in _held(run) if name in held} if held else {}
