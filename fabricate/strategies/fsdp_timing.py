@@ -56,7 +56,7 @@ class _AllGather(_Timed):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         began = time.perf_counter()
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         self._communication.since(began)
         return work
 
@@ -66,6 +66,6 @@ class _ReduceScatter(_Timed):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         began = time.perf_counter()
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work = dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         self._communication.since(began)
         return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ def reports(directory: Path) -> dict[str, Any]:
             EarlyStopping(),
         ]
         works += [] if strategy in HIDING else [GradientNorms(every=1)]
-        metrics, plain = fit(strategy, run_dir, *works), fit(strategy, None)
+        metrics = fit(strategy, run_dir, *works)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            plain = fit(strategy, None)
         norms = {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
         same = {name: metrics[name] for name in plain} == plain
         stages = UnfreezeAt({"first": 2})
@@ -100,7 +104,8 @@ def reports(directory: Path) -> dict[str, Any]:
         if strategy not in HIDING:
             fit(strategy, None, stages)
         tried = {type(plugin).__name__ for plugin in (*works, GradientNorms(), stages)}
-        found[strategy] = same, [layer.name for layer in summary.layers], norms, refused, tried
+        said = sorted({str(warning.message) for warning in warned})
+        found[strategy] = same, [layer.name for layer in summary.layers], norms, refused, said, tried
     return found
 
 
@@ -151,7 +156,8 @@ def test_what_reports_does_so_and_leaves_the_weights_alone(
 ) -> None:
     directory, ranks = found
     for rank in ranks:
-        same, layers, norms, _, _ = rank[strategy]
+        same, layers, norms, _, warned, _ = rank[strategy]
+        assert warned == [], "a library's warning says nothing to a user"
         assert same, "validation measures the same loss to the last bit"
         assert layers == ["first", "last"]
         assert sorted(norms) == ([] if strategy in HIDING else ["grad_norm/first", "grad_norm/last"])

@@ -59,7 +59,7 @@ def three_updates() -> dict[str, list[str]]:
     """By strategy, what happened."""
     happened: dict[str, list[str]] = {"ddp": [], "fsdp": []}
     data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
-    for strategy, function, accumulation in (("ddp", "all_reduce", 2), ("fsdp", "all_gather_into_tensor", 1)):
+    for strategy, function, accumulation in (("ddp", "all_reduce", 2), ("fsdp", "all_gather_single", 1)):
         trainer = Trainer(
             strategy=strategy,
             max_steps=3,
@@ -90,7 +90,7 @@ def test_fsdp_gathers_no_more_than_fully_shard_by_hand(ranks: list[dict[str, lis
     """Each block before its forward and before its backward, what is in no block once."""
     for happened in ranks:
         told = [each for each in happened["fsdp"] if each not in ("backward", "all_reduce")]
-        assert told[: 3 * 6] == [*["all_gather_into_tensor"] * 5, "step"] * 3
+        assert told[: 3 * 6] == [*["all_gather_single"] * 5, "step"] * 3
 
 
 def test_no_gather_of_a_backward_waits_behind_the_sum_over_ranks(ranks: list[dict[str, list[str]]]) -> None:
@@ -99,7 +99,7 @@ def test_no_gather_of_a_backward_waits_behind_the_sum_over_ranks(ranks: list[dic
         updates = " ".join(happened["fsdp"]).split("step")[1:3]
         for messages in (update.split() for update in updates):
             assert "all_reduce" in messages[messages.index("backward") :]
-            assert "all_gather_into_tensor" not in messages[messages.index("all_reduce") :]
+            assert "all_gather_single" not in messages[messages.index("all_reduce") :]
 
 
 def groups() -> list[tuple[int, set[int]]]:
