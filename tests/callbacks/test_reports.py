@@ -85,14 +85,14 @@ def test_the_summary_is_the_same_on_two_ranks(strategy: str) -> None:
 def test_the_profiler_writes_a_trace_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(Profiler(wait=1, warmup=1, active=2), run_dir=tmp_path)
     trace = json.loads((tmp_path / "profile/trace-rank0.json").read_text())
+    assert "aten::addmm" in {event["name"] for event in trace["traceEvents"]}
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count("training_step") == names.count("optimizer_step") == 2
     table = (tmp_path / "profile/operators-rank0.txt").read_text()
     assert table.startswith("2 updates of ")
-    assert "aten::addmm" in table
     assert "loop and hooks" in table.splitlines()[0], "the share of the loop"
     _, operators, _ = re.split(r"(?m)^(?:-+  )+\n", table.partition("\n\n")[2])[1:]
-    assert len(operators.splitlines()) == 10
+    assert len(operators.splitlines()) == 10  # which ones take most is the machine's to say
     assert table.strip() in capsys.readouterr().out
 
 
