@@ -19,12 +19,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 
 from fabricate.distributed.connections import Connections, PeerLost, break_connections, opened
 from fabricate.distributed.failures import Failures, is_echo
 from fabricate.distributed.hang_report import Listener
 from fabricate.distributed.stacks import Address, here
-from fabricate.errors import RankError
+from fabricate.errors import ConfigurationError, RankError
 from fabricate.strategies.sharding import broadcast
 
 _exit_handlers: list[object] = []
@@ -41,6 +42,8 @@ _ROUNDS = {
 }
 """The kinds of round among ranks; the kind of one that agrees on numbers is their count."""
 _BUFFER_BYTES = 2**26
+_FEW = 64
+"""Up to so many ranks each gets what all have: that takes fewer messages one after the other than the way over rank 0."""
 _TASKS, _QUIET_LOOKS, _REST_SECONDS = Path("/proc/self/task"), 3, 10.0
 
 
@@ -169,6 +172,33 @@ class Group:
         (longest,), _ = self._round(_VALUES, [len(data)])
         rows = self._links.all_gather(_row(data.ljust(longest), longest))
         return [json.loads(row.numpy().tobytes()) for row in rows]
+
+    def gather_if(self, wanted: bool, value: Any) -> list[Any]:
+        """As `gather_json` where some rank wants it; else nothing, after one short round."""
+        return self.gather_json(value) if self.agree([int(wanted)])[0] else []
+
+    def all_have(self, value: Any) -> bool:
+        """Whether every rank has this JSON value. Digests travel."""
+        digest = xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) >> 1  # so that it has a negative
+        most, least = self.agree([digest, -digest])
+        return most == -least
+
+    def combine_json(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """What `combine` makes of every rank's JSON value, in rank order, on every rank: JSON too. Among many ranks it runs on rank 0
+        alone, and its `ConfigurationError` or `RankError` is raised on every rank, so that no other rank gets more the more ranks
+        there are."""
+        if self.world_size <= _FEW:
+            return combine(self.gather_json(value))
+        everyone, answer = self.send_json(value), [None, "", ""]
+        if self.rank == 0:
+            try:
+                answer[0] = combine(everyone)
+            except (ConfigurationError, RankError) as exc:
+                answer[1:] = [type(exc).__name__, str(exc)]
+        made, kind, text = self.broadcast_json(answer)
+        if kind:
+            raise (ConfigurationError if kind == "ConfigurationError" else RankError)(text)
+        return made
 
     def send_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on rank 0; nothing elsewhere. No pickle."""

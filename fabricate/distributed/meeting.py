@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import json
 import os
+import resource
 import socket
 from collections.abc import Iterable, Mapping
 
@@ -23,6 +24,7 @@ from fabricate.errors import RankError
 
 _READ_TIMEOUT = datetime.timedelta(seconds=30)
 _NEWLINE = "\n"
+_GROUPS, _OTHER_FILES = 3, 512
 
 
 def interface_towards(host: str) -> str | None:
@@ -51,6 +53,7 @@ def open_process_group(rank: int, world_size: int, device: torch.device, timeout
     """
     store: Store = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
+        allow_connections(world_size)
         built = {"torch": torch.__version__, "the device": device.type}
         store = meet(rank, world_size, built, timeout, physical_name(device))
     try:
@@ -66,6 +69,21 @@ def open_process_group(rank: int, world_size: int, device: torch.device, timeout
         raise RankError(
             f"rank {rank} on {socket.gethostname()} could not open torch's process group ({backend(device)}): {exc}"
         ) from exc
+
+
+def allow_connections(world_size: int) -> None:
+    """Let this process open as many files as connections to `world_size` ranks take: gloo connects each two ranks of a group, and there
+    are up to three groups of all. Shells allow 1,024 by default, and more on request. Raises `RankError` where it is too few for good."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _GROUPS * world_size + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RankError(
+            f"{world_size} ranks: a rank may need {needed} open files for its connections, and the system allows {hard} "
+            f"(ulimit -Hn); raise that limit on every host, LimitNOFILE= of the service or nofile in limits.conf, to {needed}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta, device: str = "") -> Store:

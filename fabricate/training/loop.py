@@ -68,7 +68,7 @@ def _before_updates(run: Run, agenda: Agenda) -> str:
         if run.now.owed and (reason := complete(run, agenda)):
             return reason
         requested = run.requests.stop if run.is_long_enough() else ""  # by a plugin, in on_load
-        stopped = next(filter(None, run.engine.gather_json(requested)), "")
+        stopped = next(filter(None, run.engine.gather_if(bool(requested), requested)), "")
         if limit := limit_reached(run):
             run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
         elif stopped:

@@ -276,7 +276,10 @@ def _check_data(run: Run) -> None:
     sources = [source for source in (run.source, *run.validation.values()) if source is not None]
     if run.engine.world_size == 1:
         return
-    everyone = run.engine.gather_json([[source.num_units, source.probe()] for source in sources])
+    mine = [[source.num_units, source.probe()] for source in sources]
+    if run.engine.all_have(mine):
+        return
+    everyone = run.engine.gather_json(mine)
     for number, source in enumerate(sources):
         lengths, rows = zip(*(rank[number] for rank in everyone), strict=True)
         error = source.different(lengths, "another number of rows")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,14 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fabricate import CheckpointError, RankError
-from fabricate.checkpoint.format.directory import Chunk, TensorRecord, committed
+from campaigns import scale
+from fabricate import CheckpointError, ConfigurationError, RankError
+from fabricate.checkpoint.format.directory import Chunk, Reader, TensorRecord, committed
+from fabricate.checkpoint.format.files import Files
 from fabricate.checkpoint.state import commit
 from fabricate.checkpoint.state.contents import Content
+from fabricate.distributed import group, meeting
 from fabricate.distributed.connections import await_all
 from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.group import Group
 from fabricate.distributed.meeting import compare_builds
+from fabricate.testing import run_ranks
 
 SIZES = (16, 32, 64)
 BUILT = {"torch": "2.13.0", "the device": "cpu"}
@@ -231,3 +236,102 @@ def test_ranks_that_are_not_at_the_same_place_all_report_who_is_where(
     answers, _ = on_each(64, lambda group: other(group) if group.rank == 40 else group.agree([1, 2]))
     assert {type(answer) for answer in answers} == {RankError}
     assert all(message in str(answer) for answer in answers)
+
+
+def test_values_are_combined_on_rank_0_alone_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_FEW", 0)
+    traffic = {}
+    for size in SIZES:
+        answers, traffic[size] = on_each(
+            size,
+            lambda ranks: ranks.combine_json([ranks.rank, 0.1], lambda everyone: [sum(n for n, _ in everyone), 0.1]),
+        )
+        assert answers == [[size * (size - 1) // 2, 0.1]] * size
+    settle(traffic)
+
+
+@pytest.mark.parametrize("few", [0, 64])
+@pytest.mark.parametrize("kind", [ConfigurationError, RankError])
+def test_what_cannot_be_combined_is_an_error_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, few: int, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(group, "_FEW", few)
+
+    def combine(everyone: list[Any]) -> Any:
+        raise kind(f"{len(everyone)} values")
+
+    answers, _ = on_each(8, lambda ranks: ranks.combine_json(1, combine))
+    assert [(type(answer), str(answer)) for answer in answers] == [(kind, "8 values")] * 8
+
+
+def test_whether_all_ranks_have_one_value_takes_one_round() -> None:
+    for odd, same in ((-1, True), (40, False)):
+        answers, traffic = on_each(64, lambda ranks, odd=odd: ranks.all_have({"rows": int(ranks.rank == odd)}))
+        assert answers == [same] * 64
+        assert traffic[-1].messages == 2
+
+
+def test_values_that_no_rank_wants_do_not_travel() -> None:
+    answers, traffic = on_each(64, lambda ranks: ranks.gather_if(False, "x" * 1000))
+    assert answers == [[]] * 64
+    assert traffic[-1].messages == 2
+    answers, _ = on_each(16, lambda ranks: ranks.gather_if(ranks.rank == 3, ranks.rank))
+    assert answers == [list(range(16))] * 16
+
+
+class Asked(Files):
+    """Counts by name whose size was asked for."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    def size(self, path: Path) -> int:
+        self.names[path.name] += 1
+        return super().size(path)
+
+
+def test_ranks_that_open_a_checkpoint_together_look_at_each_file_once(tmp_path: Path) -> None:
+    on_each(16, lambda ranks: save(ranks, tmp_path))
+    (path,) = committed(tmp_path)
+    files = Asked()
+    for rank in range(16):
+        Reader(path, files, part=(rank, 16)).close()
+    assert files.names.pop("manifest.json") == 16
+    assert set(files.names.values()) == {1}
+    assert len(files.names) == 16 + 16 + 1, "tensors and values of each rank, values of all"
+    (path / "data-00005-of-00016.safetensors").write_bytes(b"short")
+    messages = [fault(path, rank) for rank in range(16)]
+    assert len(messages) - messages.count("") == 1
+    assert "data-00005-of-00016.safetensors has 5 bytes" in max(messages)
+
+
+def fault(path: Path, rank: int) -> str:
+    try:
+        Reader(path, part=(rank, 16)).close()
+    except CheckpointError as exc:
+        return str(exc)
+    return ""
+
+
+def test_a_rank_does_no_more_in_a_fit_on_three_ranks_than_on_two(tmp_path: Path) -> None:
+    """Rank 0 may: each sends it something."""
+    last = {size: run_ranks(scale.fits, size, tmp_path / str(size), "fsdp")[-1]["found"] for size in (2, 3)}
+    for phase in ("start", "agree", "log over rank 0", "save", "resume"):
+        for what in ("messages", "files"):
+            two, three = (last[size].get(phase, {}).get(what, 0) for size in (2, 3))
+            assert three == two, (phase, what)
+
+
+def test_a_process_may_open_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each of three groups; a shell allows 1,024 files by default."""
+    limits = {"now": (1024, 10_000)}
+    monkeypatch.setattr(meeting.resource, "getrlimit", lambda what: limits["now"])
+    monkeypatch.setattr(meeting.resource, "setrlimit", lambda what, new: limits.update(now=new))
+    meeting.allow_connections(64)
+    assert limits["now"] == (1024, 10_000)
+    meeting.allow_connections(1024)
+    assert limits["now"] == (3 * 1024 + 512, 10_000)
+    with pytest.raises(
+        RankError, match=r"10000 ranks: a rank may need 30512 open files .* allows 10000 \(ulimit -Hn\); raise"
+    ):
+        meeting.allow_connections(10_000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from tests.support.device_values import DEVICE, Device, device, put
 
 
 class Alone:
-    def gather_json(self, value: Any) -> list[Any]:
-        return [value]
+    def combine_json(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        return combine([value])
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ CPU = torch.device("cpu")
 
 
 class Alone:
-    def gather_json(self, value: Any) -> list[Any]:
-        return [value]
+    def combine_json(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        return combine([value])
 
 
 def _metrics(*logged: tuple[str, Any, Any, str], weight: Any = 1) -> Metrics:
@@ -182,10 +183,10 @@ def test_a_torchmetrics_object_that_computes_no_number_is_refused() -> None:
 
 
 class Gloo:
-    def gather_json(self, value: Any) -> list[Any]:
+    def combine_json(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         found: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, value)
-        return found
+        return combine(found)
 
 
 def _reduce_on_ranks() -> list[Any]:

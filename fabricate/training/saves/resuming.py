@@ -68,8 +68,8 @@ def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | 
     automatic = str(resume) in ("auto", "never")
     candidates = [Path(path) for path in by_main(run, lambda: _candidates(run, resume, warn))]
     for path in candidates:
-        faults = run.engine.gather_json(_fault(path, run.engine.rank, run.engine.world_size))
-        fault = next((fault for fault in faults if fault), None)
+        mine = _fault(path, run.engine.rank, run.engine.world_size)
+        fault = next((each for each in run.engine.gather_if(mine is not None, mine) if each), None)
         if fault is None:
             if not automatic and run.run_dir is not None:
                 by_main(run, partial(_make_room, run.run_dir, path, warn))
@@ -132,7 +132,7 @@ def _candidates(run: Run, resume: str | Path, warn: Callable[[str], None]) -> li
 def _fault(path: Path, rank: int, world_size: int) -> list[Any] | None:
     """What is wrong with this rank's share of a checkpoint, and whether it is merely too new; None when it is good."""
     try:
-        with Reader(path) as reader:
+        with Reader(path, part=(rank, world_size)) as reader:
             reader.verify(rank, world_size)
     except CheckpointError as exc:
         return [str(exc), isinstance(exc, format.NewerFormatError)]
@@ -183,7 +183,7 @@ def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[s
 
 def resume(run: Run, path: Path) -> None:
     """Go on from the checkpoint `path`. All ranks. Everything is compared first, so that an error changes nothing."""
-    with Reader(path) as reader:
+    with Reader(path, part=(run.engine.rank, run.engine.world_size)) as reader:
         tree = shared_state(reader)
         if "optimizers" not in tree:
             raise CheckpointError(

@@ -89,13 +89,14 @@ def request_best(run: Run, metrics: Mapping[str, float]) -> None:
 def save_requested(run: Run) -> None:
     """Save into the run directory if any rank's request or a due moment says so, and wherever hooks asked for. All ranks."""
     requests = run.requests
-    mine = [requests.save, requests.paths]
+    wanted, paths = requests.save, requests.paths
     # Before the ranks wait for each other: what is asked for meanwhile comes later.
     requests.save, requests.paths = False, []
-    asked = run.engine.gather_json(mine)
-    if any(wanted for wanted, _ in asked):
+    save_wanted, paths_wanted = run.engine.agree([int(wanted), int(bool(paths))])
+    everywhere = run.engine.gather_json(paths) if paths_wanted else []
+    if save_wanted:
         save(run)
-    for path in dict.fromkeys(path for _, paths in asked for path in paths):
+    for path in dict.fromkeys(path for paths in everywhere for path in paths):
         write_now(run, Path(path))
 
 
@@ -122,12 +123,14 @@ def _check_written(run: Run, path: Path) -> None:
         return  # `finish_background_save` knows how it went
     fault = ""
     try:
-        with format.Reader(path) as reader:
-            if not ours:
+        if not ours:
+            with format.Reader(path) as reader:
                 reader.verify(run.engine.rank, run.engine.world_size)
+        elif run.engine.rank == 0:  # that all files are there: one rank sees it as well as all
+            format.Reader(path).close()
     except CheckpointError as exc:
         fault = str(exc)
-    if fault := next(filter(None, run.engine.gather_json(fault)), ""):
+    if fault := next(filter(None, run.engine.gather_if(bool(fault), fault)), ""):
         listeners = [name for name in run.calls.manager.order("write_checkpoint") if name != PROJECT]
         raise PluginError(
             f"hook write_checkpoint of plugin {', '.join(map(repr, listeners))} returned without a good checkpoint at {path}: {fault}. "
