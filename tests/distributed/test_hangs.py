@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from fabricate import Callback, RankError, Trainer, TrainModule
 from fabricate.cli.main import main
@@ -107,7 +107,8 @@ def hangs_everywhere(folder: Path) -> None:
             seed=1,
             progress=False,
         )
-        trainer.fit(Net(folder), Rows(folder), torch.ones(4, 4), batch_size=2, num_workers=1, shuffle=False)
+        train = DataLoader(Rows(folder), batch_size=2, num_workers=1, multiprocessing_context="fork")
+        trainer.fit(Net(folder), train, DataLoader(torch.ones(4, 4), batch_size=2))
         hang(folder, "between")
 
 
