@@ -186,7 +186,7 @@ class ZeRO(Strategy, abc.ABC):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._before = {p: (p.dtype, set(vars(p))) for p in self._root.parameters()}
         half = _HALF.get(self._settled.precision.mixed_precision)
-        if half is None:
+        if half is None and self.stage == 3:
             self._check_dtypes()
         masters = {parameter: self.local_part(parameter) for parameter in self._before if half is not None}
         self._convert(half)
@@ -209,7 +209,7 @@ class ZeRO(Strategy, abc.ABC):
         return engine  # type: ignore[no-any-return]
 
     def _check_dtypes(self) -> None:
-        """Without half precision DeepSpeed leaves parameters as they are, and divides them as one vector."""
+        """Where nothing is converted, stage 3 wants one dtype; DeepSpeed's own assertion has no words."""
         trained = {
             p.dtype: f"{name} ({str(p.dtype).removeprefix('torch.')})"
             for name, p in self._root.named_parameters()
