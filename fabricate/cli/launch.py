@@ -21,7 +21,7 @@ from fabricate.launch.settings import requests
 from fabricate.launch.torchrun_variables import read_pod, several_ranks
 from fabricate.registry import foreign_names
 
-__all__ = ["Launching", "launching", "prepared"]
+__all__ = ["Launching", "launching", "places", "prepared"]
 
 
 class Launching(click.Command):
@@ -154,14 +154,14 @@ def prepared(
     if not Path(script).is_file():
         raise ConfigurationError(f"SCRIPT {script!r} is not a file; give a Python script, before its own options")
     file = read_config(config) if config is not None else ConfigFile("")
-    places = _places(file, nproc, nnodes, node_rank, master_addr, master_port)
-    command = commands.command(script, arguments, **places, numa_binding=numa_binding, max_restarts=max_restarts or 0)
+    where = places(file, nproc, nnodes, node_rank, master_addr, master_port)
+    command = commands.command(script, arguments, **where, numa_binding=numa_binding, max_restarts=max_restarts or 0)
     given = _arguments(file, settings)
     strategy = _same("strategy", strategy, given)
     precision = _same("precision", precision, given)
     environment = commands.environment(
         os.environ,
-        nproc=places["nproc"],
+        nproc=where["nproc"],
         strategy=_agreed("--strategy", strategy, file.says("the strategy", file.strategy)),
         precision=_agreed("--precision", precision, file.says("mixed_precision", file.precision)),
         plugins=plugins,
@@ -193,7 +193,7 @@ def _same(name: str, option: str | None, given: dict[str, Launched]) -> str | No
     return str(value)
 
 
-def _places(
+def places(
     file: ConfigFile,
     nproc: int | str | None,
     nnodes: int | None,

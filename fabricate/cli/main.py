@@ -16,13 +16,14 @@ import click
 from fabricate.cli.checkpoints import ckpt
 from fabricate.cli.diff import diff
 from fabricate.cli.doctor import doctor
+from fabricate.cli.dry_run import dry_run_of
 from fabricate.cli.launch import Launching, launching, prepared
 from fabricate.cli.plugins import PluginCommands, plugins
 from fabricate.cli.report import report
 from fabricate.cli.rows import rows
 from fabricate.cli.self_checks import check_invariance, verify_resume
 from fabricate.cli.watch import watch
-from fabricate.errors import FabricateError
+from fabricate.errors import ConfigurationError, FabricateError
 
 
 class _Group(PluginCommands):
@@ -94,19 +95,41 @@ def run(**options: Any) -> None:
 
 
 @main.command(cls=Launching, context_settings={"ignore_unknown_options": True})
+@click.option("--dry-run", is_flag=True, help="Try updates without memory, and print what they take.")
+@click.option(
+    "--memory", metavar="SIZE", help="With --dry-run: find the largest micro-batch for so much per rank (80GB)."
+)
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --dry-run, without --nnodes; default: 8, or all.",
+)
 @launching
-def plan(**options: Any) -> None:
+def plan(dry_run: bool, memory: str | None, ranks_per_node: int | None, **options: Any) -> None:
     """Run SCRIPT up to its first fit, print the plan, and stop.
 
+    With --dry-run, one process tries a few updates on tensors that have no memory, as rank 0 of all that --nproc and --nnodes say, and
+    prints what a rank needs and sends: memory by kind, collectives, the largest micro-batch.
+
     \b
-    Example:
+    Examples:
       fabricate plan train.py --nproc 4 --strategy fsdp
+      fabricate plan train.py --nproc 1024 --strategy fsdp:shard=8 --dry-run --memory 80GB
     """
+    if dry_run:
+        _become(*dry_run_of(options, memory, ranks_per_node))
+    for option, value in (("--memory", memory), ("--ranks-per-node", ranks_per_node)):
+        if value is not None:
+            raise ConfigurationError(f"{option} {value} has no effect without --dry-run; add it, or leave {option} out")
     _start(plan_only=True, **options)
 
 
 def _start(*, plan_only: bool, **options: Any) -> NoReturn:
-    command, environment = prepared(plan_only=plan_only, **options)
+    _become(*prepared(plan_only=plan_only, **options))
+
+
+def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # Replaced, not wrapped: this process goes on as torchrun, or as the script itself.

@@ -2,4 +2,5 @@
 
 `resume_check` and `invariance` start the script and compare. Each rank runs it through `runner`, which puts `checked_trainer` in
 the place of `fabricate.Trainer`; `plugins` note what a fit does. `requests` carries what to do from one to the other.
+`dry_run/` tries updates as one of many ranks, without memory.
 """

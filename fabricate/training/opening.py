@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +97,17 @@ def register(found: Resolved, module: TrainModule, *, bar: bool | Sequence[str])
 
 @contextlib.contextmanager
 def opened(
-    trainer: Owner, found: Resolved, module: TrainModule, stages: Sequence[str], data: Data, began: float = 0.0
+    trainer: Owner,
+    found: Resolved,
+    module: TrainModule,
+    stages: Sequence[str],
+    data: Data,
+    began: float = 0.0,
+    make_engine: Callable[..., Engine] = Engine,
 ) -> Iterator[Run]:
     """A run with the module prepared in it; afterwards everything is as before, whatever happened. All ranks.
 
-    began: the monotonic time at which the user called, from which `max_time` counts."""
+    began: the monotonic time at which the user called, from which `max_time` counts. make_engine: called as `Engine` is."""
     if trainer._run is not None:
         raise FabricateError(
             "this Trainer is running already; one fit at a time. A hook asks for an evaluation with trainer.request_eval(); for anything "
@@ -115,7 +121,7 @@ def opened(
     settle(trainer.settings, found, data)
     with contextlib.ExitStack() as stack:
         _hold_process(stack)
-        run_dir, engine = _open_engine(stack, trainer.settings, found, data, training="train" in stages)
+        run_dir, engine = _open_engine(stack, trainer.settings, found, data, make_engine, training="train" in stages)
         seed = _agree_on_seed(engine, found, data)
         run = _assemble(trainer, found, module, data, engine, run_dir, stack, began)
         trainer._run = run
@@ -147,7 +153,13 @@ def _hold_process(stack: contextlib.ExitStack) -> None:
 
 
 def _open_engine(
-    stack: contextlib.ExitStack, settings: Settings, found: Resolved, data: Data, *, training: bool
+    stack: contextlib.ExitStack,
+    settings: Settings,
+    found: Resolved,
+    data: Data,
+    make_engine: Callable[..., Engine],
+    *,
+    training: bool,
 ) -> tuple[Path | None, Engine]:
     """Set the process up for the run and open the engine; `stack` undoes both. Also where the run writes. All ranks."""
     training = data.train is not None
@@ -158,7 +170,7 @@ def _open_engine(
     trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
     if run_dir is None and any(map(needs_directory, trackers)):
         raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
-    engine = Engine(
+    engine = make_engine(
         found.launch,
         found.strategy,
         found.precision,

@@ -1,0 +1,130 @@
+"""The memory of tensors that are alive: how much there is in all and by kind, and when it is most.
+
+Must not know: what runs, ranks, strategies. Sizes are those of torch's storages: what an allocator adds is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+BUFFERS, BATCH, KEPT = "buffers", "batch", "kept between updates"
+GATHERED, SENT, ACTIVATIONS = "gathered units", "gradients under way", "activations"
+KINDS = (PARAMETERS, GRADIENTS, STATE, KEPT, BUFFERS, BATCH, GATHERED, SENT, ACTIVATIONS)
+"""In the order in which they are shown. Activations are what is nothing else: what backward needs, and temporaries."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A storage that is alive."""
+
+    reference: weakref.ref[Any]
+    size: int
+    kind: str
+
+
+class Ledger:
+    """Bytes of all storages that were seen and still exist. `see` and `ran` are called after each operation."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, _Held] = {}
+        self.by_kind: Counter[str] = Counter()
+        self.bytes = 0
+        self.gradients: Callable[[], Iterable[torch.Tensor]] = tuple
+        """The gradients of this moment: they are sorted out at a look, because nothing says when a tensor becomes one."""
+        self.in_forward = False
+        self.begin()
+
+    def begin(self, looks: Iterable[int] = ()) -> None:
+        """Count operations anew. looks: after which of them memory is sorted by kind."""
+        self.operations = 0
+        self.peak = (0, 0)
+        """The most bytes of all storages, and the number of the operation after which they were there."""
+        self.most_activations = (0, 0)
+        """Of activations, while a forward runs."""
+        self.looks: dict[int, dict[str, int] | None] = dict.fromkeys(looks)
+
+    def see(self, tensor: torch.Tensor, kind: str = "") -> None:
+        """`tensor` exists. kind: what it is, where that is known; else activations, unless it is known already."""
+        if tensor.device.type == "meta":
+            return
+        storage: Any = tensor.untyped_storage()
+        key: int = storage._cdata
+        held = self._alive.get(key)
+        if held is None:
+            reference = weakref.ref(storage, lambda _: self._freed(key))
+            held = self._alive[key] = _Held(reference, storage.nbytes(), kind or ACTIVATIONS)
+            self.bytes += held.size
+            self.by_kind[held.kind] += held.size
+        elif kind and held.kind != kind:
+            self._move(held, kind)
+
+    def ran(self) -> None:
+        """An operation has run, and its results were seen."""
+        self.operations += 1
+        if self.bytes > self.peak[0]:
+            self.peak = (self.bytes, self.operations)
+        if self.in_forward and self.by_kind[ACTIVATIONS] > self.most_activations[0]:
+            self.most_activations = (self.by_kind[ACTIVATIONS], self.operations)
+        if self.operations in self.looks:
+            self.looks[self.operations] = self._sorted()
+
+    def sort(self, known: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Between updates: what is alive is what `known` says by kind, or is kept for another reason."""
+        for held in self._alive.values():
+            self._move(held, GATHERED if held.kind == GATHERED else KEPT)
+        for kind, tensors in known.items():
+            for tensor in tensors:
+                self.see(tensor, kind)
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Of the storages that hold `tensors`, each once."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(held.size for key in keys if (held := self._alive.get(key)))
+
+    def _sorted(self) -> dict[str, int]:
+        found = Counter(self.by_kind)
+        for key in {tensor.untyped_storage()._cdata for tensor in self.gradients()}:
+            if held := self._alive.get(key):
+                found[held.kind] -= held.size
+                found[GRADIENTS] += held.size
+        return {kind: found[kind] for kind in KINDS if found[kind]}
+
+    def _move(self, held: _Held, kind: str) -> None:
+        self.by_kind[held.kind] -= held.size
+        self.by_kind[kind] += held.size
+        held.kind = kind
+
+    def _freed(self, key: int) -> None:
+        if held := self._alive.pop(key, None):
+            self._resize(held, 0)
+
+    def _resize(self, held: _Held, size: int) -> None:
+        self.bytes += size - held.size
+        self.by_kind[held.kind] += size - held.size
+        held.size = size
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """While inside, a storage that changes its size is noticed: FSDP frees and takes the memory of gathered parameters so, past
+        all operations."""
+        original: Any = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            answer = original(storage, size)
+            if held := self._alive.get(storage._cdata):
+                self._resize(held, storage.nbytes())
+            return answer
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

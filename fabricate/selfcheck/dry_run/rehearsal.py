@@ -1,0 +1,227 @@
+"""A few updates of the real loop under a recorder, and what they took.
+
+The module is prepared, its optimizers are made and its data is opened as for a fit. The first update makes what stays: the state of
+optimizers, DDP's buckets. The second finds when memory is fullest, the third looks at these moments. A look at each operation would take
+too long.
+
+Must not know: how operations run (`fakes`), how it is shown (`report`).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from fabricate.configuration.opened_data import Data
+from fabricate.configuration.resolve import Resolved
+from fabricate.data.batches import Window, visible_rows
+from fabricate.distributed.engine import Engine
+from fabricate.errors import ConfigurationError
+from fabricate.module import TrainModule
+from fabricate.selfcheck.dry_run import ledger
+from fabricate.selfcheck.dry_run.fakes import Fakes
+from fabricate.selfcheck.dry_run.largest import largest
+from fabricate.selfcheck.dry_run.recorder import Recorder
+from fabricate.selfcheck.dry_run.report import Measured
+from fabricate.strategies.ddp import DDP
+from fabricate.strategies.sharding import is_sharded
+from fabricate.training.loop import LoopState, account, accumulate, update, windows
+from fabricate.training.opening import opened
+from fabricate.training.preparation import prepare_fit
+from fabricate.training.state.run_state import Owner, Run
+
+Rows = int | None
+
+
+def rehearse(
+    trainer: Owner,
+    found: Resolved,
+    module: TrainModule,
+    data: Data,
+    recorder: Recorder,
+    make_engine: Callable[..., Engine],
+    fakes: Fakes | None,
+    room: int | None = None,
+) -> Measured:
+    """What an update of the fit takes on this rank. All ranks. fakes: what makes batches fake; None: they stay as they are.
+    room: bytes for which the largest micro-batch is searched."""
+    began = time.monotonic()
+    with opened(trainer, found, module, ["train"], data, began, make_engine=make_engine) as run:
+        with recorder:
+            prepare_fit(run, found, data, "never", began)
+        rehearsal = _Rehearsal(run, recorder, fakes)
+        measured = rehearsal.measure(found)
+        if room is not None:
+            rows, full = rehearsal.largest(room, found)
+            measured = replace(measured, room=room, largest_rows=rows, largest_bytes=full)
+    return measured
+
+
+class _Rehearsal:
+    """The updates of one run, on the rows of its first window."""
+
+    def __init__(self, run: Run, recorder: Recorder, fakes: Fakes | None) -> None:
+        self.run, self.recorder, self.ledger, self.fakes = run, recorder, recorder.ledger, fakes
+        self.state = LoopState(run)
+        self.first = list(_first_windows(run))
+        self.ledger.gradients = self._gradients
+        micro_batches = self.first[0][1]
+        self.rows: Rows = visible_rows(micro_batches[0][0])
+        hosted = run.engine.strategy.memory_per_rank(run.module, dict.fromkeys(_STATES, 1), run.engine.world_size)
+        self.hosted = [kind for kind in _STATES if f"host {kind}" in hosted]
+        self.kept = "gradient buckets" if isinstance(run.engine.strategy, DDP) else ledger.KEPT
+
+    def measure(self, found: Resolved) -> Measured:
+        """Three updates, the last of which is reported."""
+        work = self._work(self.rows)
+        self._update(work)
+        self._update(work)
+        marks = [self.ledger.peak[1], self.ledger.most_activations[1]]
+        self.recorder.traffic.begin()
+        self._update(work, marks)
+        at_peak, in_forward = (self.ledger.looks[mark] or {} for mark in marks)
+        launch = found.launch
+        return Measured(
+            module=type(self.run.module).__name__,
+            strategy=found.strategy.name,
+            precision=found.precision.name,
+            world_size=launch.world_size,
+            ranks_per_node=launch.local_world_size,
+            rows=self.rows,
+            micro_steps=self.first[0][0].num_micro_steps,
+            at_peak=self._named(at_peak),
+            in_forward=self._named(in_forward),
+            gradients=self.gradient_bytes,
+            hosted=tuple(self.hosted),
+            sent=self.recorder.traffic.sent(launch.local_world_size),
+            operations=self.ledger.operations,
+        )
+
+    def largest(self, room: int, found: Resolved) -> tuple[int | None, int]:
+        """The most rows of a micro-batch with which this rank's memory stays within `room` bytes, and how much it is then."""
+        if self.rows is None or self.fakes is None:
+            raise ConfigurationError("--memory: the batches do not show how many rows they have; leave it out")
+
+        def peak(rows: int) -> int:
+            self._update(self._work(rows))
+            return self.ledger.peak[0] - sum(self.known_bytes[kind] for kind in self.hosted)
+
+        return largest(peak, self.rows, room)
+
+    def _work(self, rows: Rows) -> list[tuple[Window, list[tuple[Any, Rows]]]]:
+        """The windows with batches of `rows` rows; as they came, where these are not fake."""
+        if self.fakes is None:
+            return self.first
+        work = []
+        readers = self.run.engine.data_world_size
+        for window, micro_batches in self.first:
+            before = len(micro_batches) * (self.rows or 1) * readers
+            made = [(_resized(batch, self.rows, rows, self.fakes), n and (rows or n)) for batch, n in micro_batches]
+            scaled = window.rows if rows == self.rows else before * (rows or 1) // (self.rows or 1)
+            work.append((replace(window, rows=scaled), made))
+        return work
+
+    def _update(self, work: list[tuple[Window, list[tuple[Any, Rows]]]], looks: Iterable[int] = ()) -> None:
+        gc.collect()
+        self._sort(work)
+        self.ledger.begin(looks)
+        with _without_collector(), self.recorder:
+            for window, micro_batches in work:
+                self.state.begin_update()
+                with self.state.turn(window.turn):
+                    self.ledger.in_forward = True
+                    losses = accumulate(self.state, replace(window, micro_batches=iter(micro_batches)))
+                    self.ledger.in_forward = False
+                    self.gradient_bytes = self.ledger.bytes_of(self._gradients())
+                result = update(self.state, losses)
+                account(self.state, window, losses, result)
+
+    def _sort(self, work: list[tuple[Window, list[tuple[Any, Rows]]]]) -> None:
+        """What is alive between two updates."""
+        run = self.run
+        state = (value for o in run.optim.optimizers.values() for each in o.state.values() for value in each.values())
+        known = {
+            ledger.PARAMETERS: list(map(_local, self.state.parameters)),
+            ledger.STATE: [_local(value) for value in state if isinstance(value, torch.Tensor)],
+            ledger.BUFFERS: list(run.module.buffers()),
+            ledger.BATCH: [tensor for _, batches in work for batch, _ in batches for tensor in _tensors(batch)],
+        }
+        self.ledger.sort(known)
+        self.known_bytes: Mapping[str, int] = dict.fromkeys(_STATES, 0) | self.ledger.by_kind
+
+    def _gradients(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [_local(p.grad) for p in self.state.parameters if p.grad is not None]
+
+    def _named(self, kinds: Mapping[str, int]) -> dict[str, int]:
+        return {self.kept if kind == ledger.KEPT else kind: count for kind, count in kinds.items()}
+
+
+_STATES = (ledger.PARAMETERS, ledger.GRADIENTS, ledger.STATE)
+
+
+def _first_windows(run: Run) -> Iterator[tuple[Window, list[tuple[Any, Rows]]]]:
+    """The first window, or one for each optimizer that has a turn on its rows."""
+    for window in windows(run):
+        yield window, list(window.micro_batches)
+        if window.last_turn:
+            return
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """While inside, memory is freed where it is let go of, and not at some later moment as well."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    with torch.no_grad():
+        return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def _resized(batch: Any, before: Rows, rows: Rows, fakes: Fakes) -> Any:
+    """`batch` with fake tensors, of which those with `before` rows have `rows`."""
+
+    def made(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            first = rows if part.ndim and len(part) == before and rows is not None else None
+            return fakes.empty(part.shape if first is None else (first, *part.shape[1:]), part.dtype)
+        if isinstance(part, Mapping):
+            found = {key: made(value) for key, value in part.items()}
+            return found if type(part) is dict else type(part)(found)  # type: ignore[call-arg]
+        if isinstance(part, tuple) and type(part) is not tuple:  # a named one
+            return type(part)(*map(made, part))
+        if isinstance(part, list | tuple):
+            return type(part)(map(made, part))
+        if is_dataclass(part) and not isinstance(part, type):
+            return replace(part, **{field.name: made(getattr(part, field.name)) for field in fields(part)})
+        return part
+
+    return made(batch)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from _tensors(getattr(batch, field.name))

@@ -1,0 +1,79 @@
+"""The Trainer of a dry run: its fit is a rehearsal. Must not know: how a script is started."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from fabricate import trainer
+from fabricate.configuration.batch_size_finder import BatchSizeFinder
+from fabricate.configuration.opened_data import open_data
+from fabricate.configuration.resolve import resolve
+from fabricate.data.source import Loading
+from fabricate.errors import ConfigurationError
+from fabricate.module import TrainModule
+from fabricate.selfcheck.dry_run.engines import FakeEngine, RecordedEngine
+from fabricate.selfcheck.dry_run.fakes import Fakes
+from fabricate.selfcheck.dry_run.outlines import make_fake
+from fabricate.selfcheck.dry_run.recorder import Recorder
+from fabricate.selfcheck.dry_run.rehearsal import rehearse
+from fabricate.selfcheck.dry_run.report import Measured
+from fabricate.training.batch_size import first_size
+from fabricate.values import FitResult
+
+
+class DryTrainer(trainer.Trainer):
+    """A `fabricate.Trainer` whose `fit` leaves in `measured` what an update takes, and trains nothing.
+
+    The module is used up: it has no values afterwards. Every rank calls it where the group is real."""
+
+    fake = True
+    """Whether tensors have no memory and the other ranks do not exist; else the same is measured on real ones."""
+    room: int | None = None
+    """The bytes for which the largest micro-batch is searched."""
+    measured: Measured
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.settings = replace(
+            self.settings,
+            run_dir=None,
+            trackers=(),
+            progress=False,
+            print_plan="none",
+            compile=None,
+            fast_dev_run=False,
+            load_best=False,
+            detect_anomaly=False,
+        )
+
+    def fit(
+        self, module: TrainModule, *data: Any, batch_size: int | BatchSizeFinder | None = None, **others: Any
+    ) -> FitResult:
+        if isinstance(batch_size, BatchSizeFinder):  # of which the rehearsal has a search of its own
+            batch_size = first_size(batch_size, Loading()).batch_size
+        return super().fit(module, *data, batch_size=batch_size, **others)
+
+    def _fit(self, module: TrainModule, train: Any, val: Any, resume: str, loading: Loading, began: float) -> FitResult:
+        found = resolve(self.settings, module)
+        if "DEEPSPEED" in found.strategy.distributed_types:
+            raise ConfigurationError(
+                f"--dry-run: strategy={found.strategy.name!r} is DeepSpeed's engine, which does not run on tensors without memory; try "
+                "strategy='fsdp', which divides the same, or `fabricate plan` without --dry-run for the memory of states"
+            )
+        data = open_data(self.settings, found, train, val, loading)
+        fakes = Fakes() if self.fake else None
+        if fakes is None:
+            recorder = Recorder()
+        else:
+            recorder = Recorder(fakes.run)
+            make_fake(module, fakes)
+        engine = functools.partial(RecordedEngine if fakes is None else FakeEngine, recorder)
+        self.measured = rehearse(self, found, module, data, recorder, engine, fakes, self.room)
+        return FitResult(0, 0, stop_reason="dry run")
+
+    def _evaluate(self, stage: str, *arguments: Any, **options: Any) -> Any:
+        raise ConfigurationError(
+            f"--dry-run measures the first fit, and the script evaluates ({stage}) before it; leave that out for a dry run"
+        )
