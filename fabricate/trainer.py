@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -438,18 +439,8 @@ class Trainer:
             print(f"{name} asked this process to end: no further fit is begun", file=sys.stderr)
             return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
-        check_methods(module)
-        train, val = module.provide_data(self, "fit", train, val)
-        self._check_fit(train, resume)
-        loading = Loading(
-            None if isinstance(batch_size, BatchSizeFinder) else batch_size, num_workers, collate_fn, shuffle
-        )
-        if isinstance(batch_size, BatchSizeFinder):
-            facts = functools.partial(facts_of, self.settings, module, train, val, resume == "auto")
-            trial = functools.partial(self._try, module, train, val)
-            loading = found_size(batch_size, self.settings, loading, facts, trial)
-        found = resolve(self.settings, module)
-        data = self._open_data(found, module, train, val, loading)
+        loading = Loading(None, num_workers, collate_fn, shuffle)
+        found, data = self._open_data(module, train, val, resume, batch_size, loading)
         stages = ["train", *(["validate"] if data.validation else [])]
         with opened(self, found, module, stages, data, began) as run:
             prepare_fit(run, found, data, resume, began)
@@ -477,8 +468,26 @@ class Trainer:
             shuffle=shuffle,
         )
 
-    def _open_data(self, found: Resolved, module: TrainModule, train: Any, val: Any, loading: Loading) -> Data:
-        """The data of a fit. Under `fabricate plan`, prints the plan instead and ends the process."""
+    def _open_data(
+        self,
+        module: TrainModule,
+        train: Any,
+        val: Any,
+        resume: str | os.PathLike[str],
+        batch_size: int | BatchSizeFinder | None,
+        loading: Loading,
+    ) -> tuple[Resolved, Data]:
+        """Check what `fit` was given and open its data. Under `fabricate plan`, prints the plan instead and ends the process."""
+        check_methods(module)
+        train, val = module.provide_data(self, "fit", train, val)
+        self._check_fit(train, resume)
+        if isinstance(batch_size, BatchSizeFinder):
+            facts = functools.partial(facts_of, self.settings, module, train, val, resume == "auto")
+            trial = functools.partial(self._try, module, train, val)
+            loading = found_size(batch_size, self.settings, loading, facts, trial)
+        else:
+            loading = replace(loading, batch_size=batch_size)
+        found = resolve(self.settings, module)
         data = open_data(self.settings, found, train, val, loading)
         if data.validation and not overrides(module, "validation_step"):
             raise ConfigurationError(
@@ -487,7 +496,7 @@ class Trainer:
         check_dataloader_idx(module, "validate", data.validation)
         if found.plan_only:
             self._end_after_plan(found, module, data)
-        return data
+        return found, data
 
     def _result(self, run: Run, reason: str) -> FitResult:
         progress, latest = run.progress, dict(run.journal.latest)

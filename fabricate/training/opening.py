@@ -30,6 +30,7 @@ from fabricate.distributed.trackers import check_trackers, finish_trackers, need
 from fabricate.errors import ConfigurationError, FabricateError, first_line
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.launch import uncaught
+from fabricate.launch.ranks import Launch
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
@@ -166,7 +167,7 @@ def _open_engine(
     notes = _set_process_up(stack, settings, found, training=training)
     run_dir = settings.run_dir if training else None
     if settings.fast_dev_run and training:
-        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabricate-dev-")))
+        run_dir = Path(stack.enter_context(_trial_directory(settings.run_dir, found.launch)))
     trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
     if run_dir is None and any(map(needs_directory, trackers)):
         raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
@@ -187,6 +188,15 @@ def _open_engine(
     if settings.fast_dev_run and run_dir is not None:
         run_dir = Path(engine.broadcast_json(str(run_dir)))
     return run_dir, engine
+
+
+def _trial_directory(run_dir: Path | None, launch: Launch) -> tempfile.TemporaryDirectory[str]:
+    """Where `fast_dev_run` writes until it ends. Several nodes need a place that they share: beside `run_dir`, if it is set."""
+    beside = None
+    if run_dir is not None and launch.world_size > launch.local_world_size:
+        beside = run_dir.absolute().parent
+        beside.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="fabricate-dev-", dir=beside)
 
 
 def _set_process_up(stack: contextlib.ExitStack, settings: Settings, found: Resolved, *, training: bool) -> list[str]:

@@ -267,6 +267,11 @@ def _check_shared(run: Run) -> None:
     deadline = time.monotonic() + _SHOWN_SECONDS
     while not is_written_by(run.run_dir, run.run_id):
         if time.monotonic() > deadline:
+            if run.settings.fast_dev_run and run.settings.run_dir is None:
+                raise ConfigurationError(
+                    "fast_dev_run on several nodes tries a save where all of them see it; set run_dir= on a file system that they share, "
+                    "beside which it then writes"
+                )
             raise ConfigurationError(
                 f"run_dir={str(run.run_dir)!r} on {socket.gethostname()}, in {os.getcwd()}, is not the directory in which rank 0 writes, "
                 "and each rank writes its part of a checkpoint there; give an absolute path on a file system that all nodes share"

@@ -105,6 +105,31 @@ def test_a_run_directory_that_one_node_does_not_share_is_refused_before_the_firs
     assert not list(tmp_path.glob("*/run/checkpoints/*"))
 
 
+class Places(Callback):
+    def on_save(self, trainer: Trainer) -> None:
+        self.folder = trainer.run_dir
+
+
+def _tried_on_two_nodes(folder: Path) -> Path:
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    places = Places()
+    trainer = Trainer(strategy="ddp", fast_dev_run=True, run_dir=folder / "runs" / "one", max_steps=9, plugins=[places])
+    trainer.fit(Regression(1), torch.ones(12, 4), batch_size=2)
+    assert places.folder is not None
+    return places.folder.parent
+
+
+def test_nodes_try_a_save_beside_the_run_directory_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_ranks(_tried_on_two_nodes, 2, tmp_path) == [tmp_path / "runs"] * 2
+    assert not list((tmp_path / "runs").iterdir()), "nothing stays"
+    monkeypatch.setattr(preparation, "_SHOWN_SECONDS", 0)
+    monkeypatch.setattr(preparation, "is_written_by", lambda run_dir, fit: False)  # as on another host
+    with pytest.raises(ConfigurationError, match=r"fast_dev_run on several nodes tries a save .* set run_dir="):
+        Trainer(fast_dev_run=True).fit(Regression(1), torch.ones(12, 4), batch_size=2)
+
+
 def _compared(*ranks: dict[str, str], devices: Sequence[str] = ("", "", "")) -> list[str]:
     """What each rank is told before there is a process group; a thread stands for each process, the store is real."""
     store, told = dist.HashStore(), [""] * len(ranks)

@@ -5,8 +5,11 @@ TensorBoard is in tests/training/test_tracking.py.
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,16 @@ from fabricate import Callback, Trainer
 from tests.support.regression import ROWS, Regression, fit
 
 PICTURE = np.zeros((4, 4, 3), np.uint8)
+PAGE = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text(encoding="utf-8")
+
+
+def run_page(library: str, trainer: Trainer) -> None:
+    """Runs the lines about `library` that docs/trackers.md has for it."""
+    (block,) = re.findall(r"```python no-run\n(.*?)```", PAGE, re.DOTALL)
+    calls = [call for call in ast.parse(block).body if f"{library}." in ast.unparse(call)]
+    assert calls
+    names = {"trainer": trainer, "picture": PICTURE, library: sys.modules[library]}
+    exec(compile(ast.Module(calls, []), "docs/trackers.md", "exec"), names)
 
 
 class Draws(Callback):
@@ -31,6 +44,7 @@ class Draws(Callback):
     def on_eval_end(self, trainer: Trainer) -> None:
         self.own = trainer.tracker(self.name)
         self.log(self.own, trainer.step)
+        run_page(self.name, trainer)
 
 
 def in_two_fits(name: str, log: Any, run_dir: Path, options: str = "") -> tuple[Any, Any]:
@@ -93,6 +107,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "picture-2.png",
         "picture-4.png",
         "sample.txt",
+        "weights.png",
     }
 
 

@@ -110,7 +110,7 @@ class Finetuned(Base):
         elif self.change == "grow":
             model.resize_token_embeddings(40, mean_resizing=False)
         elif self.change == "insert":
-            model.transformer.h[0].mlp.adapter = torch.nn.Linear(2, 2)
+            model.transformer.h[0].mlp.adapter = torch.nn.Linear(2, 2, dtype=model.dtype)  # fsdp gathers one dtype
         self.model = model.transformer.h[0] if self.change == "part" else model
 
 

@@ -105,16 +105,17 @@ def test_a_search_finds_what_fits_and_leaves_no_trace(tmp_path: Path) -> None:
     assert "this process has a process group already" in late
 
 
-def searched_on_ranks() -> tuple[dict[int, bool], int, int]:
+def searched_on_ranks(strategy: str = "fsdp") -> tuple[dict[int, bool], int, int]:
     """The second rank has less room than the first."""
     limit(ROOM // (1 + int(os.environ["RANK"])))
     finder = BatchSizeFinder(mode="binsearch", init_val=8, margin=0, steps_per_trial=1)
     module = Hungry()
-    _, samples = fit(module, finder, strategy="fsdp", global_batch_size=96)
+    _, samples = fit(module, finder, strategy=strategy, global_batch_size=96)
     return finder.results, module.steps, samples
 
 
 def test_ranks_find_what_fits_on_all_of_them_and_the_global_batch_stays(tmp_path: Path) -> None:
     close_pools()  # a process that had a process group cannot search
     ranks = run_ranks(searched_on_ranks, 2)
+    close_pools()  # their memory is limited
     assert ranks == [({8: True, 16: False, 12: True}, 8, 192)] * 2

@@ -39,7 +39,7 @@ class Ledger:
         self.bytes = 0
         self.gradients: Callable[[], Iterable[torch.Tensor]] = tuple
         """The gradients of this moment: they are sorted out at a look, because nothing says when a tensor becomes one."""
-        self.in_forward = False
+        self.in_forward, self.watching = False, True
         self.begin()
 
     def begin(self, looks: Iterable[int] = ()) -> None:
@@ -53,7 +53,7 @@ class Ledger:
 
     def see(self, tensor: torch.Tensor, kind: str = "") -> None:
         """`tensor` exists. kind: what it is, where that is known; else activations, unless it is known already."""
-        if tensor.device.type == "meta":
+        if not self.watching or tensor.device.type == "meta":
             return
         storage: Any = tensor.untyped_storage()
         key: int = storage._cdata

@@ -53,8 +53,10 @@ def rehearse(
     room: bytes for which the largest micro-batch is searched."""
     began = time.monotonic()
     with opened(trainer, found, module, ["train"], data, began, make_engine=make_engine) as run:
+        recorder.ledger.watching = False  # a look at the data is not what the training takes
         with recorder:
             prepare_fit(run, found, data, "never", began)
+        recorder.ledger.watching = True
         rehearsal = _Rehearsal(run, recorder, fakes)
         measured = rehearsal.measure(found)
         if room is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 from typing import Any
 
 from fabricate import trainer
 from fabricate.configuration.batch_size_finder import BatchSizeFinder
-from fabricate.configuration.opened_data import open_data
-from fabricate.configuration.resolve import resolve
 from fabricate.data.source import Loading
 from fabricate.errors import ConfigurationError
 from fabricate.module import TrainModule
@@ -49,20 +48,26 @@ class DryTrainer(trainer.Trainer):
         )
 
     def fit(
-        self, module: TrainModule, *data: Any, batch_size: int | BatchSizeFinder | None = None, **others: Any
+        self,
+        module: TrainModule,
+        train: Any = None,
+        val: Any = None,
+        *,
+        resume: str | os.PathLike[str] = "never",
+        batch_size: int | BatchSizeFinder | None = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
+        shuffle: bool | None = None,
     ) -> FitResult:
         if isinstance(batch_size, BatchSizeFinder):  # of which the rehearsal has a search of its own
             batch_size = first_size(batch_size, Loading()).batch_size
-        return super().fit(module, *data, batch_size=batch_size, **others)
-
-    def _fit(self, module: TrainModule, train: Any, val: Any, resume: str, loading: Loading, began: float) -> FitResult:
-        found = resolve(self.settings, module)
+        loading = Loading(None, num_workers, collate_fn, shuffle)
+        found, data = self._open_data(module, train, val, resume, batch_size, loading)
         if "DEEPSPEED" in found.strategy.distributed_types:
             raise ConfigurationError(
                 f"--dry-run: strategy={found.strategy.name!r} is DeepSpeed's engine, which does not run on tensors without memory; try "
                 "strategy='fsdp', which divides the same, or `fabricate plan` without --dry-run for the memory of states"
             )
-        data = open_data(self.settings, found, train, val, loading)
         fakes = Fakes() if self.fake else None
         if fakes is None:
             recorder = Recorder()

@@ -104,12 +104,12 @@ class EMA(Callback):
     def _show(self, *, average: bool, tell: bool = True) -> None:
         """Put the average into the module, or the weights back, unless they are there already. `tell`: the strategy, for which no rank may
         be gone, as after an exception."""
-        if average == bool(self._kept) or not self._parts:
-            return
-        values = [part.memory for part, _ in self._parts.values()]
-        wanted = [mean for _, mean in self._parts.values()] if average else self._kept
-        self._kept = [value.clone() for value in values] if average else []
-        for value, new in zip(values, wanted, strict=True):
-            value.copy_(new)
-        if tell:
-            self._strategy.after_load()
+        import torch
+
+        if average != bool(self._kept) and self._parts:
+            values = [part.memory for part, _ in self._parts.values()]
+            wanted = [mean for _, mean in self._parts.values()] if average else self._kept
+            self._kept = [value.clone() for value in values] if average else []
+            torch._foreach_copy_(values, wanted)
+            if tell:
+                self._strategy.after_load()
