@@ -160,7 +160,10 @@ answer(rank)
 @pytest.mark.parametrize(("waits", "fail"), [("none", "2"), ("0", "1")], ids=["on both ranks", "on one rank"])
 def test_an_error_is_printed_once_and_what_to_know_of_it_last(tmp_path: Path, waits: str, fail: str) -> None:
     (tmp_path / "train.py").write_text(WRONG)
-    done = _run("run", "--nproc", "2", str(tmp_path / "train.py"), waits, fail)
+    for _ in range(4):  # on a busy machine the launcher may end the other rank before it has said why it fails
+        done = _run("run", "--nproc", "2", str(tmp_path / "train.py"), waits, fail)
+        if waits != "none" or done.stderr.count(" failed: ValueError") == 2:
+            break
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count('    raise ValueError(f"no answer on rank {rank}")') == 1
