@@ -1,4 +1,4 @@
-"""Whether what `make dist` built works for somebody who has nothing but pip: python .ci/check_dist.py [FOLDER]
+"""Check that what `make dist` built works in an empty environment: python .ci/check_dist.py [FOLDER]
 
 In an empty environment: the wheels of fabricate-trainer and of every plugin are installed with what they require, the README's example
 runs in one process and in two, `fabricate plugins` lists every plugin that has a name, and each can be imported. Then the same from the

@@ -414,7 +414,7 @@ def _as_given(value: Any) -> Any:
 
 
 def beside_weights(plugins: Collection[str], path: str | Path) -> str:
-    """The note about what plugins that are not active put into a checkpoint of which the weights alone are loaded."""
+    """The note that a checkpoint holds state of inactive plugins, of which only the weights are loaded."""
     return (
         f"{path} holds what the plugin {', '.join(plugins)} keeps beside the weights, an average of them, say, and only the weights that "
         "were trained are loaded; an evaluation takes both with Trainer(plugins=[...]) and checkpoint="

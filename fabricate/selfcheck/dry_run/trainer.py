@@ -59,7 +59,7 @@ class DryTrainer(trainer.Trainer):
         collate_fn: Any = None,
         shuffle: bool | None = None,
     ) -> FitResult:
-        if isinstance(batch_size, BatchSizeFinder):  # of which the rehearsal has a search of its own
+        if isinstance(batch_size, BatchSizeFinder):  # the rehearsal searches for the size itself
             batch_size = first_size(batch_size, Loading()).batch_size
         loading = Loading(None, num_workers, collate_fn, shuffle)
         found, data = self._open_data(module, train, val, resume, batch_size, loading)
