@@ -356,11 +356,12 @@ class TrainModule(torch.nn.Module, Listener):
 @contextlib.contextmanager
 def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
     """While open, `module.log` raises with `reason`; with an empty one, inside of another such context, it records again."""
-    before, module._no_log = module._no_log, reason
+    before = module._no_log
+    object.__setattr__(module, "_no_log", reason)
     try:
         yield
     finally:
-        module._no_log = before
+        object.__setattr__(module, "_no_log", before)
 
 
 def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:

@@ -25,7 +25,7 @@ from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.digests import digest
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators, set_epoch
-from fabricate.data.source import Setup, Source, first_other
+from fabricate.data.source import Setup, Source, Watch, first_other
 from fabricate.data.workers import Workers, WorkerStart, iterate
 from fabricate.errors import ConfigurationError
 
@@ -133,7 +133,7 @@ class Indexed(Source):
             return ""
         return found.pop() if len(found) == 1 else ""
 
-    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
+    def windows(self, epoch: int, start: int = 0, watch: Watch = iter) -> Generator[Window, None, None]:
         set_epoch(self.data, epoch)
         order, stop = self._order(epoch)
         if self.shuffle is None:
@@ -148,8 +148,9 @@ class Indexed(Source):
         if self._setup.drop_last:
             stop -= (stop - first) % size
         sizes = order.sizes(first, self._plan(size)) if order.even else []
-        batches = self._load(epoch, order, lambda: self._places(first, stop))
-        with closing(Workers(batches)):
+        loaded = self._load(epoch, order, lambda: self._places(first, stop))
+        batches = watch(loaded)
+        with closing(Workers(loaded)):
             position = start
             for begin in range(first, stop, size):
                 end = min(begin + size, stop)

@@ -26,7 +26,7 @@ from fabricate.data.batches import EvalBatch, Window, visible_rows
 from fabricate.data.digests import digest
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators
-from fabricate.data.source import Setup, Source
+from fabricate.data.source import Setup, Source, Watch
 from fabricate.data.workers import Workers, WorkerStart, has_own_loop, iterate
 from fabricate.errors import ConfigurationError
 
@@ -72,10 +72,11 @@ class Sequential(Source):
         self._spent = False
         self._begun = False
 
-    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
-        items = self._read(epoch, start, self.state)
+    def windows(self, epoch: int, start: int = 0, watch: Watch = iter) -> Generator[Window, None, None]:
+        read = self._read(epoch, start, self.state)
+        items = watch(read)
         plan = None
-        with closing(Workers(items)):
+        with closing(Workers(read)):
             for plan in items:
                 self.state, self.first = plan.state, plan.digest or self.first
                 micro_batches = zip(islice(items, len(plan.sizes)), plan.sizes, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,9 @@ from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.identity import fingerprint, indices
 from fabricate.data.order import num_windows
 from fabricate.errors import ConfigurationError
+
+Watch = Callable[[Iterable[Any]], Iterator[Any]]
+"""Gives the items that it gets; it may measure how long each takes."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,9 @@ class Source(ABC):
         return ""
 
     @abstractmethod
-    def windows(self, epoch: int, start: int = 0) -> Generator[Window, None, None]:
-        """The windows of `epoch` from position `start` (rows consumed); every rank calls it, none waits for another.
+    def windows(self, epoch: int, start: int = 0, watch: Watch = iter) -> Generator[Window, None, None]:
+        """The windows of `epoch` from position `start` (rows consumed); every rank calls it, none waits for another. Batches are read
+        through `watch`.
 
         Advancing drops what was left of the previous window, closing ends worker processes. Raises ConfigurationError
         for a position that this data cannot be at.

@@ -52,6 +52,7 @@ _HIDDEN = (
 )
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Hidden as well where there is no process group: Accelerate would open one."""
+_SYNCHRONISED = contextlib.nullcontext()
 _CALL = "call"
 """The step that runs a function; see `Engine.in_forward`."""
 _NOBODYS: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
@@ -183,7 +184,9 @@ class Engine(Group):
             self.scaler = None if self.strategy.scales_loss else self.precision.loss_scaler(self.device)
             self.accelerator.scaler = self.scaler
             self.accelerator.native_amp = self.context is not None
-            self.scaling = Unscaled(self.strategy) if self.scaler is None else Scaled(self.strategy, self.scaler)
+            self.scaling: Scaled | Unscaled = (
+                Unscaled(self.strategy) if self.scaler is None else Scaled(self.strategy, self.scaler)
+            )
             self._verify_precision()
         return self
 
@@ -438,7 +441,7 @@ class Engine(Group):
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """The context of one micro-batch: only in the last of a window (`is_last`) are gradients averaged over ranks."""
         self._gradient_state.sync_gradients = is_last
-        return contextlib.nullcontext() if is_last else self.strategy.no_sync(self.model)
+        return _SYNCHRONISED if is_last else self.strategy.no_sync(self.model)
 
     @property
     def scales_loss(self) -> bool:

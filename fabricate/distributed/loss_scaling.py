@@ -5,6 +5,7 @@ Must not know: Accelerate, the loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,30 +17,25 @@ class Unscaled:
     """No loss scale, or one that the strategy's own engine keeps."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    def backward(self, loss: torch.Tensor) -> None:
+        self.backward: Callable[[torch.Tensor], None] = strategy.backward
         """Backward of one micro-batch."""
-        self._strategy.backward(loss)
+        self.step: Callable[[torch.optim.Optimizer], bool] = strategy.step
+        """Apply the update; False if the strategy left it out."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale; here there is none."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the update; False if the strategy left it out."""
-        return self._strategy.step(optimizer)
 
-
-class Scaled(Unscaled):
+class Scaled:
     """The loss is scaled up before backward, and the gradients down before anything reads them (fp16)."""
 
     def __init__(self, strategy: Strategy, scaler: torch.amp.GradScaler) -> None:
-        super().__init__(strategy)
+        self._backward = strategy.backward
         self._scaler = scaler
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch, of the scaled loss."""
-        self._strategy.backward(self._scaler.scale(loss))
+        self._backward(self._scaler.scale(loss))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import functools
 import mmap
 import os
 import re
@@ -21,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,10 +113,14 @@ class Here:
         self._page = mmap.mmap(memory, _PAGE_BYTES)  # of -1: memory that nobody else sees
         found = _status(os.getpid())
         self.address = Address(socket.gethostname(), os.getpid(), found[1] if found else 0, memory)
-        self.reached: Callable[[int, int, int], None] = functools.partial(_REACHED.pack_into, self._page, _THREAD.size)
-        """Note `Reached.update`, `micro_step` and `batch`. A few hundred nanoseconds."""
+        self._reached = memoryview(self._page)[_THREAD.size : _THREAD.size + _REACHED.size].cast("q")
         self._depth = 0
         self._note()
+
+    def reached(self, update: int, micro_step: int, batch: int) -> None:
+        """Note `Reached.update`, `micro_step` and `batch`."""
+        noted = self._reached  # a Struct's pack_into costs 1.4 us more, in each micro-batch
+        noted[0], noted[1], noted[2] = update, micro_step, batch
 
     def begun(self) -> None:
         """A fit or an evaluation is at work, in this thread; perhaps inside of another one."""

@@ -37,12 +37,12 @@ def limit_reached(run: Run) -> str:
 def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: FirstUpdate) -> str:
     """Do what is due or requested after an update, or after the last of those that optimizers make in turn. Why the fit ends here, or
     nothing. All ranks."""
-    write_line(run)  # of the update before, while the device works on this one
+    if run.journal.begun is not None:
+        write_line(run)  # of the update before, while the device works on this one
     due = agenda.due(window, result.route)
     if not window.last_turn:
         return ""
     if not due:
-        run.metrics.limit()
         run.now.at_boundary = True
         return ""
     epoch = run.progress.epoch
@@ -135,10 +135,8 @@ def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torc
             write_line(run)
     elif last:
         stop_if_nonfinite(run, run.metrics.look(), run.progress.step)
-    else:
-        run.metrics.limit()
-        return
-    first.report()
+    if wanted.log or last:
+        first.report()
 
 
 def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:

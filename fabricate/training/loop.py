@@ -94,12 +94,12 @@ def windows(run: Run) -> Iterator[Window]:
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
     if not progress.position:  # else this epoch goes on from a checkpoint
         progress.micro_step = 0
-    remaining = _interruptible(run, source.windows(progress.epoch, progress.position))
+    timed = run.journal.stopwatch.timed  # the time until each batch arrives
+    remaining = _interruptible(run, source.windows(progress.epoch, progress.position, timed))
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)
-    timed = run.journal.stopwatch.timed(remaining)
-    yield from turns(run, timed) if run.optim.turns else timed
+    yield from turns(run, remaining) if run.optim.turns else remaining
     if (
         progress.position == 0 and not progress.micro_step
     ):  # position is back at 0 after the last window; no window came
@@ -113,7 +113,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
     losses = WindowLosses(state.losses, window, state.wants_loss)
     run.now.batch = None  # while the next one is read
     for micro_step, (batch, rows) in enumerate(
-        run.journal.stopwatch.timed(_interruptible(run, window.micro_batches, 1 if window.first_turn else 0))
+        _interruptible(run, window.micro_batches, 1 if window.first_turn else 0)
     ):
         is_last = micro_step == window.num_micro_steps - 1
         run.reached(progress.step + 1, progress.micro_step, -1)
@@ -124,17 +124,16 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
             wrapped = calls.train_step  # None: nothing wraps the forward
             output = wrapped(trainer, module, batch) if wrapped else engine.forward(batch, progress.micro_step)
             state.first_update.after_forward(micro_step)
-            for_backward, loss, weight, logged_weight = losses.add(output, batch, rows)
-            if is_last:
-                losses.begin_sums()
+            for_backward, loss, weight, logged_weight = losses.add(output, batch, rows, is_last)
+            run.metrics.add_loss(loss, weight)
             engine.scaling.backward(for_backward)
-        run.metrics.add_loss(loss, weight)
         if calls.on_accumulate is not None:
             calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, window.num_micro_steps, is_last)
         if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
             restore()
             module._logged[:] = [entry for entry in module._logged if entry[3] == "object"]
-        run.metrics.take(module._logged, logged_weight)
+        if module._logged:
+            run.metrics.take(module._logged, logged_weight)
         progress.micro_step += 1
         if not is_last:
             run.now.batch = None
@@ -233,10 +232,8 @@ class LoopState:
             self.parameters = list(run.module.parameters())  # a hook may have added layers
         run.calls.step = run.progress.step + 1
         run.metrics.begin_update()
-        if any(
-            [parameter.grad is not None for parameter in self.parameters]
-        ):  # of a backward in a validation or a hook
-            for parameter in self.parameters:
+        for parameter in self.parameters:
+            if parameter.grad is not None:  # of a backward in a validation or a hook
                 parameter.grad = None
         run.now.at_boundary, run.now.in_update = False, True
 

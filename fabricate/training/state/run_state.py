@@ -77,7 +77,10 @@ class Optimization:
 
     def number_of_groups(self) -> int:
         """Of parameters, in all optimizers."""
-        return sum([len(optimizer.param_groups) for optimizer in self.optimizers.values()])
+        number = 0
+        for optimizer in self.optimizers.values():
+            number += len(optimizer.param_groups)
+        return number
 
 
 @dataclass(slots=True)

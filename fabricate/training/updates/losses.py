@@ -153,6 +153,14 @@ def recognised(loss: torch.Tensor, given: Any) -> type[RowWeights]:
     return RowWeights if counted(loss) is None else LabelWeights
 
 
+class Rules(NamedTuple):
+    """What weighs the losses of the optimizers that step together."""
+
+    window: RowWeights
+    one_micro_batch: RowWeights
+    """The same for a window that is one micro-batch of one reader."""
+
+
 class Weighed(NamedTuple):
     """The loss of one micro-batch."""
 
@@ -172,7 +180,7 @@ class Losses:
         self.run = run
         self.readers = run.engine.data_world_size
         self.default = run.optim.default
-        self.rules: dict[str, RowWeights] = {}
+        self.rules: dict[str | None, Rules] = {}
         self.rows_seen: set[int | None] = {0, None}
         """How many rows micro-batches have had, as far as that was looked at."""
         # Where backward gathers parameters, its first gather would wait behind the sum, and that for the end of the forward.
@@ -184,13 +192,14 @@ class Losses:
         if rows and len(self.rows_seen) <= _MOST_LOOKS and (divisor := odd_divisor(loss, rows)) is not None:
             note_divisor(self.run, divisor)
 
-    def new_rule(self, loss: torch.Tensor, given: Any) -> RowWeights:
-        """The rule of an update's optimizers whose first loss is `loss`."""
-        rule = recognised(loss, given)
+    def new_rules(self, loss: torch.Tensor, given: Any) -> Rules:
+        """The rules of an update's optimizers whose first loss is `loss`."""
+        kind = recognised(loss, given)
         assert self.run.source is not None
-        return (
-            CountedRows(self.readers) if rule is RowWeights and not self.run.source.exact_rows else rule(self.readers)
-        )
+        if kind is RowWeights and not self.run.source.exact_rows:
+            kind = CountedRows
+        rule = kind(self.readers)
+        return Rules(rule, rule.for_one_micro_batch())
 
 
 class WindowLosses:
@@ -200,7 +209,7 @@ class WindowLosses:
         self._losses = losses
         self._rows = window.rows
         self._expected = 0.0
-        """The weight that the window is taken to have; known from the first loss on."""
+        """The weight that the window is taken to have; known from the first loss on, or from windows before."""
         self._one_micro_batch = window.num_micro_steps == 1 and losses.readers == 1
         self._averaged = averaged and not self._one_micro_batch
         self._weights: list[Any] = []
@@ -212,17 +221,33 @@ class WindowLosses:
         self.optimizer: Any = window.turn or losses.default
         """What the window updates, a key of `Optimization.updates`; where training_step names it, known from the first loss on."""
         self.rule: Any = None
-        """What weighs the losses of this window, a `RowWeights`; known from the first loss on."""
+        """What weighs the losses of this window, a `RowWeights`; known from the first loss on, or from windows before."""
+        self._adds_up = False
+        """Whether weights or losses are added up over micro-batches and ranks."""
         self.total: Any = None
         """The weight of the window over all ranks, from `normalise` on: a number or a 0-dim tensor."""
         self.mean: torch.Tensor | None = None
         """The mean of the losses over all ranks, from `normalise` on; None where it had to be added up and no listener wants it."""
+        self._use(losses.rules.get(self.optimizer))
 
-    def add(self, output: Any, batch: Any, rows: int | None) -> Weighed:
-        """Take what training_step returned for `batch`. No wait for the device."""
+    def _use(self, rules: Rules | None) -> None:
+        """Weigh by `rules`; None: they are not known yet."""
+        if rules is None:
+            self.rule, self._expected = None, 0.0
+        else:
+            self.rule = rules.one_micro_batch if self._one_micro_batch else rules.window
+            self._adds_up = self._averaged or self.rule.summed
+            self._expected = self._rows * self._losses.run.optim.weight_per_row.get(self.optimizer, 0.0)
+
+    def add(self, output: Any, batch: Any, rows: int | None, is_last: bool) -> Weighed:
+        """Take what training_step returned for `batch`. After the last, all ranks, the sums over ranks that `normalise` needs begin: they
+        travel beside its backward. Not in a first window, where ranks that weigh by different things would meet in different collectives.
+        No wait for the device."""
         loss, given, chosen = unpack(output)
         if chosen is not None or self.optimizer is None:
             self.optimizer = choose(self._losses.run, self.optimizer, chosen, len(self.values))
+            if not self.values:
+                self._use(self._losses.rules.get(self.optimizer))
         if self.rule is None or self._first is not None:
             self._settle(loss, given, rows)
         weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
@@ -237,19 +262,19 @@ class WindowLosses:
         loss = loss.detach()
         self.values.append(loss)
         self._weights.append(weight)
+        if is_last and self._adds_up and self._losses.sum_beside_backward and self._first is None:
+            self._sums = self._begin_sums()
         return Weighed(for_backward, loss, weight, logged_weight)
 
     def _settle(self, loss: torch.Tensor, given: Any, rows: int | None) -> None:
-        """Choose what weighs the losses; and check them where these optimizers never had a window."""
-        rule = self._losses.rules.get(self.optimizer)
-        if rule is None:
-            check_loss(self._losses.run, loss)
-            check_not_negative(given)
-            check_logged(self._losses.run, loss)
-            self._first = Made.by(loss, rows)
+        """Check the losses of optimizers that never had a window; the first decides what weighs them."""
+        check_loss(self._losses.run, loss)
+        check_not_negative(given)
+        check_logged(self._losses.run, loss)
+        self._first = Made.by(loss, rows)
         if self.rule is None:
-            self._optimizers_rule = rule or self._losses.new_rule(loss, given)
-            self.rule = self._optimizers_rule.for_one_micro_batch() if self._one_micro_batch else self._optimizers_rule
+            self._new_rules = self._losses.new_rules(loss, given)
+            self._use(self._new_rules)
 
     def _note_missing_rows(self, weight: Any, rows: int | None) -> None:
         """Of a batch in which a collate_fn of the user's left rows out, or so it seems."""
@@ -270,31 +295,22 @@ class WindowLosses:
             known[self.optimizer] = 1.0 if largest == _NO_WEIGHT else 2.0**largest
         return known[self.optimizer]
 
-    def begin_sums(self) -> None:
-        """Start the sums over ranks that `normalise` needs, once the last loss is added: they travel beside its backward. Not in a
-        first window: ranks that weigh by different things would meet in different collectives. All ranks."""
-        if self._losses.sum_beside_backward and self._first is None:
-            self._begin_sums()
-
-    def _begin_sums(self) -> None:
-        if self._averaged or self.rule.summed:
-            engine = self._losses.run.engine
-            zero = torch.zeros((), device=engine.device)
-            products = map(_product, self.values, self._weights) if self._averaged else ()
-            self._sums = engine.begin_sum(torch.stack([sum(self._weights, zero), sum(products, zero)]))
+    def _begin_sums(self) -> Callable[[], torch.Tensor]:
+        engine = self._losses.run.engine
+        zero = torch.zeros((), device=engine.device)
+        products = map(_product, self.values, self._weights) if self._averaged else ()
+        return engine.begin_sum(torch.stack([sum(self._weights, zero), sum(products, zero)]))
 
     def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make the gradients of `parameters` those of the mean over the window. All ranks; no wait for the device."""
         if self._first is not None:
             check_window(self._losses.run, self.rule.source, self.optimizer, self._first)
-            self._losses.rules[self.optimizer] = self._optimizers_rule
+            self._losses.rules[self.optimizer] = self._new_rules
         self.total = self.rule.total(self._rows, self._weights)
         self.mean = self.values[0] if self._one_micro_batch else None
-        if self._sums is None:
-            self._begin_sums()
-        if self._sums is None:
+        if not self._adds_up:
             return
-        of_weights, of_losses = self._sums()
+        of_weights, of_losses = (self._sums or self._begin_sums())()
         if self.rule.summed:
             self.total = of_weights
             factor = torch.where(of_weights > 0, self._expected / of_weights, 0.0)  # nothing counted: no gradient
