@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEER_VENV := .venv-peers
+DOCS_VENV := .venv-docs
 PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabricate-fp8[torchao]' \
 	-e plugins/fabricate-deepspeed -e plugins/fabricate-powersgd -e plugins/fabricate-lightning
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env lint test test-extras test-gpu demo bench bench-peers campaign dist check-dist clean
+.PHONY: env lint test test-extras test-gpu docs demo bench bench-peers campaign dist check-dist clean
 
 env: $(INSTALLED)
 
@@ -41,6 +42,13 @@ test-extras: bench-peers
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),env)
 	$(GPU_PYTHON) -m pytest --confcutdir=tests/gpu tests/gpu
+
+# The site, in build/site. A broken link or a snippet that fails ends it.
+docs: env
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -c constraints.txt -r docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 PATH=$(CURDIR)/$(DOCS_VENV)/bin:$$PATH $(DOCS_VENV)/bin/python -m mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/test_docs.py
 
 # Two ranks stop half way, the same command resumes and finishes, transformers alone reads the result, and a page shows the run.
 demo: train := $(BIN)/fabricate run examples/demo.py --nproc 2 -- --run-dir runs/demo --stop-at 300
