@@ -378,6 +378,12 @@ class FSDP(Strategy):
         """Refuse hooks on gradients that came since the module was sharded, in on_fit_start, say."""
         _refuse_hooks(module)
 
+    def during_hook(self, hook: str) -> AbstractContextManager[object] | None:
+        from fabricate.strategies.assigning import Assigning
+
+        # Those left out have a forward or a save inside.
+        return None if hook in ("train_step", "eval_step", "write_checkpoint") else Assigning(self.local_part)
+
     # -- one update -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

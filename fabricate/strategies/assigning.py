@@ -1,0 +1,44 @@
+"""`parameter.data = value` for parameters in shards. Must not know: strategies, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fabricate.errors import ConfigurationError
+from fabricate.strategies.sharding import Part, is_sharded
+
+ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""The function that `tensor.data = value` calls."""
+
+
+class Assigning(TorchFunctionMode):
+    """While entered, `parameter.data = value` writes `value` into the shard. torch itself does nothing there, without an error.
+
+    part_of: what this rank holds of a parameter. All ranks assign alike.
+    """
+
+    def __init__(self, part_of: Callable[[torch.Tensor], Part]) -> None:
+        super().__init__()
+        self._part_of = part_of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == ASSIGN and is_sharded(args[0]):
+            return self._assign(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _assign(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        if (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
+            raise ConfigurationError(
+                f"parameter.data = a tensor of shape {tuple(value.shape)}, {value.dtype}: the parameter lies in shards and keeps its shape "
+                f"{tuple(parameter.shape)} and {parameter.dtype}; assign a tensor like it"
+            )
+        with torch.no_grad():
+            if is_sharded(value):
+                parameter.copy_(value)
+            else:
+                part = self._part_of(parameter)
+                part.write(value.detach().flatten()[part.start : part.start + part.count])
