@@ -143,7 +143,7 @@ class Events:
         a strategy that cannot tell. Where optimizers take turns, both are of the last turn. Asking for `loss` costs one small
         all-reduce per update on several ranks, asking for `grad_norm` one norm per update; take only what you use. Weights may
         be changed (an EMA swap, a projection), on every rank alike; under "zero3" within
-        `trainer.strategy.changing(parameters)`."""
+        `trainer.strategy.changing(parameters)`. Steps must not: under "fsdp" and ZeRO they compute with copies."""
 
     @hookspec
     def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:

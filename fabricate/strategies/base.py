@@ -284,6 +284,11 @@ class Strategy(Listener):
         listener uses, so that what it changes counts; None where the module's parameters are what is trained."""
         return None
 
+    def keeps_written(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether what a step, as opposed to a hook, writes into `parameter` stays. It does not where steps compute with a copy: a fit
+        refuses it then, as far as its first update shows it."""
+        return True
+
     def changing(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[object]:
         """A context in which code outside of a step may read and change `parameters`, element by element and on every rank alike;
         what it changes counts. Under a strategy that keeps them empty between steps they are whole inside. All ranks."""

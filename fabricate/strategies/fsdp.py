@@ -384,6 +384,9 @@ class FSDP(Strategy):
         # Those left out have a forward or a save inside.
         return None if hook in ("train_step", "eval_step", "write_checkpoint") else Assigning(self.local_part)
 
+    def keeps_written(self, parameter: torch.nn.Parameter) -> bool:
+        return not parameter.ndim  # what is gathered for a step is freed after it
+
     # -- one update -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from fabricate.errors import ConfigurationError, few
 from fabricate.training.halves import compare_halves
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.losses import WindowLosses
+from fabricate.training.written import Written
 
 
 class Activations:
@@ -70,6 +71,13 @@ class FirstUpdate:
         self._run = run
         self._activations: Activations | None = Activations(run.module)
         run.closing.callback(self._activations.close)
+        self._written: Written | None = None
+        """Until every optimizer had an update. Where layers are compiled, they would be compiled anew without it."""
+        keeps = run.engine.strategy.keeps_written
+        if self._activations.whole and not all(keeps(parameter) for parameter in run.module.parameters()):
+            self._written = Written(run.module, run.engine)
+            run.closing.callback(self._written.close)
+        self._began_at = run.progress.step
         self._trains = run.module.training
         self._without_gradient: dict[str, torch.nn.Parameter] = {}
         """Trainable parameters that received no gradient in any update so far, until that is reported."""
@@ -100,6 +108,9 @@ class FirstUpdate:
                 f"{type(self._run.module).__name__} is in eval mode since step {self._run.progress.step}: a step or a hook called "
                 "self.eval() and not self.train() afterwards, so that dropout and batch normalisation work as in an evaluation"
             )
+        if self._written is not None and self._run.progress.step > self._began_at:
+            self._written.close()
+            self._written = None
         if self._activations is not None and applied:
             layers, whole = self._activations.close(), self._activations.whole
             self._activations = None

@@ -510,3 +510,47 @@ def test_a_hook_that_uses_an_empty_parameter_is_refused_by_name() -> None:
             "on_step uses the parameter first.weight, which lies in parts on the ranks under strategy='zero3'"
         )
         assert "trainer.strategy.changing(" in text
+
+
+class WritingSteps(Net):
+    """Steps move a slow copy and clip a trained weight, as some modules do in their forward."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__("sgd")
+        self.writes = writes
+        self.teacher = torch.nn.Linear(WIDTH, 7).requires_grad_(False)
+
+    def training_step(self, batch: Any) -> Any:
+        with torch.no_grad():
+            if self.writes == "frozen":
+                for mean in self.teacher.parameters():
+                    mean.data = mean.data * 0.9
+            else:
+                self.first.weight.data.clamp_(-0.1, 0.1)
+        return super().training_step(batch)
+
+
+def _written(writes: str) -> dict[str, str]:
+    found = {}
+    for strategy in ("fsdp", "zero1", "zero3"):
+        try:
+            Trainer(strategy=strategy, max_steps=2, progress=False).fit(WritingSteps(writes), ROWS, batch_size=4)
+        except FabricateError as error:
+            found[strategy] = str(error)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("writes", "name", "lost"),
+    [("trained", "first.weight", ["fsdp", "zero1", "zero3"]), ("frozen", "teacher.weight", ["fsdp", "zero3"])],
+)
+def test_a_step_that_writes_into_copies_of_parameters_is_refused_by_name(
+    writes: str, name: str, lost: list[str]
+) -> None:
+    for found in run_ranks(_written, 2, writes):
+        assert list(found) == lost
+        for strategy, text in found.items():
+            assert text.startswith(
+                f"WritingSteps.training_step writes into the parameter {name}, and strategy={strategy!r} computes with a copy of it"
+            )
+            assert "change it in on_step(self)" in text

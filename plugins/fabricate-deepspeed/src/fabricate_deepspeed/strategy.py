@@ -368,6 +368,10 @@ class ZeRO(Strategy, abc.ABC):
         left_out = ("train_step", "eval_step", "write_checkpoint", "on_exception", "on_teardown")
         return None if hook in left_out else self._uses.during(hook)
 
+    def keeps_written(self, parameter: torch.nn.Parameter) -> bool:
+        # Masters overwrite what is trained; stage 3 frees what it gathered.
+        return self.stage < 3 and not parameter.requires_grad
+
     @contextlib.contextmanager
     def changing(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         used = list(parameters)

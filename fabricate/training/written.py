@@ -1,0 +1,110 @@
+"""Writes of a step into parameters that the strategy computes with copies of: they would be lost. Must not know: the loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fabricate.distributed.engine import Engine
+from fabricate.errors import ConfigurationError
+from fabricate.module import STEPS, TrainModule
+from fabricate.strategies.assigning import ASSIGN
+from fabricate.strategies.sharding import is_sharded
+
+_HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
+"""Names that end like those of functions that write."""
+
+
+class Written(TorchFunctionMode):
+    """While a step runs, refuses what writes into parameters that do not keep it. Costs a Python call per call of torch."""
+
+    def __init__(self, module: TrainModule, engine: Engine) -> None:
+        super().__init__()
+        self._module, self._strategy, self._stage = module, engine.strategy, ""
+        self._hooks = [
+            engine.root.register_forward_pre_hook(self._begin),
+            engine.root.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _begin(self, root: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._stage = inputs[0]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, root: torch.nn.Module, inputs: object, output: object) -> None:
+        if self._stage:
+            self._stage = ""
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            if tensor.grad_fn is None and (name := self._parameter(func, tensor)) and not _called_by_us():
+                self._refuse(name)
+        return func(*args, **kwargs)
+
+    def _parameter(self, func: Callable[..., Any], tensor: torch.Tensor) -> str:
+        """The name of the parameter that `func` writes to in vain through `tensor`, or ""."""
+        if is_sharded(tensor) and func != ASSIGN:  # not gathered yet: it will be with what is written now
+            return ""
+        memory = None if is_sharded(tensor) else tensor.untyped_storage()._cdata
+        for name, parameter in self._module.named_parameters():
+            same = parameter is tensor or (
+                memory is not None and not is_sharded(parameter) and parameter.untyped_storage()._cdata == memory
+            )
+            if same and not self._strategy.keeps_written(parameter):
+                return name
+        return ""
+
+    def _refuse(self, name: str) -> None:
+        raise ConfigurationError(
+            f"{type(self._module).__name__}.{STEPS.get(self._stage, self._stage)} writes into the parameter {name}, and strategy="
+            f"{self._strategy.name!r} computes with a copy of it, so that the change would be lost: change it in on_step(self), within "
+            "`with torch.no_grad(), self.trainer.strategy.changing(self.parameters()):`; a tensor that steps write to is a buffer"
+        )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that `func` writes to, as far as its name and arguments say."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    if in_place or func == ASSIGN or name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
+        yield from _tensors(args[:1] or tuple(kwargs.values())[:1])
+    yield from _tensors((kwargs.get("out"),))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _called_by_us() -> bool:
+    """Whether the strategy called the function, which gathers and frees parameters while a step runs."""
+    frame: FrameType | None = inspect.currentframe()
+    for _ in range(2):  # this function and `__torch_function__`
+        frame = frame and frame.f_back
+    while (
+        frame is not None
+        and _module(frame).startswith("torch.")
+        and not _module(frame).startswith("torch.distributed.")
+    ):
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(("torch.distributed.", "deepspeed.", "fabricate."))
+
+
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
