@@ -63,12 +63,14 @@ def rows_of(batch: Any) -> int:
 
 def rows_that_came(batch: Any, planned: int) -> int:
     """The rows of a batch that was to have `planned` ones: a collate_fn may leave some out. It may do more to leading dimensions: put
-    time first, pack rows, make graphs of them. So of several the largest that is not above `planned` counts, and a tensor whose second
-    dimension is `planned` says nothing.
+    time first, pack rows, make graphs of them, leave samples in lists. So of several the largest that is not above `planned` counts, and
+    a tensor whose second dimension is `planned` says nothing.
 
     >>> rows_that_came((torch.zeros(7, 3), torch.zeros(7)), 8), rows_that_came((torch.zeros(5, 8), torch.zeros(8)), 8)
     (7, 8)
     """
+    if _holds_tensors(batch) and len(batch) == planned > 3:  # else it has so many fields
+        return planned
     shapes = list(_shapes(batch))
     if not shapes:
         return min(_num_listed(batch) or planned, planned)
@@ -108,17 +110,33 @@ def leading_dimensions(batch: Any) -> list[int]:
     return list(dict.fromkeys(shape[0] for shape in _shapes(batch)))
 
 
-def _shapes(batch: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of the tensors and arrays in a batch that have a leading dimension."""
+def _shapes(batch: Any, inside: bool = False) -> Iterator[tuple[int, ...]]:
+    """The shapes of the tensors and arrays in a batch that have a leading dimension. `inside`: `batch` is a part of one."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         if batch.ndim:
             yield (len(batch),) if getattr(batch, "is_nested", False) else tuple(map(int, batch.shape))
     # A list of mappings is a list of samples: a dimension found inside one of them is not the batch's.
-    elif isinstance(batch, list | tuple) and batch and all(isinstance(part, Mapping) for part in batch):
+    elif _holds_mappings(batch):
         yield (len(batch),)
     else:
-        for part in _parts(batch):
-            yield from _shapes(part)
+        parts = list(_parts(batch))
+        samples = {len(part) for part in parts if _holds_mappings(part)}
+        for part in parts:  # beside samples, a list as long is of the same samples: images, and what is known of each
+            yield from (
+                [(len(part),)] if isinstance(part, list | tuple) and len(part) in samples else _shapes(part, True)
+            )
+        if inside and _holds_tensors(batch):  # samples, or views of the whole batch
+            yield (len(parts),)
+
+
+def _holds_mappings(batch: Any) -> bool:
+    return isinstance(batch, list | tuple) and bool(batch) and all(isinstance(part, Mapping) for part in batch)
+
+
+def _holds_tensors(batch: Any) -> bool:
+    return (
+        isinstance(batch, list | tuple) and bool(batch) and all(isinstance(p, torch.Tensor | np.ndarray) for p in batch)
+    )
 
 
 def _num_listed(batch: Any) -> int | None:

@@ -237,6 +237,10 @@ class Pair:
         ({"text": ["a", "b"]}, 2),
         ({"text": ["a", "b"], "label": torch.zeros(4)}, 4),
         (Pair(1.0, torch.zeros(3, 1)), 3),
+        (((torch.zeros(6, 3), torch.zeros(6, 3)), torch.zeros(6)), 6),  # views
+        (((torch.zeros(6, 3), torch.zeros(2, 40)), torch.zeros(6)), 6),
+        ((tuple(torch.zeros(5, 3, 4, 4)), tuple({"boxes": torch.zeros(n, 4)} for n in range(5))), 5),  # detection
+        ({"images": list(torch.zeros(5, 3, 4, 4)), "targets": [{"label": 1}] * 5}, 5),
     ],
 )
 def test_rows_are_read_off_the_batch(batch: Any, rows: int) -> None:
@@ -266,6 +270,11 @@ def test_a_batch_without_visible_rows_is_an_error_that_asks_for_the_weight(batch
         ({"classes": torch.zeros(3), "x": torch.zeros(8, 3)}, 8),
         ((torch.zeros(31, 3),), 8),  # packed
         (object(), 8),
+        ((tuple(torch.zeros(8, 3, 4)), tuple(torch.zeros(8, 1))), 8),  # samples in lists
+        ((list(torch.zeros(7, 3, 4)), list(torch.zeros(7))), 7),
+        ([torch.zeros(n, 2) for n in range(3, 11)], 8),
+        ([[torch.zeros(n, 2) for n in range(3, 11)], list(torch.zeros(8))], 8),
+        ((torch.zeros(7, 3), [torch.zeros(7), torch.zeros(7, 2)]), 7),  # views
     ],
 )
 def test_the_rows_that_came_of_eight(batch: Any, rows: int) -> None:
