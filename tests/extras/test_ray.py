@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainMod
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]  # Ray warns about itself
 UPDATES = 12
+FITS: dict[str, dict[str, Any]] = {"dropout": {"dropout": 0.2}, "replicas": {}, "shards": {"strategy": "fsdp"}}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ray_sweep.py"
 
 
 class Regression(TrainModule):
@@ -80,9 +83,7 @@ class Seen(Callback):
 
 
 def fit(config: dict[str, Any]) -> FitResult:
-    """What every worker runs."""
-    if "first" in config:  # another fit before, in the same workers
-        fit({**config.pop("first"), "run_dir": config["run_dir"] + "-first"})
+    """A fit in a worker of Ray, or here."""
     run_dir = Path(config["run_dir"])
     plugins: list[Any] = [RayTrain(look_every=1)] if config.get("ray", True) else []
     if "dies_at" in config:
@@ -104,6 +105,14 @@ def fit(config: dict[str, Any]) -> FitResult:
     )
     resume = resume_from_ray(run_dir) if config.get("ray", True) else "auto"
     return trainer.fit(Regression(config.get("dropout", 0.0)), rows, rows[:10], batch_size=2, resume=resume)
+
+
+def several_fits(config: dict[str, Any]) -> None:
+    """In every worker: one that is refused, then replicas twice, then shards."""
+    with pytest.raises(ConfigurationError, match="is in the folder of Ray's session"):
+        fit({"run_dir": "relative"})
+    for name, options in FITS.items():
+        fit({"run_dir": f"{config['folder']}/{name}", **options})
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -129,10 +138,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def train(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, int] = 2, failures: int = 0) -> Result:
+def train(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    function: Callable[[dict[str, Any]], Any] = fit,
+    workers: int | tuple[int, int] = 2,
+    failures: int = 0,
+) -> Result:
     trainer = TorchTrainer(
-        fit,
-        train_loop_config={"run_dir": str(folder / "run"), **config},
+        function,
+        train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
             storage_path=str(folder / "ray"), name="r", failure_config=FailureConfig(max_failures=failures)
@@ -145,51 +161,63 @@ def train(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, int
         signal.signal(signal.SIGINT, handler)  # Ray leaves one of its own
 
 
-def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = train(whole, {"dropout": 0.2})
-    again = train(killed, {"dropout": 0.2, "dies_at": 7}, failures=1)
-    assert (killed / "run.died").exists()
-    events = [json.loads(line) for line in (killed / "run" / "events.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def one_group(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the fits that two workers made one after another."""
+    folder = tmp_path_factory.mktemp("one_group")
+    train(folder, {"folder": str(folder)}, function=several_fits)
+    return folder
+
+
+def test_one_group_of_workers_fits_replicas_and_then_shards(one_group: Path, undisturbed: Path) -> None:
+    for name in ("replicas", "shards"):
+        for parameter, value in weights(undisturbed).items():
+            assert torch.allclose(value, weights(one_group / name)[parameter], rtol=0, atol=1e-5), (name, parameter)
+
+
+def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path, one_group: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = train(tmp_path, {"run_dir": str(run_dir), "dropout": 0.2, "dies_at": 7}, failures=1)
+    assert run_dir.with_suffix(".died").exists()
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     (saved,) = {event["step"] for event in events if event["event"] == "saved"} - {4, 8, 12}
     assert saved in (5, 6), "after the SIGTERM, at the next update"
     assert [Path(event["path"]).name for event in events if event["event"] == "resumed"] == [f"step-{saved:08}"]
-    for name, value in weights(whole / "run").items():
-        assert torch.equal(value, weights(killed / "run")[name]), name
-    for each in (result, again):
-        assert each.metrics is not None
-        assert each.checkpoint is not None
-        assert each.metrics["step"] == UPDATES
-        assert "val_loss" in each.metrics
-        assert Path(each.checkpoint.path).name == f"run-step-{UPDATES:08}"
-
-
-def test_another_number_of_workers_goes_on_with_the_same_batches(tmp_path: Path, undisturbed: Path) -> None:
-    with pytest.raises(ray.train.WorkerGroupError):
-        train(tmp_path, {"dies_at": 6})
-    assert not (tmp_path / "run" / "model").exists()
-    train(tmp_path, {}, workers=1)
-    for name, value in weights(undisturbed).items():
-        assert torch.allclose(value, weights(tmp_path / "run")[name], rtol=0, atol=1e-5), name
-
-
-def test_one_group_of_workers_fits_replicas_and_then_shards(tmp_path: Path, undisturbed: Path) -> None:
-    train(tmp_path, {"strategy": "fsdp", "first": {"strategy": "ddp"}})
-    for run_dir in (tmp_path / "run-first", tmp_path / "run"):
-        for name, value in weights(undisturbed).items():
-            assert torch.allclose(value, weights(run_dir)[name], rtol=0, atol=1e-5), name
-
-
-def test_a_run_directory_that_ray_deletes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ray.train.WorkerGroupError, match="is in the folder of Ray's session"):
-        train(tmp_path, {"run_dir": "relative"}, workers=1)
+    for name, value in weights(one_group / "dropout").items():
+        assert torch.equal(value, weights(run_dir)[name]), name
+    assert result.metrics is not None
+    assert result.checkpoint is not None
+    assert result.metrics["step"] == UPDATES
+    assert "val_loss" in result.metrics
+    assert Path(result.checkpoint.path).name == f"run-step-{UPDATES:08}"
 
 
 def test_the_plugin_outside_of_ray_says_what_it_is_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="this process is not one of its workers; leave the plugin out"):
+    with pytest.raises(ConfigurationError, match="this process is neither a worker nor a trial; leave the plugin out"):
         Trainer(plugins=["ray"], max_steps=1, run_dir=tmp_path, progress=False).fit(
             Regression(0.0), torch.randn(4, 4), batch_size=2
         )
+
+
+def test_a_sweep_of_four_trials_finds_the_best_and_its_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--folder", str(tmp_path)],
+        env=os.environ | {"RAY_ADDRESS": cluster.address, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    losses = {}
+    for rate in ("0.001", "0.01", "0.1", "0.3"):
+        lines = (tmp_path / f"lr-{rate}" / "metrics.jsonl").read_text().splitlines()
+        losses[rate] = [json.loads(line)["metrics"]["val_loss"] for line in lines if "val_loss" in line][-1]
+        assert f"lr {rate}: val_loss {losses[rate]:.3g} after 32 steps" in done.stdout
+        assert (tmp_path / f"lr-{rate}" / "model" / "model.safetensors").exists()
+    best, copy = re.findall(r"^best: lr (\S+), checkpoint (.*)$", done.stdout, re.MULTILINE)[0]
+    assert best == min(losses, key=lambda rate: losses[rate])
+    original = tmp_path / f"lr-{best}" / "checkpoints" / "step-00000032" / "manifest.json"
+    assert (Path(copy) / "manifest.json").read_bytes() == original.read_bytes()
 
 
 def rows_of_updates(folder: Path) -> list[list[float]]:
@@ -204,7 +232,7 @@ def rows_of_updates(folder: Path) -> list[list[float]]:
 
 def taken_away(cluster: Cluster, run_dir: Path) -> int:
     """Drain the second node as a cloud does that takes it back, wait for the save, and end its processes. The step of the save."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not list(run_dir.parent.glob("update-03-of-2-*.json")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -225,7 +253,7 @@ def test_workers_go_from_two_to_one_when_a_node_is_taken_away(
 ) -> None:
     """The last of this file: the second node does not come back."""
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.2")
-    config = {"seen": str(tmp_path), "save_every": None}
+    config = {"run_dir": str(tmp_path / "run"), "seen": str(tmp_path), "save_every": None}
     with ThreadPoolExecutor(1) as thread:
         removed = thread.submit(taken_away, cluster, tmp_path / "run")
         train(tmp_path, config, workers=(1, 2))

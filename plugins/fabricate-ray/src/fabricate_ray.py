@@ -1,8 +1,10 @@
 """fabricate in the workers of Ray Train: metrics and checkpoints go to Ray, and a machine that will be taken away is noticed in time.
+And in the trials of Ray Tune, each of which is a process that fits: metrics and checkpoints go to Ray.
 
 Every worker is a rank, with the device and the place that Ray gives it; fabricate needs no help with either. What Ray expects of a worker:
 the docstrings of `ray.train.report`, `get_checkpoint` and `get_preemption_info`, Ray 2.60. A fit runs in a thread of a worker, and Python
-handles signals in the main one, where the worker's actor answers calls: its method `execute` runs a function there (not documented).
+handles signals in the main one, where the worker's actor answers calls: its method `execute` runs a function there (not documented). The
+actor of a trial answers none while the trial runs.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ __all__ = ["RayTrain", "resume_from_ray"]
 
 @dataclasses.dataclass(eq=False)
 class RayTrain(Callback):
-    """Reports to Ray Train: the metrics of every validation, and every checkpoint once it is durable, with the metrics known then.
+    """Reports to Ray Train or Ray Tune: the metrics of every validation, and every durable checkpoint with the metrics known then.
 
     copy: whether Ray gets a copy of each checkpoint for its storage (`Result.checkpoint`, `ray.train.get_checkpoint`); without it, RUN_DIR
     alone holds them. look_every: updates between two looks for a preemption, each a barrier of all workers; 0: never. Where Ray says that a
     node will be taken away, or where a worker gets SIGTERM, all ranks save at the next update and train on, because Ray takes a function
-    that returns for finished. A second SIGTERM ends the worker.
+    that returns for finished. A second SIGTERM ends the worker. A trial of Ray Tune neither looks nor handles SIGTERM.
 
-    Raises `ConfigurationError` outside of a Ray Train worker, and for a `run_dir` in the folder of Ray's session, which Ray deletes.
+    Raises `ConfigurationError` in a process that is neither a worker nor a trial, and for a `run_dir` in the folder of Ray's session,
+    which Ray deletes.
     """
 
     copy: bool = True
@@ -40,21 +43,15 @@ class RayTrain(Callback):
     def __post_init__(self) -> None:
         if self.look_every < 0:
             raise ConfigurationError(f"ray: look_every={self.look_every!r}: give a number of updates, or 0 for never")
-        self._preempted = False
+        self._preempted = self._is_trial = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        import ray.train
-
-        try:
-            ray.train.get_context().get_world_size()
-        except RuntimeError as exc:
-            raise ConfigurationError(
-                "the plugin 'ray' reports to Ray Train, and this process is not one of its workers; leave the plugin out"
-            ) from exc
+        self._is_trial = _is_trial()
         _check_run_dir(trainer.run_dir)
         self._preempted = False
-        _fits.append(trainer)
-        _in_main_thread(_hear)
+        if not self._is_trial:
+            _fits.append(trainer)
+            _in_main_thread(_hear)
 
     def on_teardown(self, trainer: Trainer) -> None:
         if trainer in _fits:
@@ -64,39 +61,67 @@ class RayTrain(Callback):
     def on_step(self, trainer: Trainer, step: int) -> None:
         import ray.train
 
-        look = self.look_every and not self._preempted and step % self.look_every == 0
+        look = self.look_every and not self._preempted and not self._is_trial and step % self.look_every == 0
         if look and ray.train.get_preemption_info() is not None:
             self._preempted = True
             trainer.request_save()
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
-        import ray.train
-
         if stage == "validate":
-            ray.train.report({**trainer.metrics, **metrics, "step": trainer.step})
+            self._report({**trainer.metrics, **metrics, "step": trainer.step})
 
     def on_saved(self, trainer: Trainer, path: Path, step: int) -> None:
+        self._report({**trainer.metrics, "step": step}, path if self.copy and trainer.is_main else None, path)
+
+    def _report(self, metrics: dict[str, Any], checkpoint: Path | None = None, path: Path | None = None) -> None:
+        """`checkpoint`: what Ray shall copy. `path`: what all workers saved."""
         import ray.train
 
-        whole = ray.train.Checkpoint.from_directory(str(path)) if self.copy and trainer.is_main else None
-        name = (
-            f"{path.parents[1].name}-{path.name}"  # of the run directory and the step: one worker may run several fits
-        )
-        ray.train.report({**trainer.metrics, "step": step}, checkpoint=whole, checkpoint_dir_name=name)
+        if self._is_trial:
+            import ray.tune
+
+            ray.tune.report(metrics, checkpoint=ray.tune.Checkpoint.from_directory(checkpoint) if checkpoint else None)
+            return
+        # The name has the run directory and the step: one worker may run several fits.
+        name = f"{path.parents[1].name}-{path.name}" if path else None
+        whole = ray.train.Checkpoint.from_directory(str(checkpoint)) if checkpoint else None
+        ray.train.report(metrics, checkpoint=whole, checkpoint_dir_name=name)
 
 
 def resume_from_ray(run_dir: str | Path) -> str:
-    """What a worker gives to `Trainer.fit(resume=)`: "auto" where `run_dir` holds checkpoints or Ray has none of it, else the path of Ray's
-    newest, fetched first if it is on a remote store. Every worker calls it, before its fit."""
-    import ray.train
+    """What a worker or a trial gives to `Trainer.fit(resume=)`: "auto" where `run_dir` holds checkpoints or Ray has none of it, else the
+    path of Ray's newest, fetched first if it is on a remote store. Every worker calls it, before its fit. A trial has one fit: there
+    Ray's names of checkpoints do not say which run they are of."""
+    checkpoint: Any
+    if trial := _is_trial():
+        import ray.tune
 
-    checkpoint = ray.train.get_checkpoint()
+        checkpoint = ray.tune.get_checkpoint()
+    else:
+        import ray.train
+
+        checkpoint = ray.train.get_checkpoint()
     if checkpoint is None or any(Path(run_dir).glob("checkpoints/step-*")):
         return "auto"
-    if not Path(checkpoint.path).name.startswith(f"{Path(run_dir).name}-step-"):
+    if not trial and not Path(checkpoint.path).name.startswith(f"{Path(run_dir).name}-step-"):
         return "auto"  # of another fit of these workers
     local = checkpoint.filesystem.type_name == "local"
     return str(checkpoint.path if local else checkpoint.to_directory())
+
+
+def _is_trial() -> bool:
+    """Whether this process is a trial of Ray Tune, else a worker of Ray Train. `ConfigurationError` where it is neither."""
+    import ray.train
+
+    try:
+        ray.train.get_context().get_world_size()
+    except DeprecationWarning:  # what Ray Train raises for a trial
+        return True
+    except RuntimeError as exc:
+        raise ConfigurationError(
+            "the plugin 'ray' reports to Ray Train or Ray Tune, and this process is neither a worker nor a trial; leave the plugin out"
+        ) from exc
+    return False
 
 
 _fits: list[Trainer] = []
@@ -133,7 +158,7 @@ def _save(number: int, frame: FrameType | None) -> None:
 
 
 def _check_run_dir(run_dir: Path | None) -> None:
-    """A worker's working directory is a folder of Ray's session, and is deleted with it."""
+    """The working directory of a worker or a trial is a folder of Ray's session, and is deleted with it."""
     import ray
 
     session = ray.get_runtime_context().get_session_name()
