@@ -6,7 +6,8 @@ INSTALLED := $(VENV)/.installed
 PEER_VENV := .venv-peers
 DOCS_VENV := .venv-docs
 PLUGINS := -e plugins/fabricate-ema -e plugins/fabricate-diloco -e 'plugins/fabricate-fp8[torchao]' \
-	-e plugins/fabricate-deepspeed -e plugins/fabricate-powersgd -e plugins/fabricate-lightning
+	-e plugins/fabricate-deepspeed -e plugins/fabricate-powersgd -e plugins/fabricate-lightning \
+	-e plugins/fabricate-text
 
 export OMP_NUM_THREADS ?= 1
 

@@ -1,0 +1,188 @@
+"""Several tokenized rows in one: packing, and the collate function that makes batches of packed and of plain rows.
+
+transformers' models attend within each packed row only (block-diagonally) where `position_ids` start anew with each, no
+`attention_mask` is given, and no cache is made: with one, which is the default in training too, they look back over the whole row. Must not know: tokenizers, samplers, losses.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError
+
+IGNORED = -100
+"""A label that does not count: torch's and transformers' default."""
+
+
+def pack(dataset: Any, length: int, *, too_long: str = "refuse", at_once: int = 10_000) -> Any:
+    """`dataset` with several rows joined to one of at most `length` tokens, by best fit: as few rows as that finds.
+
+    dataset: a `datasets.Dataset` or `IterableDataset` with the column "input_ids" and, where not every token is learnt, "labels" of
+    the same lengths (-100: not learnt). Where there is an "attention_mask", tokens of 0 (padding) are left out; other columns are dropped.
+    too_long: what happens to rows of more than `length` tokens: "refuse", "split" into rows of their own, or "cut".
+    at_once: rows that are packed together; the memory it takes, and a stream is packed in parts of so many.
+
+    Returns a data set of the same kind with lists of whole numbers, all of one length per row: "input_ids"; "labels", where the first token
+    of each packed row is -100, so that it is not predicted from the row before; and "position_ids", which count from 0 in each packed row.
+    The same rows give the same result on every rank. `Pad` makes batches of it. Raises `ConfigurationError`.
+
+    >>> rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6, 7], [8, 9]]})
+    >>> pack(rows, 5)[0]
+    {'input_ids': [4, 5, 6, 7], 'labels': [-100, 5, 6, 7], 'position_ids': [0, 1, 2, 3]}
+    """
+    if too_long not in ("refuse", "split", "cut"):
+        raise ConfigurationError(f"pack: too_long={too_long!r}: give 'refuse', 'split' or 'cut'")
+    if length < 2:
+        raise ConfigurationError(f"pack: length={length!r}: at least 2, because a row of one token predicts nothing")
+    columns = column_names(dataset)
+    if "input_ids" not in columns:
+        raise ConfigurationError(f"pack: the data has the columns {columns} and no 'input_ids': tokenize it first")
+    return dataset.with_format(None).map(
+        _pack_rows,
+        batched=True,
+        batch_size=at_once,
+        remove_columns=columns,
+        fn_kwargs={"length": length, "too_long": too_long},
+    )
+
+
+def column_names(dataset: Any) -> list[str]:
+    """Of a `datasets.Dataset`, or of a stream, of which the first row may have to be read."""
+    names = dataset.column_names
+    return list(next(iter(dataset), {})) if names is None else list(names)
+
+
+def _pack_rows(rows: Mapping[str, list[list[int]]], length: int, too_long: str) -> dict[str, list[list[int]]]:
+    pieces = [piece for row in _whole_rows(rows) for piece in _pieces(*row, length, too_long)]
+    packed: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for members in best_fit([len(ids) for ids, _ in pieces], length):
+        chosen = [pieces[member] for member in members]
+        packed["input_ids"].append([token for ids, _ in chosen for token in ids])
+        packed["labels"].append([label for _, labels in chosen for label in [IGNORED, *labels[1:]]])
+        packed["position_ids"].append([place for ids, _ in chosen for place in range(len(ids))])
+    return packed
+
+
+def _whole_rows(rows: Mapping[str, list[list[int]]]) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of each row, without padding."""
+    found = []
+    everyone = zip(
+        rows["input_ids"],
+        rows.get("labels", rows["input_ids"]),
+        rows.get("attention_mask", rows["input_ids"]),
+        strict=True,
+    )
+    for ids, labels, mask in everyone:
+        if not len(ids) == len(labels) == len(mask):
+            raise ConfigurationError(
+                f"pack: a row has {len(ids)} input_ids, {len(labels)} labels and an attention_mask of {len(mask)}; "
+                "they have to be of one length"
+            )
+        if "attention_mask" in rows:
+            kept = [place for place, real in enumerate(mask) if real]
+            ids, labels = [ids[place] for place in kept], [labels[place] for place in kept]
+        found.append((ids, labels))
+    return found
+
+
+def _pieces(ids: list[int], labels: list[int], length: int, too_long: str) -> list[tuple[list[int], list[int]]]:
+    """What is packed of a row: all of it, where it is not too long. A piece of one token predicts nothing and is left out."""
+    if len(ids) > length and too_long == "refuse":
+        raise ConfigurationError(
+            f"pack: a row has {len(ids)} tokens, more than length={length}; pass a larger length, too_long='split' to go on in "
+            "another row, or too_long='cut' to leave the rest out"
+        )
+    starts = range(0, length if too_long == "cut" else len(ids), length)
+    pieces = [(ids[start : start + length], labels[start : start + length]) for start in starts]
+    return [piece for piece in pieces if len(piece[0]) > 1]
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which rows go together so that none of the groups is longer than `room`: the longest row first, each into the fullest group
+    that takes it. Groups hold indices into `lengths`, in their order, and come in the order of their first rows."""
+    groups: list[list[int]] = []
+    open_groups: list[tuple[int, int]] = []  # the room that is left, and the group; sorted
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        place = bisect_left(open_groups, (lengths[row], 0))
+        if place == len(open_groups):
+            left, group = room, len(groups)
+            groups.append([])
+        else:
+            left, group = open_groups.pop(place)
+        groups[group].append(row)
+        if left - lengths[row] > 1:  # no row is shorter than 2
+            insort(open_groups, (left - lengths[row], group))
+    return sorted(sorted(group) for group in groups)
+
+
+@dataclass(frozen=True)
+class Pad:
+    """A `collate_fn`: a batch of rows of tokens, padded at the end to the longest of them.
+
+    pad_token_id: of the tokenizer. multiple_of: batches get a length that this divides. flatten: one long row without padding instead,
+    which is how flash attention takes packed rows; other attention computes the same with a mask of the square of its length.
+
+    Gives int64 tensors of shape (rows, longest row), of shape (1, all tokens) with `flatten`: "input_ids" and "labels" (-100 at padding; the
+    tokens themselves where rows have none), and for packed rows or `flatten` "position_ids", in which padding counts as a row of its own,
+    and "use_cache", False, without which models do not read them as packed; else "attention_mask".
+    """
+
+    pad_token_id: int
+    multiple_of: int = 1
+    flatten: bool = False
+
+    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """`rows`: mappings with "input_ids", and maybe "labels" and "position_ids": lists or tensors of one dimension."""
+        ids = [torch.as_tensor(row["input_ids"]) for row in rows]
+        labels = [torch.as_tensor(row.get("labels", row["input_ids"])).clone() for row in rows]
+        places = [torch.as_tensor(row.get("position_ids", torch.arange(len(row["input_ids"])))) for row in rows]
+        if self.flatten:
+            for each in labels:
+                each[0] = IGNORED
+            ids, labels, places = [torch.cat(ids)], [torch.cat(labels)], [torch.cat(places)]
+        longest = max(map(len, ids))
+        longest += -longest % self.multiple_of
+        missing = [longest - len(each) for each in ids]
+        batch: dict[str, Any] = {
+            "input_ids": self._filled(ids, missing),
+            "labels": self._filled(labels, missing, IGNORED),
+        }
+        if self.flatten or "position_ids" in rows[0]:
+            padded = [torch.cat([each, torch.arange(n)]) for each, n in zip(places, missing, strict=True)]
+            batch |= {"position_ids": torch.stack(padded), "use_cache": False}
+        else:
+            batch["attention_mask"] = self._filled([torch.ones_like(each) for each in ids], missing, 0)
+        return batch
+
+    def _filled(self, rows: list[torch.Tensor], missing: list[int], value: int | None = None) -> torch.Tensor:
+        value = self.pad_token_id if value is None else value
+        return torch.stack(
+            [torch.nn.functional.pad(row, (0, n), value=value) for row, n in zip(rows, missing, strict=True)]
+        )
+
+
+def check_packing(model: Any) -> None:
+    """Raise `ConfigurationError` where a causal model of transformers lets packed rows see each other: not all take `position_ids` for the
+    beginnings of rows. Two rows of three tokens go through the model as `Pad` gives them, and the second must not depend on the first.
+    One process, weights built; changes neither weights nor their gradients."""
+    embedding = model.get_input_embeddings().weight
+    embedded = embedding[:1].detach().repeat(1, 6, 1).reshape(1, 6, -1).requires_grad_()
+    places = torch.tensor([[0, 1, 2, 0, 1, 2]], device=embedding.device)
+    try:
+        logits = model(inputs_embeds=embedded, position_ids=places, use_cache=False).logits
+    except TypeError as exc:
+        raise _leaks(model, f"does not take position_ids ({exc})") from exc
+    (influence,) = torch.autograd.grad(logits[:, 3:].float().logsumexp(-1).sum(), embedded)
+    if influence[:, :3].any():
+        raise _leaks(model, "attends from one packed row to the row before")
+
+
+def _leaks(model: Any, problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"check_packing: {type(model).__name__} {problem}; train it on rows that are not packed, with Pad and ByLength"
+    )
