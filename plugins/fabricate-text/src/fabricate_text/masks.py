@@ -1,0 +1,123 @@
+"""Tokens and labels of conversations and of prompts with completions, by the tokenizer's own chat template.
+
+What is not to be learnt has the label -100. Must not know: batches, packing, models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fabricate import ConfigurationError
+from fabricate_text.packing import IGNORED, column_names
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What encloses the assistant's words in a chat template, as transformers looks for it."""
+
+
+def tokenize_chats(dataset: Any, tokenizer: Any, *, column: str = "messages", learn: str = "assistant") -> Any:
+    """`dataset` with each conversation as "input_ids" and "labels", lists of whole numbers of one length per row.
+
+    dataset: a `datasets.Dataset` or `IterableDataset`; `column` holds lists of {"role": ..., "content": ...}. tokenizer: one of
+    transformers with a chat template. learn: "assistant", the tokens that the template encloses in {% generation %}, or "all".
+
+    Other columns are dropped. Raises `ConfigurationError`: for a template without these marks, and for a conversation without a token
+    to learn.
+    """
+    if learn not in ("assistant", "all"):
+        raise ConfigurationError(f"tokenize_chats: learn={learn!r}: give 'assistant' or 'all'")
+    template = _template(tokenizer, "tokenize_chats")
+    if learn == "assistant" and not _MARK.search(template):
+        raise ConfigurationError(
+            f"tokenize_chats: the chat template of {_name(tokenizer)} has no {{% generation %}} ... {{% endgeneration %}} around the "
+            "assistant's messages, so their tokens are not known. Set tokenizer.chat_template to a copy with these marks, learn the last "
+            "message only with tokenize_completions, whose mask comes from the prompt's length, or pass learn='all'"
+        )
+    return _mapped(dataset, _chat, column, {"tokenizer": tokenizer, "column": column, "learn": learn})
+
+
+def tokenize_completions(
+    dataset: Any, tokenizer: Any, *, prompt: str = "prompt", completion: str = "completion", learn: str = "completion"
+) -> Any:
+    """`dataset` with each prompt and completion as "input_ids" and "labels", as `tokenize_completion` gives them. prompt, completion:
+    their columns; learn: "completion" or "all". Other columns are dropped."""
+    if learn not in ("completion", "all"):
+        raise ConfigurationError(f"tokenize_completions: learn={learn!r}: give 'completion' or 'all'")
+    options = {"tokenizer": tokenizer, "prompt": prompt, "completion": completion, "learn": learn}
+    return _mapped(dataset, _completion, prompt, options)
+
+
+def tokenize_completion(tokenizer: Any, prompt: Any, completion: Any) -> dict[str, list[int]]:
+    """One prompt with its completion: {"input_ids": [...], "labels": [...]}, with the label -100 at the tokens of the prompt.
+
+    prompt, completion: two texts, after which the tokenizer's end of sequence comes, or two lists of messages, which go through its chat
+    template. The mask comes from the length of the prompt alone, as it is given to a model that generates; `ConfigurationError` where
+    the tokens of the prompt are not the first ones of the whole.
+    """
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise ConfigurationError(
+            f"tokenize_completion: prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}; "
+            "give two texts or two lists of messages"
+        )
+    if isinstance(prompt, str):
+        end = tokenizer.eos_token or ""
+        before = tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt + completion + ("" if completion.endswith(end) else end))["input_ids"]
+    else:
+        _template(tokenizer, "tokenize_completion")
+        before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template([*prompt, *completion], return_dict=True)["input_ids"]
+    if ids[: len(before)] != before:
+        start = next(place for place, token in enumerate(before) if ids[place : place + 1] != [token])
+        raise ConfigurationError(
+            f"tokenize_completion: the prompt ends in {tokenizer.decode(before[start:])!r} when it is alone, which is not what comes there "
+            "when the completion follows, so the model would be trained after another prompt than it gets later. End a text where a token "
+            "ends (put the space before the completion, not after the prompt), or use a chat template that renders both alike"
+        )
+    if len(ids) == len(before):
+        raise ConfigurationError(f"tokenize_completion: nothing follows the prompt {prompt!r}: leave such rows out")
+    return {"input_ids": ids, "labels": [IGNORED] * len(before) + ids[len(before) :]}
+
+
+def _chat(row: Mapping[str, Any], tokenizer: Any, column: str, learn: str) -> dict[str, list[int]]:
+    if learn == "all":
+        ids = tokenizer.apply_chat_template(row[column], return_dict=True)["input_ids"]
+        return {"input_ids": ids, "labels": ids}
+    marked = tokenizer.apply_chat_template(row[column], return_dict=True, return_assistant_tokens_mask=True)
+    labels = [
+        token if own else IGNORED for token, own in zip(marked["input_ids"], marked["assistant_masks"], strict=True)
+    ]
+    if not any(marked["assistant_masks"]):
+        raise ConfigurationError(
+            f"tokenize_chats: a conversation has no token of the assistant: {str(row[column])[:200]}; leave such rows out"
+        )
+    return {"input_ids": marked["input_ids"], "labels": labels}
+
+
+def _completion(
+    row: Mapping[str, Any], tokenizer: Any, prompt: str, completion: str, learn: str
+) -> dict[str, list[int]]:
+    tokens = tokenize_completion(tokenizer, row[prompt], row[completion])
+    return tokens if learn == "completion" else tokens | {"labels": tokens["input_ids"]}
+
+
+def _mapped(dataset: Any, function: Any, needed: str, options: dict[str, Any]) -> Any:
+    columns = column_names(dataset)
+    if needed not in columns:
+        raise ConfigurationError(f"the data has the columns {columns} and no {needed!r}: name the one that holds it")
+    return dataset.with_format(None).map(function, remove_columns=columns, fn_kwargs=options)
+
+
+def _template(tokenizer: Any, function: str) -> str:
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        raise ConfigurationError(
+            f"{function}: {_name(tokenizer)} has no chat template of its own; set tokenizer.chat_template, or give texts as prompt and "
+            "completion to tokenize_completions"
+        )
+    return template
+
+
+def _name(tokenizer: Any) -> str:
+    return f"the tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "the tokenizer"
