@@ -1,8 +1,17 @@
-"""Data and losses for language models: functions over `datasets`, a sampler, a mixture of sources, callbacks."""
 
 from __future__ import annotations
 
 from fabricate_text.masks import tokenize_chats, tokenize_completion, tokenize_completions
+from fabricate_text.order import ByLength, Mixture
 from fabricate_text.packing import Pad, check_packing, pack
 
-__all__ = ["Pad", "check_packing", "pack", "tokenize_chats", "tokenize_completion", "tokenize_completions"]
+__all__ = [
+    "ByLength",
+    "Mixture",
+    "Pad",
+    "check_packing",
+    "pack",
+    "tokenize_chats",
+    "tokenize_completion",
+    "tokenize_completions",
+]

@@ -1,7 +1,8 @@
 """Several tokenized rows in one: packing, and the collate function that makes batches of packed and of plain rows.
 
-transformers' models attend within each packed row only (block-diagonally) where `position_ids` start anew with each, no
-`attention_mask` is given, and no cache is made: with one, which is the default in training too, they look back over the whole row. Must not know: tokenizers, samplers, losses.
+transformers' models attend within each packed row only (block-diagonally) where `position_ids` start anew with each, no `attention_mask`
+is given, and no cache is made: with one, which is the default in training too, they look back over the whole row. Must not know:
+tokenizers, samplers, losses.
 """
 
 from __future__ import annotations
@@ -127,9 +128,9 @@ class Pad:
     pad_token_id: of the tokenizer. multiple_of: batches get a length that this divides. flatten: one long row without padding instead,
     which is how flash attention takes packed rows; other attention computes the same with a mask of the square of its length.
 
-    Gives int64 tensors of shape (rows, longest row), of shape (1, all tokens) with `flatten`: "input_ids" and "labels" (-100 at padding; the
-    tokens themselves where rows have none), and for packed rows or `flatten` "position_ids", in which padding counts as a row of its own,
-    and "use_cache", False, without which models do not read them as packed; else "attention_mask".
+    Gives int64 tensors of shape (rows, longest row), of shape (1, all tokens) with `flatten`: "input_ids" and "labels" (-100 at padding;
+    the tokens themselves where rows have none), and for packed rows or `flatten` "position_ids", in which padding counts as a row of its
+    own, and "use_cache", False, without which models do not read them as packed; else "attention_mask".
     """
 
     pad_token_id: int
