@@ -1,0 +1,63 @@
+"""Losses of a causal language model with the weight that their mean has: the labels that count, whatever computes the loss.
+
+fabricate knows how many labels a plain cross-entropy counts. A smoothed one and a fused kernel do not show it, so that they come
+with their weight. Must not know: data, tokenizers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from fabricate import ConfigurationError
+from fabricate_text.packing import IGNORED
+
+
+def next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """How many labels a causal model learns: those that are not -100, without the first of each row, which nothing comes before.
+    labels: (rows, tokens), whole numbers. Returns a 0-dim int64 tensor on their device; no wait."""
+    return (labels[:, 1:] != IGNORED).sum()
+
+
+def next_token_loss(
+    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0
+) -> dict[str, torch.Tensor]:
+    """What a `training_step` or `validation_step` returns: {"loss": the mean cross-entropy of the next tokens, "weight": their number}.
+
+    logits: (rows, tokens, vocabulary), computed in float32. labels: (rows, tokens), not shifted, -100 where nothing is learnt.
+    label_smoothing: the share of the target that is spread evenly over the vocabulary, from 0 to 1 (torch's and transformers').
+
+    >>> return next_token_loss(self.model(**batch).logits, batch["labels"], label_smoothing=0.1)
+    """
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigurationError(f"next_token_loss: label_smoothing={label_smoothing!r}: from 0 to 1")
+    targets = labels[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), targets, label_smoothing=label_smoothing, ignore_index=IGNORED
+    )
+    return {"loss": loss, "weight": next_tokens(labels)}
+
+
+def use_liger(model: Any) -> Any:
+    """`model` with Liger's kernels, in `configure_model`: the cross-entropy fused with the last layer among them. Changes the model
+    and returns it. Return its loss with its weight, as a fused one does not show it:
+
+    >>> def training_step(self, batch):
+    ...     return {"loss": self.model(**batch).loss, "weight": next_tokens(batch["labels"])}
+
+    Raises `ConfigurationError` without an NVIDIA GPU, whose language the kernels are written for, or without the package liger-kernel; both
+    before the first step.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"use_liger: the kernels of Liger for {type(model).__name__} are written in Triton for GPUs, and this process has none; leave "
+            "use_liger out on a CPU: next_token_loss computes the same"
+        )
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigurationError("use_liger: needs the package liger-kernel: pip install 'fabricate-text[liger]'")
+    integration: Any = importlib.import_module("transformers.integrations.liger")
+    integration.apply_liger_kernel(model, None)
+    return model

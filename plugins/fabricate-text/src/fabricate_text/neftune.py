@@ -1,0 +1,85 @@
+"""NEFTune (arXiv 2310.05914): uniform noise on the embeddings of tokens, in training only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fabricate import Callback, ConfigurationError
+
+
+class NEFTune(Callback):
+    """Adds noise to the embeddings of the transformers model in a module while it trains: uniform within alpha / sqrt(length x width),
+    where the length is that of each row by itself, without padding, and of each packed row.
+
+    alpha: the size of the noise; 5 to 15 in the paper.
+
+    The noise comes from torch's generator of the device, as dropout does, which fabricate seeds and stores: a resumed run draws the same,
+    and validation draws none. transformers' `neftune_noise_alpha` takes the padded length instead: the same where nothing is padded.
+
+    >>> Trainer(plugins=[NEFTune(alpha=5)], ...)
+    """
+
+    def __init__(self, alpha: float = 5.0) -> None:
+        if not 0 < alpha < math.inf:
+            raise ConfigurationError(f"NEFTune: alpha={alpha!r}: a number above 0")
+        self.alpha = alpha
+        self._handles: list[Any] = []
+        self._lengths: Any = None
+
+    def on_fit_start(self, module: Any) -> None:
+        model = _model(module)
+        self._handles = [
+            model.register_forward_pre_hook(self._note_lengths, with_kwargs=True),
+            model.get_input_embeddings().register_forward_hook(self._add_noise),
+        ]
+
+    def on_teardown(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _note_lengths(self, model: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._lengths = None
+        if model.training:
+            mask, places = named.get("attention_mask"), named.get("position_ids")
+            if mask is not None and mask.ndim == 2:
+                self._lengths = mask.sum(1, keepdim=True)
+            elif places is not None:
+                self._lengths = packed_lengths(places)
+
+    def _add_noise(self, embedding: Any, positional: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor | None:
+        if not embedding.training:
+            return None
+        lengths = embedded.shape[1] if self._lengths is None else self._lengths[..., None].clamp(min=1)
+        bound = self.alpha * torch.as_tensor(lengths * embedded.shape[2], device=embedded.device).float().rsqrt()
+        noise = torch.empty_like(embedded, dtype=torch.float32).uniform_(-1, 1) * bound
+        return embedded + noise.to(embedded.dtype)
+
+
+def packed_lengths(position_ids: torch.Tensor) -> torch.Tensor:
+    """Of each token, how many its packed row has. position_ids: (rows, tokens), which count from 0 in each packed row; so does the
+    result. No wait for the device."""
+    tokens = position_ids.shape[1]
+    row = (position_ids == 0).cumsum(1)
+    counts = torch.zeros(len(row), tokens + 1, dtype=torch.int64, device=row.device)
+    counts.scatter_add_(1, row, torch.ones_like(row))
+    return counts.gather(1, row)
+
+
+def _model(module: Any) -> Any:
+    """The model with token embeddings in `module`: the only one, or the only one that is trained."""
+    from transformers import PreTrainedModel
+
+    found = [child for child in module.modules() if isinstance(child, PreTrainedModel)]
+    inner = {id(child) for model in found for child in model.modules() if child is not model}
+    outer = [model for model in found if id(model) not in inner]
+    trained = [model for model in outer if any(parameter.requires_grad for parameter in model.parameters())]
+    if len(trained) != 1:
+        raise ConfigurationError(
+            f"NEFTune: {type(module).__name__} has {len(trained)} models of transformers that are trained, and one is needed, to whose "
+            "embeddings the noise is added"
+        )
+    return trained[0]
