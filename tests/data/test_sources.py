@@ -16,6 +16,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from fabricate.data.source import Loading
@@ -303,3 +304,24 @@ def test_tensor_data_sets_work_end_to_end() -> None:
     features, labels = next(window.micro_batches)[0]
     assert features.shape == (4, 1)
     assert torch.equal(features.squeeze(1).long(), labels)
+
+
+class Doubled(TensorDataset):
+    """A TensorDataset with rows of its own."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * value for value in super().__getitem__(index))
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Doubled])
+def test_a_batch_of_tensors_is_what_default_collate_makes_of_the_rows(kind: type[TensorDataset]) -> None:
+    images = torch.arange(960.0).reshape(10, 6, 4, 4).to(memory_format=torch.channels_last)
+    data = kind(images, torch.arange(10, dtype=torch.int32).double().half(), torch.ones(10, 3, dtype=torch.complex64))
+    for window in opened(data, Loading(4)).windows(0):
+        for batch, _ in window.micro_batches:
+            picked = [int(row) for row in batch[1] / (2 if kind is Doubled else 1)]
+            expected = default_collate([data[row] for row in picked])
+            assert type(batch) is type(expected)
+            for own, other in zip(batch, expected, strict=True):
+                assert torch.equal(own, other)
+                assert (own.dtype, own.stride()) == (other.dtype, other.stride())
