@@ -78,7 +78,7 @@ class Agenda:
         least = self._least_steps if self._run.progress.step < self._least_steps else math.inf
         self._next_step = min((self._most_steps, least, *(due.next for due in self._by_step)))
 
-    def due(self, window: Window, route: int) -> bool:
+    def due(self, window: Window) -> bool:
         """Whether the boundary after `window` may have something to do; the same on every rank."""
         if self._reads_clock:
             self._look_at_clock()
@@ -86,7 +86,7 @@ class Agenda:
         due = progress.step >= self._next_step or window.last
         if self._by_amount:
             due = due or any([progress.tokens >= moment.next for moment in self._by_amount])
-        return self._ranks.due(route) or due  # in this order: the ranks count the updates
+        return self._ranks.due() or due  # in this order: the ranks count the updates
 
     def _look_at_clock(self) -> None:
         """Request what falls due by the clock, as other code of this rank requests it."""
@@ -139,7 +139,7 @@ class OneRank:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def due(self, route: int) -> bool:
+    def due(self) -> bool:
         """Whether something was requested since the last boundary, or a save in the background has ended."""
         background = self._run.checkpoints.background
         return self._run.requests.pending or (background is not None and background.busy and not background.running)
@@ -171,9 +171,10 @@ class ManyRanks:
         self._agreed_at = time.monotonic()
         object.__setattr__(run.module, "_uses_trainer", False)  # only uses from here on are in an update
 
-    def due(self, route: int) -> bool:
+    def due(self) -> bool:
         """Whether the ranks agree after this update; the same on every rank."""
         self._updates += 1
+        route = self._run.engine.strategy.route()
         self._routes = hash((self._routes, route)) if route else self._routes
         return self._updates >= self._most_updates or self._listeners_ran()
 

@@ -39,7 +39,7 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
     nothing. All ranks."""
     if run.journal.begun is not None:
         write_line(run)  # of the update before, while the device works on this one
-    due = agenda.due(window, result.route)
+    due = agenda.due(window)
     if not window.last_turn:
         return ""
     if not due:
@@ -79,13 +79,19 @@ def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) 
     wanted = agenda.decide_again(wanted, hooks_ran=wanted.log or wanted.evaluate or last)
     _check(run, wanted, ends=wanted.end or bool(limit), last=last)
     run.now.at_boundary = True
+    if wanted.save or run.checkpoints.background is not None:
+        _save(run, wanted)
+    return _stop_reason(run, wanted, limit) if wanted.end else limit
+
+
+def _save(run: Run, wanted: Wanted) -> None:
+    """Save, and announce a save that ended in the background."""
     with refusing_logs(run.module, _SAVED):
         if not wanted.writing:
             finish_background_save(run)
         if wanted.save:
             with run.journal.stopwatch.apart():
                 save_requested(run)
-    return _stop_reason(run, wanted, limit) if wanted.end else limit
 
 
 def _stop_reason(run: Run, wanted: Wanted, limit: str) -> str:

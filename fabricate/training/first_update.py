@@ -82,6 +82,11 @@ class FirstUpdate:
         self._without_gradient: dict[str, torch.nn.Parameter] = {}
         """Trainable parameters that received no gradient in any update so far, until that is reported."""
 
+    @property
+    def under_way(self) -> bool:
+        """Whether no update was applied yet."""
+        return self._activations is not None
+
     def after_forward(self, micro_step: int) -> None:
         """In the first update, refuse gradients that code outside of the loop computed or cleared. No wait for the device."""
         strategy = self._run.engine.strategy

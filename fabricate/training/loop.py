@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,8 +29,6 @@ from fabricate.training.updates.turns import turn_of, turns
 MOST_SKIPPED = 100
 """Updates skipped one after another before the fit gives up instead of running for ever."""
 
-_NO_TURN = contextlib.nullcontext()
-
 T = TypeVar("T")
 Clip = Callable[[Sequence[torch.nn.Parameter], torch.Tensor | None], None]
 Apply = Callable[[torch.optim.Optimizer, torch.Tensor | None], bool]
@@ -40,15 +36,14 @@ Apply = Callable[[torch.optim.Optimizer, torch.Tensor | None], bool]
 
 def fit(run: Run) -> str:
     """Train until a limit, a request or a signal; returns the reason. All ranks."""
-    state, agenda = LoopState(run), Agenda(run)
+    state, agenda, accumulate_window = LoopState(run), Agenda(run), accumulation(run)
     try:
         if reason := _before_updates(run, agenda):
             return reason
         while not (reason := limit_reached(run)):
             for window in windows(run):  # one window of micro-batches makes one update (or one turn of each optimizer)
                 state.begin_update()
-                with state.turn(window.turn):
-                    losses = accumulate(state, window)  # forward, backward, on_accumulate, for each micro-batch
+                losses = accumulate_window(state, window)  # forward, backward, on_accumulate, for each micro-batch
                 result = update(state, losses)  # normalise, clip, on_before_step, optimizer_step
                 account(state, window, losses, result)  # counters, on_step or on_step_skipped
                 if reason := boundary(run, agenda, window, result, state.first_update):
@@ -106,15 +101,27 @@ def windows(run: Run) -> Iterator[Window]:
         raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
 
 
+def accumulation(run: Run) -> Callable[[LoopState, Window], WindowLosses]:
+    """`accumulate`; where optimizers take turns, with the parameters of the others frozen."""
+    return _accumulate_in_turn if run.optim.turns else accumulate
+
+
+def _accumulate_in_turn(state: LoopState, window: Window) -> WindowLosses:
+    assert window.turn is not None
+    with turn_of(state.run, window.turn):
+        return accumulate(state, window)
+
+
 def accumulate(state: LoopState, window: Window) -> WindowLosses:
     """Forward and backward of every micro-batch of `window`. All ranks."""
     run = state.run
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
     losses = WindowLosses(state.losses, window, state.wants_loss)
     run.now.batch = None  # while the next one is read
-    for micro_step, (batch, rows) in enumerate(
-        _interruptible(run, window.micro_batches, 1 if window.first_turn else 0)
-    ):
+    batches: Iterable[tuple[Any, int | None]] = window.micro_batches
+    if state.may_wait:
+        batches = _interruptible(run, batches, 1 if window.first_turn else 0)
+    for micro_step, (batch, rows) in enumerate(batches):
         is_last = micro_step == window.num_micro_steps - 1
         run.reached(progress.step + 1, progress.micro_step, -1)
         run.now.batch = batch = engine.to_device(batch)
@@ -123,7 +130,8 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
         with engine.gradient_sync(is_last):
             wrapped = calls.train_step  # None: nothing wraps the forward
             output = wrapped(trainer, module, batch) if wrapped else engine.forward(batch, progress.micro_step)
-            state.first_update.after_forward(micro_step)
+            if state.first_update.under_way:
+                state.first_update.after_forward(micro_step)
             for_backward, loss, weight, logged_weight = losses.add(output, batch, rows, is_last)
             run.metrics.add_loss(loss, weight)
             engine.scaling.backward(for_backward)
@@ -158,7 +166,7 @@ def update(state: LoopState, losses: WindowLosses) -> Update:
         run.checkpoints.background.before_step()
     applied = state.apply(optimizer, norm)
     engine.moment.gradients_final, engine.moment.skipped = False, not applied
-    return Update(applied, norm, engine.strategy.route())
+    return Update(applied, norm)
 
 
 def account(state: LoopState, window: Window, losses: WindowLosses, result: Update) -> None:
@@ -200,6 +208,8 @@ class LoopState:
         self.losses = Losses(run)
         self.first_update = FirstUpdate(run)
         self.parameters = list(run.module.parameters())
+        self.may_wait = run.engine.world_size > 1 or (run.source is not None and run.source.in_workers)
+        """Whether a signal may end a wait for data."""
         self.clip = _clipping(run)
         self.skip_reason = "loss scale overflow" if engine.scales_loss else "non-finite gradients"
         # The loop itself skips, unless a loss scaler or the strategy does.
@@ -236,10 +246,6 @@ class LoopState:
             if parameter.grad is not None:  # of a backward in a validation or a hook
                 parameter.grad = None
         run.now.at_boundary, run.now.in_update = False, True
-
-    def turn(self, name: str | None) -> AbstractContextManager[None]:
-        """The context of an update's gradients. Where optimizers take turns: that of the optimizer `name`, the others frozen."""
-        return _NO_TURN if name is None else turn_of(self.run, name)
 
     def refuse_new_groups(self) -> None:
         """Refuse groups that on_before_step added: this update has neither normalised nor clipped their gradients."""

@@ -31,7 +31,7 @@ from fabricate.selfcheck.dry_run.recorder import Recorder
 from fabricate.selfcheck.dry_run.report import Measured
 from fabricate.strategies.ddp import DDP
 from fabricate.strategies.sharding import is_sharded
-from fabricate.training.loop import LoopState, account, accumulate, update, windows
+from fabricate.training.loop import LoopState, account, accumulation, update, windows
 from fabricate.training.opening import opened
 from fabricate.training.preparation import prepare_fit
 from fabricate.training.state.run_state import Owner, Run
@@ -130,17 +130,17 @@ class _Rehearsal:
         return work
 
     def _update(self, work: list[tuple[Window, list[tuple[Any, Rows]]]], looks: Iterable[int] = ()) -> None:
+        accumulate_window = accumulation(self.run)
         gc.collect()
         self._sort(work)
         self.ledger.begin(looks)
         with _without_collector(), self.recorder:
             for window, micro_batches in work:
                 self.state.begin_update()
-                with self.state.turn(window.turn):
-                    self.ledger.in_forward = True
-                    losses = accumulate(self.state, replace(window, micro_batches=iter(micro_batches)))
-                    self.ledger.in_forward = False
-                    self.gradient_bytes = self.ledger.bytes_of(self._gradients())
+                self.ledger.in_forward = True
+                losses = accumulate_window(self.state, replace(window, micro_batches=iter(micro_batches)))
+                self.ledger.in_forward = False
+                self.gradient_bytes = self.ledger.bytes_of(self._gradients())
                 result = update(self.state, losses)
                 account(self.state, window, losses, result)
 

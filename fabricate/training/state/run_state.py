@@ -152,8 +152,6 @@ class Update(NamedTuple):
     applied: bool
     norm: torch.Tensor | None
     """The global norm of the gradients before clipping; None where nothing uses it."""
-    route: int
-    """Which layers ran; see `Strategy.route`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,6 @@ from fabricate.training.state.run_state import Run
 
 def unpack(output: Any) -> tuple[Any, Any, Any]:
     """The loss, the weight or None, the name of the optimizer (or a list) or None."""
-    if isinstance(output, torch.Tensor):  # before the test below, which is slow
-        return output, None, None
     if isinstance(output, Mapping):
         known = {"loss", "weight", "optimizer"}
         unknown = sorted(set(output) - known)
