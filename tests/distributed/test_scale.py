@@ -17,14 +17,17 @@ import torch.distributed as dist
 from campaigns import scale
 from fabricate import CheckpointError, ConfigurationError, RankError
 from fabricate.checkpoint.format.directory import Chunk, Reader, TensorRecord, committed
-from fabricate.checkpoint.format.files import Files
+from fabricate.checkpoint.format.files import Files, Source
 from fabricate.checkpoint.state import commit
 from fabricate.checkpoint.state.contents import Content
+from fabricate.checkpoint.state.logical import Saver, read, read_whole
 from fabricate.distributed import group, meeting
 from fabricate.distributed.connections import await_all
 from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.group import Group
 from fabricate.distributed.meeting import compare_builds
+from fabricate.strategies.sharding import Part
+from fabricate.strategies.single import Single
 from fabricate.testing import run_ranks
 
 SIZES = (16, 32, 64)
@@ -280,14 +283,60 @@ def test_values_that_no_rank_wants_do_not_travel() -> None:
 
 
 class Asked(Files):
-    """Counts by name whose size was asked for."""
+    """Counts by name whose size was asked for, what was opened, and the directories whose names were read."""
 
     def __init__(self) -> None:
         self.names: Counter[str] = Counter()
+        self.opened: Counter[str] = Counter()
+        self.listed = 0
 
     def size(self, path: Path) -> int:
         self.names[path.name] += 1
         return super().size(path)
+
+    def open(self, path: Path) -> Source:
+        self.opened[path.name] += 1
+        return super().open(path)
+
+    def listdir(self, path: Path) -> list[str]:
+        self.listed += 1
+        return super().listdir(path)
+
+
+WEIGHTS = {f"model/w{number}": torch.arange(301.0) + number for number in range(20)}
+
+
+def save_copies(group: Group, folder: Path, shards: int) -> None:
+    """Tensors in `shards` shards, of each of which there are as many copies as the ranks allow."""
+    saver = Saver(Single(), group.rank, group.world_size)
+    copy, shard = divmod(group.rank, shards)
+    for name, tensor in WEIGHTS.items():
+        start, end = (len(tensor) * number // shards for number in (shard, shard + 1))
+        held = Part(tensor[start:end], start, (301,), shards == 1, copy, group.world_size // shards)
+        saver.part(name, held)
+    content = Content(saver.chunks, {}, {}, saver.tensors, dict(MANIFEST), [])
+    commit.write(group, content, folder / "step-00000005", [])
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_of_many_ranks_that_hold_the_same_eight_write_and_each_opens_their_files_once(
+    tmp_path: Path, shards: int
+) -> None:
+    for size in SIZES:
+        folder = tmp_path / str(size)
+        on_each(size, lambda ranks, folder=folder: save_copies(ranks, folder, shards))
+        (path,) = committed(folder)
+        files = Asked()
+        with Reader(path, files) as reader:
+            writers = min(8, size // shards) * shards
+            assert sum(len(record.chunks) for record in reader.manifest.files) == writers * len(WEIGHTS)
+            for name, tensor in WEIGHTS.items():
+                assert torch.equal(read(reader, name, 0, 301 // shards), tensor[: 301 // shards])
+        del files.opened["manifest.json"]
+        assert set(files.opened.values()) == {1}
+        assert len(files.opened) == writers // shards
+        with Reader(path) as reader:
+            assert all(torch.equal(read_whole(reader, name), tensor) for name, tensor in WEIGHTS.items())
 
 
 def test_ranks_that_open_a_checkpoint_together_look_at_each_file_once(tmp_path: Path) -> None:
@@ -296,6 +345,7 @@ def test_ranks_that_open_a_checkpoint_together_look_at_each_file_once(tmp_path: 
     files = Asked()
     for rank in range(16):
         Reader(path, files, part=(rank, 16)).close()
+    assert files.listed == 1
     assert files.names.pop("manifest.json") == 16
     assert set(files.names.values()) == {1}
     assert len(files.names) == 16 + 16 + 1, "tensors and values of each rank, values of all"

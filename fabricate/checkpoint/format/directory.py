@@ -74,7 +74,8 @@ __all__ = [
     "write_tensors",
 ]
 
-_CACHED_BLOCKS: Final = 8
+_KEPT: Final = 8
+"""Blocks that a reader keeps in memory, and files that it keeps open."""
 _WEIGHTS: Final = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
 _STEP_NAME: Final = re.compile(r"step-(\d{8,18})")
 _TARGET_NAME: Final = re.compile(r"[A-Za-z0-9_][^/\0]{0,199}")
@@ -251,10 +252,10 @@ def _is_content(path: Path, data: bytes, files: Files) -> bool:
 def _check_directory(
     directory: Path, records: Iterable[FileRecord], files: Files, *also: str, part: tuple[int, int] = (0, 1)
 ) -> None:
-    """Check that a directory holds the files of `records`, regular and of their sizes, those of `also`, and no more. `part`: the sizes of
-    one share of them are looked at, the first of several, say."""
+    """Check that a directory holds the files of `records`, regular and of their sizes, those of `also`, and no more. `part`: of several
+    readers, which one this is, and how many they are; the first looks at the names, each at the sizes of its share."""
     sizes = {record.name: record.size for record in records}
-    present = set(files.listdir(directory)).difference(also)
+    present = set(files.listdir(directory)).difference(also) if part[0] == 0 else sizes.keys()
     for name in sorted(sizes.keys() - present):
         raise CheckpointError(f"{name} is missing")
     for name in sorted(present - sizes.keys()):
@@ -281,8 +282,8 @@ class Reader:
     Args:
         path: the checkpoint directory.
         files: the file system.
-        part: of several readers that open the checkpoint together, which one this is, and how many they are: each looks at the sizes of
-            its share of the files.
+        part: of several readers that open the checkpoint together, which one this is, and how many they are: the first looks at the
+            names of the files, each at the sizes of its share.
 
     Raises:
         CheckpointError: here and in every method, for a checkpoint that is missing, torn, altered or unreadable; names
@@ -298,7 +299,7 @@ class Reader:
     def __init__(self, path: Path, files: Files = LOCAL, part: tuple[int, int] = (0, 1)) -> None:
         self.path = path
         self._files = files
-        self._source: Source | None = None
+        self._sources: OrderedDict[str, Source] = OrderedDict()
         self._cache: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         with self._blaming(MANIFEST_NAME):
             self.manifest: Manifest = Manifest.from_bytes(self._manifest_bytes())
@@ -322,11 +323,10 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the open file and the cached blocks. The reader stays usable."""
+        """Let go of the open files and the cached blocks. The reader stays usable."""
         self._cache.clear()
-        if self._source is not None:
-            source, self._source = self._source, None
-            source.close()
+        while self._sources:
+            self._sources.popitem()[1].close()
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Check every block of every file, or one share of the blocks: all shares together read each block once."""
@@ -441,21 +441,26 @@ class Reader:
             block = bytearray(record.block_size)
             del block[self._load_block(record, index, memoryview(block)) :]
             self._cache[key] = block
-            if len(self._cache) > _CACHED_BLOCKS:
+            if len(self._cache) > _KEPT:
                 self._cache.popitem(last=False)
         return self._cache[key]
+
+    def _open(self, name: str) -> Source:
+        if name in self._sources:
+            self._sources.move_to_end(name)
+        else:
+            if len(self._sources) == _KEPT:
+                self._sources.popitem(last=False)[1].close()
+            self._sources[name] = self._files.open(self.path / name)
+        return self._sources[name]
 
     def _load_block(self, record: FileRecord, index: int, buffer: memoryview) -> int:
         """Read a block to the beginning of `buffer` and check its digest; returns its size."""
         with self._blaming(record.name):
-            if self._source is None or self._source.path.name != record.name:
-                if self._source is not None:
-                    source, self._source = self._source, None
-                    source.close()
-                self._source = self._files.open(self.path / record.name)
+            source = self._open(record.name)
             start = index * record.block_size
             wanted = buffer[: min(record.block_size, record.size - start)]
-            count = self._source.read_into(start, wanted)
+            count = source.read_into(start, wanted)
             if xxhash.xxh3_128_hexdigest(wanted[:count]) != record.block_digests[index]:
                 raise CheckpointError(
                     f"block {index} (bytes {start} to {start + count}) is damaged: its digest is another"

@@ -49,6 +49,9 @@ _CODES = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 Groups = list[dict[str, torch.nn.Parameter]]
 """The parameters of an optimizer by name, group by group."""
+_WRITERS = 8
+"""At most so many of the ranks that hold the same write a slice of it: each that resumes opens the files of all of them, and the manifest
+has a record for each. A reader keeps as many files and blocks at hand."""
 
 
 def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
@@ -118,10 +121,11 @@ class Saver:
         self.part(name, self.strategy.local_part(tensor))
 
     def part(self, name: str, part: Strategy.Part) -> None:
-        """This rank's part of a logical tensor; of what several ranks hold, each contributes a slice."""
+        """This rank's part of a logical tensor; of what several ranks hold, some of them, far apart, contribute a slice each."""
         self._know(name, part.dtype, part.shape)
         copy, copies = (self.rank, self.world_size) if part.replicated else (part.copy, part.copies)
-        begin, end = (part.count * number // copies for number in (copy, copy + 1))
+        writers = min(copies, _WRITERS)
+        begin, end = (part.count * (number * writers // copies) // writers for number in (copy, copy + 1))
         if not part.in_place:
             self.exchanged.append(part)
         if begin < end or (self.rank == 0 and 0 in part.shape):
