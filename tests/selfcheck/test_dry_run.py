@@ -1,4 +1,4 @@
-"""A dry run says what real ranks then need and send: each strategy is measured on two and three of them, and on tensors without memory."""
+"""A dry run says what real ranks then need and send: each strategy is measured on two to four of them, and on tensors without memory."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ CASES: dict[int, tuple[tuple[str, str, bool], ...]] = {
         ("fsdp:tp=2", "fp32", False),
     ),
     3: (("ddp", "fp32", True), ("fsdp:activation_checkpointing=true", "fp32", False)),
+    4: (("fsdp:shard=2", "fp32", False),),
 }
 """By number of ranks: strategy, precision, and whether the Trainer recomputes activations."""
 
