@@ -21,9 +21,11 @@ _INTRODUCTION = """\
 
 Written by `docs/reference.py` from `fabricate/hooks.py`; change the text there.
 
-A module or a plugin hears a hook by defining a method of its name, and takes any of the arguments below, by name. Objects
-that do not inherit from `Callback`, `Strategy`, `Precision` or `TrainModule` mark their functions with `@fabricate.hookimpl`.
-[Plugins](plugins.md) has the order of listeners; [Write a plugin](write-a-plugin.md) is the place to start.
+A module or a plugin implements a hook by defining a method of that name. The method may take any of the arguments below; they are
+passed by name. Objects that do not inherit from `Callback`, `Strategy`, `Precision` or `TrainModule` mark their functions with
+`@fabricate.hookimpl`. The module and the plugins that implement a hook are its *listeners*; [Plugins](plugins.md) explains the
+order in which they are called. Start with [Write a plugin](write-a-plugin.md). The [glossary](glossary.md) explains window,
+boundary and other terms.
 """
 _INTERFACES = """\
 # Strategies and precisions: what to override
@@ -40,31 +42,32 @@ _TRAINER = """\
 
 Written by `docs/reference.py` from `fabricate/trainer.py` and `fabricate/module.py`; change the text there.
 
-All that a training script uses, with the defaults. [Quickstart](quickstart.md) is the place to start; [hooks](hooks.md) may be defined in a
-module too. The arguments that [Lightning](from-lightning.md#arguments-of-the-trainer) and
-[transformers](from-transformers.md#arguments-by-their-old-names) call otherwise have tables.
+Every argument, attribute and method, with defaults. Start with the [quickstart](quickstart.md); a module may also define
+[hooks](hooks.md); the [glossary](glossary.md) explains this project's own terms. There are tables of the names that
+[Lightning](from-lightning.md#arguments-of-the-trainer) and [transformers](from-transformers.md#arguments-by-their-old-names) use
+for the same arguments.
 
 ## Arguments of `Trainer`
 """
 _SECTIONS = {
     "Wrappable work": (
         hooks.ACTIONS,
-        "The first answer counts. Wrap it with `@hookimpl(wrapper=True)`: a generator that yields once, receives the answer and "
-        "returns it.",
+        "The first implementation that returns a value other than None is used. Wrap it with `@hookimpl(wrapper=True)`: a generator "
+        "that yields once, receives the returned value and returns it.",
     ),
-    "A listener's own state": (
+    "The state of a listener": (
         hooks.PER_LISTENER,
-        "Called for each listener by itself, so they cannot be wrapped. A checkpoint that holds the state of a plugin which is "
-        "not active, or has none for one that is, is an error; `Trainer(accept_changes=('plugins',))` accepts it.",
+        "Called separately for each listener, so they cannot be wrapped. It is an error if a checkpoint holds the state of a plugin "
+        "that is not active, or lacks the state of one that is; `Trainer(accept_changes=('plugins',))` accepts both.",
     ),
     "Events": (
         tuple(n for n in hooks.EVENTS if n not in hooks.ACTIONS + hooks.PER_LISTENER),
-        "They return nothing; a returned value is an error. To ask for something there is `trainer.request_save()`, "
+        "They return nothing; a returned value is an error. To request an action, call `trainer.request_save()`, "
         "`trainer.request_eval()` and `trainer.stop(reason)`, which act at the next update boundary.",
     ),
     "Registrations": (
         hooks.REGISTRATIONS,
-        "What an installed distribution offers. Nothing here runs in a training loop.",
+        "For installed distributions: what they offer. None of these runs in a training loop.",
     ),
 }
 

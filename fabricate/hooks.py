@@ -81,19 +81,20 @@ class Events:
 
     @hookspec
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Once, everything built and prepared, before a checkpoint is loaded. Optimizers exist; parameters may be changed."""
+        """Once, when everything is built and prepared, before a checkpoint is loaded. Optimizers exist; parameters may be
+        changed."""
 
     @hookspec
     def on_load(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
-        """While a checkpoint is restored, per listener. `state`: what this listener put there in `on_save`; tensors come
-        back whole, on the CPU. Not wrappable. Not called for a listener that the checkpoint has nothing for."""
+        """Called while a checkpoint is restored, once for each listener. `state`: what this listener stored in `on_save`; sharded
+        tensors come back whole, on the CPU. Not wrappable. Not called for a listener whose state is not in the checkpoint."""
 
     @hookspec
     def on_load_weights(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
-        """While only the weights of a checkpoint are loaded, per listener: for an evaluation with `checkpoint=`, at the end of a fit under
-        `load_best`, and in `load_from_checkpoint`, which has no plugins and no trainer (None). `state` as for `on_load`: take what belongs
-        to the weights (an average of them, statistics), and leave what is about training. Not wrappable. Not called for a listener that
-        the checkpoint has nothing for."""
+        """Called when only the weights of a checkpoint are loaded, once for each listener: for an evaluation with `checkpoint=`, at
+        the end of a fit with `load_best`, and in `load_from_checkpoint` (for the module only; `trainer` is None there). `state` is
+        the same as in `on_load`: restore what belongs to the weights (an average of them, statistics) and ignore what belongs to
+        training. Not wrappable. Not called for a listener whose state is not in the checkpoint."""
 
     @hookspec
     def on_epoch_start(self, trainer: Any, module: Any, epoch: int) -> None:
@@ -117,44 +118,47 @@ class Events:
         num_micro_steps: int,
         is_last: bool,
     ) -> None:
-        """After each micro-batch's backward: gradients grew, weights did not. `loss`: this rank's detached mean, 0-dim, on
-        the device; `weight`: what it was taken over (int, float or 0-dim tensor; 0 on a rank that had no rows);
-        `micro_step` from 0 to `num_micro_steps - 1`; `is_last`: gradients were synchronised. Gradients may still be
-        unnormalised or scaled: look, don't touch. No collectives when `is_last` is false."""
+        """After the backward of each micro-batch: gradients were accumulated, weights have not changed. `loss`: this rank's
+        detached mean, 0-dim, on the device; `weight`: the number of items that mean was taken over (int, float or 0-dim tensor; 0
+        on a rank that had no rows); `micro_step` from 0 to `num_micro_steps - 1`; `is_last`: true in the last micro-batch of the
+        window, after gradients were synchronised. Gradients may still be unnormalised or scaled: read them, but do not change them.
+        No collectives when `is_last` is false."""
 
     @hookspec
     def on_before_step(
         self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None
     ) -> None:
-        """Gradients complete, averaged over the global batch, unscaled and clipped: the place to edit `parameter.grad`. `optimizer`:
-        what this update steps; of several, one object with the groups of all. `grad_norm`: global norm over its parameters before
-        clipping, 0-dim device tensor. Refused under a strategy whose engine hides gradients."""
+        """Gradients complete, averaged over the global batch, unscaled and clipped: the place to edit `parameter.grad`.
+        `optimizer`: the optimizer that this update steps; if there are several, one object with the parameter groups of all of
+        them. `grad_norm`: global norm over its parameters before clipping, a 0-dim device tensor. Implementing this hook is an
+        error under a strategy that hides gradients (ZeRO)."""
 
     @hookspec(firstresult=True)
     def optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> bool | None:
-        """Wrappable: the update itself. Returns True when weights changed, False when the update was skipped (fp16
-        overflow). A wrapper must pass the answer on; an implementation that is no wrapper replaces the update when it
-        returns True or False, and leaves it to the next one when it returns None."""
+        """Wrappable: the update itself. Returns True when weights changed, False when the update was skipped (fp16 overflow). A
+        wrapper must return that value. An implementation that is not a wrapper replaces the update if it returns True or False; if
+        it returns None, the next implementation runs."""
 
     @hookspec
     def on_step(self, trainer: Any, module: Any, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
-        """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`:
-        weighted mean over the whole window and all ranks, 0-dim device tensor. `grad_norm`: before clipping, None only under
-        a strategy that cannot tell. Where optimizers take turns, both are of the last turn. Asking for `loss` costs one small
-        all-reduce per update on several ranks, asking for `grad_norm` one norm per update; take only what you use. Weights may
-        be changed (an EMA swap, a projection), on every rank alike; under "zero3" within
-        `trainer.strategy.changing(parameters)`. Steps must not: under "fsdp" and ZeRO they compute with copies."""
+        """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`: weighted
+        mean over the whole window and all ranks, a 0-dim device tensor. `grad_norm`: the norm before clipping; None under a
+        strategy that cannot compute it. If optimizers take turns, both are those of the last turn. With several ranks, a listener
+        that takes `loss` causes one small all-reduce per update; one that takes `grad_norm` causes one norm per update. List only
+        the arguments that you use. Weights may be changed (an EMA swap, a projection), on every rank alike; under "zero3" within
+        `trainer.strategy.changing(parameters)`. A training_step must not change weights: under "fsdp" and
+        ZeRO it computes with copies."""
 
     @hookspec
     def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:
-        """An update was not applied (fp16 overflow, non-finite gradients under `nonfinite="skip"`). `step`: updates applied
-        so far; it does not grow."""
+        """An update was not applied (fp16 overflow, non-finite gradients under `nonfinite="skip"`). `step`: the number of updates
+        applied so far; a skipped update does not increase it."""
 
     @hookspec
     def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:
         """At a log boundary, and at the end of a fit for what came after the last one: floats, reduced over micro-batches and
-        ranks, the same on every rank. No collectives needed. On a GPU the host waits for the device before this call; without
-        a listener but the progress bar it does not."""
+        ranks, the same on every rank. No collectives needed. On a GPU the host waits for the device before this call, unless the
+        progress bar is the only listener."""
 
     @hookspec
     def on_eval_start(self, trainer: Any, module: Any, stage: str) -> None:
@@ -163,48 +167,49 @@ class Events:
 
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
-        """Wrappable: one evaluation batch, no grad, eval mode; returns what the module's step returned. `trainer.batch_indices`: the
-        places of its rows in the data set, empty where the batch counts for nothing. A listener that keeps predictions itself returns
-        ()."""
+        """Wrappable: one evaluation batch, without grad, in eval mode; returns what the module's step returned.
+        `trainer.batch_indices` holds the indices of its rows in the data set; it is empty if the batch does not count. A listener
+        that stores predictions somewhere else returns ()."""
 
     @hookspec
     def on_eval_end(self, trainer: Any, module: Any, stage: str, metrics: dict[str, float]) -> None:
-        """After an evaluation. `metrics`: floats over exactly the data set, the same on every rank; empty for "predict". What
-        `module.log` gets here joins them, reduced over ranks: what the module logs before plugins are called, what a plugin logs
-        after all of them. A value that is written into `metrics` has to be the same on every rank, or it is an error. Metrics of
-        all rows at once: `TrainModule.compute_metrics`."""
+        """After an evaluation. `metrics`: floats over exactly the data set, the same on every rank; empty for "predict". Values
+        logged here with `module.log` are reduced over ranks and added to `metrics`: those that the module logs are there when
+        plugins are called, those that a plugin logs only after all plugins ran. A value that is written into `metrics` directly has
+        to be the same on every rank; otherwise it is an error. For metrics that need all rows at once use
+        `TrainModule.compute_metrics`."""
 
     @hookspec
     def on_save(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
-        """While a checkpoint is assembled, on all ranks, per listener. Put tensors, arrays and JSON values into `state`,
-        this listener's own mapping; rank 0's values are stored, and of sharded tensors (a DTensor, or the `Strategy.Part`
-        that each rank holds, as `trainer.strategy.local_part(parameter)` gives) every rank's part. Not wrappable. A failure
-        aborts the commit: the previous checkpoint stays the newest."""
+        """Called while a checkpoint is assembled, on all ranks, once for each listener. Put tensors, arrays and JSON values into
+        `state`, a mapping for this listener alone. The values of rank 0 are stored; for sharded tensors (a DTensor, or the
+        `Strategy.Part` that `trainer.strategy.local_part(parameter)` returns on each rank) the part of every rank is stored. Not
+        wrappable. If it raises, nothing is committed and the previous checkpoint stays the newest."""
 
     @hookspec(firstresult=True)
     def write_checkpoint(self, trainer: Any, path: Path) -> bool | None:
-        """Wrappable: writes and commits the checkpoint at `path` (which exists only afterwards). Returns True. What lies at
-        `path` afterwards is verified: anything but a good checkpoint is an error, and `on_saved` is not called."""
+        """Wrappable: writes and commits the checkpoint at `path` (which does not exist before). Returns True. The result is then
+        verified: if there is no valid checkpoint at `path`, that is an error and `on_saved` is not called."""
 
     @hookspec
     def on_saved(self, trainer: Any, module: Any, path: Path, step: int) -> None:
-        """The checkpoint at `path` is durable on all ranks: upload it, tell somebody. Do not change it."""
+        """The checkpoint at `path` is durable on all ranks: upload it, send a notification. Do not change it."""
 
     @hookspec
     def on_epoch_end(self, trainer: Any, module: Any, epoch: int) -> None:
-        """A pass over the training data is complete (not called for one that was stopped half way). What `module.log` gets here is
-        written with this epoch, under its own name."""
+        """A pass over the training data is complete (not called if the fit stopped in the middle of it). Values logged here with
+        `module.log` are written with the metrics of this epoch, under their own names."""
 
     @hookspec
     def on_complete(self, trainer: Any, module: Any) -> None:
-        """The fit is complete: nothing is trained any more, and its last state is saved. What a listener makes of the weights here, on
-        every rank alike (under "zero3" within `trainer.strategy.changing(parameters)`), is what is exported and what the module
-        keeps; after `trainer.request_eval()` it is validated first. `trainer.calibrate()` reads the training data once more. A run that
-        is resumed when it is complete comes here again."""
+        """The fit is complete: training has ended, and its last state is saved. A listener may change the weights here, on every
+        rank in the same way (under "zero3" within `trainer.strategy.changing(parameters)`); the changed weights are exported and
+        stay in the module. With `trainer.request_eval()` they are validated first. `trainer.calibrate()` reads the training data
+        once more. When a complete run is resumed, this hook is called again."""
 
     @hookspec
     def on_export(self, trainer: Any, module: Any, path: Path) -> None:
-        """The final weights lie in `path`; rank 0 may add files."""
+        """The final weights have been written to `path`; rank 0 may add files."""
 
     @hookspec
     def on_fit_end(self, trainer: Any, module: Any) -> None:
@@ -212,16 +217,17 @@ class Events:
 
     @hookspec
     def on_preempt(self, trainer: Any, module: Any, signal: str) -> None:
-        """The run was asked to end and will go on another time; all ranks agreed, the state is saved. `signal`: what asked:
+        """The run is ending early, to be resumed later; all ranks have agreed and the state is saved. `signal`: what requested it:
         "SIGTERM", "SIGUSR1", "SIGINT", "max_time" or "stop file". Time may be short: schedulers kill a while later."""
 
     @hookspec
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Something was raised; it goes on to the caller afterwards. Maybe this rank only: no collectives."""
+        """An exception was raised; it is raised to the caller after this hook. It may have happened on this rank only: no
+        collectives."""
 
     @hookspec
     def on_teardown(self, trainer: Any, module: Any) -> None:
-        """Last of all, always, also after an exception. Release what was taken. No collectives."""
+        """Always called last, also after an exception. Release resources here. No collectives."""
 
 
 REGISTRATIONS = tuple(name for name in vars(Registrations) if name.startswith("register_"))

@@ -150,11 +150,12 @@ class TrainModule(torch.nn.Module, Listener):
         return self
 
     def provide_data(self, trainer: Any, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
-        """What is read in place of `train` and `val`, for a module that knows its own data, or takes another kind than `fit` does.
-        Optional. Called first of all, before anything is built and before ranks are connected, on every rank; `trainer` does not run yet.
+        """Return the data to use instead of `train` and `val`, for a module that brings its own data, or accepts a kind of data
+        that `fit` does not. Optional. Called on every rank, before anything is built and before ranks are connected; `trainer` is
+        not running yet.
 
-        stage: "fit", or the evaluation "validate", "test" or "predict", whose data is `val`. train, val: as the caller passed them, None
-        for nothing. Returns both.
+        stage: "fit", "validate", "test" or "predict"; the data of an evaluation is passed as `val`. train, val: what the caller
+        passed, or None. Returns the pair (train, val).
 
             def provide_data(self, trainer, stage, train, val):
                 return self.rows("train"), self.rows("test" if stage == "test" else "val")
@@ -162,46 +163,50 @@ class TrainModule(torch.nn.Module, Listener):
         return train, val
 
     def configure_model(self) -> None:
-        """Build big layers here instead of in `__init__`: it runs once, on the meta device, and each layer is initialised
-        afterwards from the seed and its name alone, so that every strategy starts from the same weights. Optional."""
+        """Build large layers here instead of in `__init__`. It runs once, on the meta device; afterwards each layer is initialised
+        from a seed derived from the run's seed and the layer's name, so that every strategy starts from the same weights.
+        Optional."""
 
     def init_weights(self, submodule: torch.nn.Module) -> None:
-        """Initialise one submodule that `configure_model` built, its parameters in place on the CPU. Optional; without it
-        the submodule's own `reset_parameters` runs."""
+        """Initialise in place the parameters of one submodule that `configure_model` built; they are on the CPU. Optional: by
+        default the submodule's own `reset_parameters` is called."""
         raise FabricateError("init_weights is called only where it is overridden")
 
     def configure_optimizers(self) -> Any:
-        """Called once, parameters in place, on every rank. Returns an optimizer, `(optimizer, scheduler)`, a list of those that step
-        together in each update, or a mapping of names to any of these, one of which `training_step` may name.
+        """Called once on every rank, after the model is built and prepared. Returns an optimizer, `(optimizer, scheduler)`, a list
+        of those (they all step in each update), or a mapping of names to any of these, from which `training_step` may choose by
+        name.
 
         A scheduler is a torch object or one of transformers' names ("linear", "cosine", "wsd", ...) with options:
-        "cosine:warmup=0.1". It advances once per update; `(optimizer, scheduler, "epoch")` once per epoch, `ReduceLROnPlateau` after
-        each validation by `val_loss` or the metric named third. `self.trainer.total_steps`: the updates to come. An optimizer with
-        `train()` and `eval()` (a schedule-free one) is in eval mode for evaluations, saves and the export, and when the fit has
-        ended; do not call the two yourself."""
+        "cosine:warmup=0.1". A scheduler advances once per update; with `(optimizer, scheduler, "epoch")` once per epoch.
+        `ReduceLROnPlateau` advances after each validation, by `val_loss` or by the metric that the third element names.
+        `self.trainer.total_steps` is the number of updates of the fit. An optimizer with `train()` and `eval()` (a schedule-free
+        one) is put into eval mode for evaluations, saves, the export and after the fit; do not call these two methods yourself."""
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; return an optimizer from it, "
             "for instance torch.optim.AdamW(self.parameters(), lr=1e-3)"
         )
 
     def parameter_groups(self, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Parameters in groups for an optimizer, by pattern: `options` gives each regular expression what its group gets.
+        """Parameter groups for an optimizer: `options` maps a regular expression to the options of its group.
 
             torch.optim.AdamW(self.parameter_groups({r"bias|Norm": {"weight_decay": 0.0}}), lr=1e-3, weight_decay=0.1)
 
-        A pattern is searched in a parameter's name and in the kind of the layer that has it ("LayerNorm.weight"); the first that
-        is found counts. Parameters of no pattern are the first group, with the optimizer's own options. `ConfigurationError` for
-        a pattern that finds nothing. The same on every rank and under every strategy; no collectives."""
+        A pattern is searched in the parameter's name, and in the type of its layer followed by the attribute ("LayerNorm.weight");
+        the first pattern that matches is used. Parameters that match no pattern form the first group, with the optimizer's own
+        options. Raises `ConfigurationError` for a pattern that matches nothing. The result is the same on every rank and under
+        every strategy; no collectives."""
         return parameter_groups(self, options)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`training_step(self, batch)` or `(self, batch, batch_idx)`: the forward of one micro-batch, inside the prepared
-        model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (what the mean was taken over; default: the
-        labels that a plain cross-entropy counts, else the rows of the batch) and, with several optimizers, "optimizer": the
-        name of the one this update is for, or a list of names. Without it all of them step, if they share no parameter.
+        model. Returns the mean loss (0-dim), or a mapping with "loss", "weight" (the number of items the mean was taken over;
+        default: the counted labels of a plain cross-entropy, otherwise the rows of the batch) and, with several optimizers,
+        "optimizer": the name of the optimizer that this update steps, or a list of names. Without "optimizer" all of them step,
+        which requires that they share no parameter.
 
-        One that takes `optimizer` is called for each name of `configure_optimizers` in turn, on every batch: each has an update of its
-        own, in which the parameters of the others are frozen. A GAN:
+        A `training_step` with an argument `optimizer` is called once for each name of `configure_optimizers`, on every batch: each
+        optimizer gets its own update, in which the parameters of the others are frozen. For instance a GAN:
 
             def training_step(self, batch, optimizer):
                 fake = self.generator(noise(len(batch)))
@@ -215,7 +220,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """`validation_step(self, batch)`: a mapping of metrics (with "weight", as above, and "outputs" for `compute_metrics`),
-        or nothing. No grad, eval mode."""
+        or None. It runs without grad, in eval mode."""
         raise ConfigurationError(f"{type(self).__name__} has no validation_step; define validation_step(self, batch)")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,13 +228,15 @@ class TrainModule(torch.nn.Module, Listener):
         raise ConfigurationError(f"{type(self).__name__} has no test_step; define test_step(self, batch)")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`predict_step(self, batch)`: predictions, leading dimension rows: a tensor, an array, a list, or a mapping or tuple of them."""
+        """`predict_step(self, batch)`: returns predictions whose leading dimension is the rows: a tensor, an array, a list, or a
+        mapping or tuple of these."""
         raise ConfigurationError(f"{type(self).__name__} has no predict_step; define predict_step(self, batch)")
 
     def compute_metrics(self, outputs: list[Any]) -> Mapping[str, float]:
         """Metrics of a whole validation or test set (R2, BLEU, F1), added to those of the steps. Optional; called on rank 0, once
-        per data set, and every rank gets what it returns. `outputs`: what the steps returned under "outputs", whose leading
-        dimension is rows, one item per sample, in the order of the data, none twice, tensors on the CPU. No collectives.
+        per data set, and every rank gets what it returns. `outputs` is a list with one item per sample, each exactly once, in the
+        order of the data: the rows of what the steps returned under "outputs" (whose leading dimension has to be the rows). Tensors
+        are on the CPU. Do not call collectives.
 
             def validation_step(self, batch):
                 x, y = batch
@@ -242,18 +249,21 @@ class TrainModule(torch.nn.Module, Listener):
         raise FabricateError("compute_metrics is called only where it is overridden")
 
     def export(self, path: Path) -> None:
-        """Write what RUN_DIR/model/ shall hold into `path`; all ranks. Optional; by default the one transformers model
-        inside in its own layout, else `model.safetensors` named as in `state_dict()`."""
+        """Write the content of RUN_DIR/model/ into `path`; called on all ranks. Optional: by default, a transformers model is
+        written in its own layout if the module contains exactly one, otherwise `model.safetensors` with the names of
+        `state_dict()`."""
         raise FabricateError("export is called only where it is overridden")
 
     @foreign_names.translated(foreign_names.LOG)
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
-        """Record a metric, in a step or a hook; no wait for the device. `value`: a number, a 0-dim tensor, or a torchmetrics object
-        or `MetricCollection` (computed at the end of the epoch or evaluation). "mean" is weighted by `weight`, by default the
-        micro-batch's (in hooks outside of updates 1 per rank), over micro-batches and ranks; "sum" adds up.
+        """Record a metric, in a step or a hook, without waiting for the device. `value`: a number, a 0-dim tensor, or a
+        torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation). `reduce`: "mean" averages over
+        micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks outside of updates, 1 per
+        rank); "sum" adds up.
 
-        In `on_eval_start` and `on_eval_end` it joins the metrics of that evaluation, in `on_epoch_end` those of the epoch that ends.
-        "loss" in a training step is the loss that the step returns, which is recorded anyway. Raises `FabricateError` outside a
+        Values logged in `on_eval_start` and `on_eval_end` are added to the metrics of that evaluation, those logged in
+        `on_epoch_end` to the metrics of that epoch. In a training step, the name "loss" is taken: the loss that the step returns is
+        recorded under it. Raises `FabricateError` outside a
         fit or evaluation, and where it is too late: in `on_log`, in hooks of a save, at the end of a fit, in a prediction."""
         if self._no_log:
             raise FabricateError(f"log({name!r}): {self._no_log}")
@@ -269,8 +279,8 @@ class TrainModule(torch.nn.Module, Listener):
 
     @property
     def trainer(self) -> RunningTrainer:
-        """The Trainer that runs this module now. Raises `FabricateError`, which is an AttributeError too, outside `fit`, `validate`,
-        `test`, `predict`: `hasattr(module, "trainer")` answers."""
+        """The Trainer that is running this module. Outside of `fit`, `validate`, `test` and `predict` it raises a `FabricateError`
+        that is also an AttributeError, so `hasattr(module, "trainer")` works."""
         if self._trainer is None:
             raise NotRunning(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
         object.__setattr__(self, "_uses_trainer", True)
@@ -296,7 +306,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     @property
     def device(self) -> torch.device:
-        """Where batches arrive: the Trainer's device, else that of the first parameter, else the CPU."""
+        """The device that batches are moved to: the Trainer's device, or else that of the first parameter, or else the CPU."""
         if self._trainer is not None and self._trainer.running:
             device: torch.device = self._trainer.accelerator.device
             return device
@@ -328,8 +338,9 @@ class TrainModule(torch.nn.Module, Listener):
     def load_from_checkpoint(cls: Any, /, path: str | Path, **overrides: Any) -> Any:
         """A module with the weights of the checkpoint at `path` (or of the newest one in a run directory), on the CPU.
 
-        Recorded constructor arguments are used, `overrides` win. Raises `CheckpointError` when there is none, when it is
-        damaged, or when an argument was not recorded (not JSON) and is not overridden.
+        The module is built from the constructor arguments recorded in the checkpoint; `overrides` replace them. Raises
+        `CheckpointError` when there is no checkpoint, when it is damaged, or when an argument was not recorded (JSON cannot hold
+        it) and is not in `overrides`.
         """
         from fabricate.checkpoint.state.logical import load_weights, recorded_arguments
 

@@ -68,50 +68,55 @@ class Trainer:
     """Drives a `TrainModule`. All arguments are keyword-only; values are checked here, nothing is built.
 
     strategy, precision: a registered name, a name with options ("fsdp:wrap=GPT2Block"), an object, or "auto".
-    max_steps, max_epochs: updates and passes over the data, whichever comes first; one is needed for `fit`.
-    min_steps, min_epochs: `stop()` and EarlyStopping end the fit only after so many; signals and max_time end it at once.
-    max_time: minutes or hours that one call of `fit` may take ("11 hours"); it then saves and ends as after a signal.
-    timeout: minutes or hours that a rank waits for the others before the run ends with an error that names the missing ranks.
+    max_steps, max_epochs: the number of updates, and of passes over the data; the fit ends with whichever comes first. `fit` needs
+    one.
+    min_steps, min_epochs: `stop()` and EarlyStopping do not end the fit earlier than this; signals and max_time still do.
+    max_time: how long one call of `fit` may take ("11 hours"); it then saves and returns, as after a signal.
+    timeout: how long a rank waits for the others ("30 minutes") before the run ends with an error that names the missing ranks.
     gradient_accumulation_steps, global_batch_size: micro-batches per update, or rows per update on all ranks together.
-    max_grad_norm, max_grad_value: clip the global gradient to this 2-norm, or every element of it to this size, once per update;
-    the norm that hooks and logs get is the one before clipping.
-    nonfinite: "stop" at a loss that is not finite (noticed at a log boundary), or "skip" updates whose gradient is not (one wait for
-    the device per update).
-    seed: initial weights, data order and dropout (per rank); afterwards the global generators are as before. Unset: order from torch's
-    initial seed, and one process draws from the generators as they are.
-    deterministic: torch's deterministic algorithms while the fit runs.
-    detect_anomaly: torch's anomaly detection while the fit runs: an error in backward names the operation of the forward, and a
-    gradient that is nan is an error. Slow.
-    compile: True: torch.compile for each block that repeats (of a transformers model, of a ModuleList), else for each layer
-    of the module; "blocks": blocks or an error; a mapping: options of torch.compile. Nothing stays compiled afterwards.
-    Rows are a dynamic size where the last batch is known to be shorter, unless the options say.
-    activation_checkpointing: backward computes the blocks of the model again instead of keeping what is inside them: less memory for
-    about a third more time. Blocks are those of a transformers model, and the children of every ModuleList.
-    save: "sync", or "async" to write checkpoints while training goes on: the loop stops only for a copy in host memory.
-    run_dir: where checkpoints, metrics.jsonl, events.jsonl, plan.json and model/ go; unset, nothing is written.
+    max_grad_norm, max_grad_value: clip the global gradient to this 2-norm, or each of its elements to this absolute value, once per
+    update; hooks and logs get the norm before clipping.
+    nonfinite: "stop": raise an error when a loss is not finite (checked at log boundaries); "skip": skip updates whose gradient is
+    not finite (waits for the device once per update).
+    seed: determines initial weights, data order and dropout (different on each rank); after the fit the global generators are
+    restored. Unset, the order comes from torch's initial seed, and a single process uses the global generators in their current
+    state.
+    deterministic: use torch's deterministic algorithms during the fit.
+    detect_anomaly: use torch's anomaly detection during the fit: an error in backward shows the forward operation that caused it,
+    and a NaN gradient is an error. Slow.
+    compile: True: apply torch.compile to each repeated block (of a transformers model, of a ModuleList), or to each layer if there
+    are none; "blocks": to repeated blocks only, and raise an error if there are none; a mapping: options of torch.compile.
+    Compilation is undone after the fit. The batch dimension is dynamic if the last batch is known to be shorter, unless the options
+    set `dynamic`.
+    activation_checkpointing: backward recomputes the activations inside each block of the model instead of storing them: less
+    memory for about a third more time. Blocks are those of a transformers model, and the children of every ModuleList.
+    save: "sync", or "async" to write checkpoints while training continues: the loop pauses only while the state is copied to host
+    memory.
+    run_dir: the directory for checkpoints, metrics.jsonl, events.jsonl, plan.json and model/; unset, nothing is written.
     save_every, validate_every, log_every: durations ("500 steps", "1 epoch", "10 minutes", "1e9 tokens", or 0.25 for a quarter of an
-    epoch; a whole number counts steps); None for never, of the first two.
-    keep: checkpoints to keep: a number of the last ones, "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode": "min"}; a metric
-    whose name says that higher is better (accuracy, f1, ...) needs its mode.
-    load_best: True: a fit that is complete ends with the weights of its best checkpoint, in the module and in model/; `keep` says
-    by which metric and needs "best".
-    save_frozen: False leaves weights that are not trained out of checkpoints; a resume then needs the same ones, by digest.
+    epoch; a whole number counts steps). The first two may be None for never.
+    keep: which checkpoints to keep: the last so many (an int), "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode":
+    "min"}; for a metric whose name suggests that higher is better (accuracy, f1, ...), give the mode explicitly.
+    load_best: True: when the fit is complete, load the weights of its best checkpoint into the module and write them to model/;
+    `keep` has to contain "best" and its metric.
+    save_frozen: False leaves frozen weights out of checkpoints; a resume then checks by digest that the module has the same ones.
     save_weights_only: True: checkpoints hold the weights and nothing else, a third of the size with AdamW; nothing resumes from them.
-    validate_first: evaluate once before the first step. sanity_batches: otherwise try validation on so many batches of each set before
-    the first step, so that a mistake in it shows at once; nothing of it counts, and plugins get no event of it.
+    validate_first: validate once before the first step. sanity_batches: if validate_first is False, run validation on this many
+    batches of each set before the first step, to find mistakes early; its results are discarded, and plugins get no events of it.
     progress: a progress bar (or plain lines) on rank 0; a list of metrics (["loss", "accuracy"]) chooses what it shows.
-    print_plan: what rank 0 prints of the plan before the first step: its "summary" in at most eight lines, "full" or "none"; "none" is
-    also without the line that says what was observed in the first update.
+    print_plan: what rank 0 prints of the plan before the first step: a "summary" of at most eight lines, "full" or "none". "none"
+    also suppresses the line about the dtypes observed in the first update.
     plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
     or offered by an installed plugin.
-    limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: micro-batches per rank (int) or a share of
-    the data (float), each of its own stage; limit_val_batches=0: a fit without validation.
+    limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: use only this many micro-batches per rank
+    (int), or this share of the data (float), in that stage; limit_val_batches=0 turns validation off.
     overfit_batches: train on the same first micro-batches (an int per rank, or a share of the data) in every epoch, unshuffled, and
-    validate on them instead of val: the loss of a model that can learn comes close to zero.
-    fast_dev_run: True or a number: so many updates, as many batches of validation, one save and export in a temporary directory;
-    nothing is kept.
-    accept_changes: what may differ from the checkpoint that is resumed ("global_batch_size", "train", "seed", "plugins", "optimizer",
-    "scheduler", "module" for its constructor arguments, "max_grad_norm", "max_grad_value"); the new values are then in effect.
+    validate on them instead of val. If the model can learn at all, the loss comes close to zero.
+    fast_dev_run: True (1) or a number: run this many updates and validation batches, one save and one export, in a temporary
+    directory that is deleted.
+    accept_changes: which settings may differ from those of the checkpoint that is resumed ("global_batch_size", "train", "seed",
+    "plugins", "optimizer", "scheduler", "module" for its constructor arguments, "max_grad_norm", "max_grad_value"); the new values
+    are then in effect.
     """
 
     @foreign_names.translated(foreign_names.ARGUMENTS)
@@ -196,7 +201,7 @@ class Trainer:
 
     @property
     def running(self) -> bool:
-        """Whether `fit`, `validate`, `test` or `predict` is at work."""
+        """Whether `fit`, `validate`, `test` or `predict` is running."""
         return self._run is not None
 
     @property
@@ -210,53 +215,53 @@ class Trainer:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy object at work. Raises `FabricateError` before and after a fit or an evaluation."""
+        """The strategy object in use. Raises `FabricateError` before and after a fit or an evaluation."""
         return self._live().engine.strategy
 
     @property
     def precision(self) -> Precision:
-        """The precision object at work. Raises `FabricateError` before and after a fit or an evaluation."""
+        """The precision object in use. Raises `FabricateError` before and after a fit or an evaluation."""
         return self._live().engine.precision
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank 0; before a fit the launcher's word counts."""
+        """Whether this process is rank 0; before a fit, as the launcher's variables say."""
         return self._run.engine.rank == 0 if self._run is not None else detect(os.environ).rank == 0
 
     @property
     def step(self) -> int:
-        """Updates applied so far; after a fit, at its end."""
+        """The number of updates applied so far; after a fit, the number at its end."""
         return self._counted().progress.step
 
     @property
     def epoch(self) -> int:
-        """The pass under way, from 0; in the evaluation and the hooks at its end still that pass. After a fit, the number of complete
-        ones."""
+        """The index of the current pass over the data, from 0. It does not change before the evaluation and the hooks at the end of
+        the pass have run. After a fit, the number of complete passes."""
         if self._run is not None and self._run.now.epoch is not None:
             return self._run.now.epoch
         return self._counted().progress.epoch
 
     @property
     def progress(self) -> Progress:
-        """All counters of the run; after a fit, at its end."""
+        """All counters of the run; after a fit, their values at its end."""
         return self._counted().progress
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last known value of every metric, the same on every rank; after a fit, at its end."""
+        """The latest value of every metric, the same on every rank; after a fit, the value at its end."""
         return dict(self._counted().metrics)
 
     @property
     def rates(self) -> dict[str, float]:
-        """Of this rank, between the last two log boundaries, evaluations and saves left out: seconds_per_step,
-        steps_per_second, samples_per_second, data_share (of the time, spent waiting for data) and, where the strategy
-        knows it, communication_share. On a device also peak_memory_bytes and planned_memory_bytes (see docs/performance.md); and what
+        """Speeds of this rank between the last two log boundaries, without evaluations and saves: seconds_per_step,
+        steps_per_second, samples_per_second, data_share (the share of time spent waiting for data) and, if the strategy measures
+        it, communication_share. On a device also peak_memory_bytes and planned_memory_bytes (see docs/performance.md); and what
         `add_meter` adds. Empty before the first boundary."""
         return dict(self._counted().rates)
 
     @property
     def total_steps(self) -> int:
-        """The number of updates this fit comes to in all. Raises `ConfigurationError` when the data has no length."""
+        """The total number of updates of this fit. Raises `ConfigurationError` when the data has no length."""
         total = self._live().total_steps
         if total is None:
             raise ConfigurationError("total_steps is not known: train has no length; set max_steps in the Trainer")
@@ -264,18 +269,20 @@ class Trainer:
 
     @property
     def batch_indices(self) -> Sequence[int]:
-        """In an evaluation: the places in the data set (of an iterable: in order of arrival) of the rows of this rank's batch. Empty
-        for a batch that is computed only because all ranks have to, and outside of an evaluation."""
+        """In an evaluation: the indices in the data set of the rows of this rank's batch (for an iterable, their positions in the
+        order of arrival). Empty outside of evaluations, and for a stand-in: a batch that is computed only because the collectives
+        need every rank."""
         return self._live().now.batch_indices
 
     @property
     def data_set(self) -> str:
-        """In an evaluation: the name of the set at work, as `val` names it; empty where there is one without a name, and outside."""
+        """In an evaluation: the name of the current data set, as given in `val`. Empty for a single unnamed set, and outside of
+        evaluations."""
         return self._live().now.data_set
 
     @property
     def validates(self) -> bool:
-        """Whether the running fit may come to a validation: it has data for it, and `validate_every` comes round before its end."""
+        """Whether the running fit can reach a validation: it has validation data, and `validate_every` falls due before its end."""
         return self._live().validates
 
     @property
@@ -294,52 +301,53 @@ class Trainer:
         return self._run.run_dir if self._run is not None else self.settings.run_dir
 
     def tracker(self, name: str) -> Any:
-        """The own object of a tracking library in the running fit, for what is not a number: of "wandb" its `Run`, of "tensorboard" a
-        `SummaryWriter`, of "mlflow" its `ActiveRun`, of "trackio" its `Run`. On rank 0; on other ranks, and in an evaluation outside of
-        a fit, which trackers do not record, an object on which every call does nothing. Raises `ConfigurationError` for one that is
-        not in `trackers`."""
+        """The tracking library's own object in the running fit, for logging things other than numbers: the `Run` of "wandb", the
+        `SummaryWriter` of "tensorboard", the `ActiveRun` of "mlflow", the `Run` of "trackio". On other ranks than 0, and in an
+        evaluation outside of a fit (trackers do not record those), it is an object whose methods do nothing. Raises
+        `ConfigurationError` for a name that is not in `trackers`."""
         run = self._live()
         return (
             Silent() if run.source is None and self.settings.trackers else library_object(run.engine.accelerator, name)
         )
 
     def add_meter(self, meter: Callable[[dict[str, float]], Mapping[str, float]]) -> None:
-        """Call `meter(rates)` at each log boundary of this run, on the rank that adds it: the numbers that it returns, by name, join
-        `rates`, "clock" in metrics.jsonl and the trackers (as clock/NAME). For what depends on time and the machine, which a resumed run
-        cannot repeat; everything else is for `TrainModule.log`. No collectives."""
+        """Call `meter(rates)` at each log boundary of this run, on the rank that adds it. It returns a mapping of names to numbers,
+        which are added to `rates`, "clock" in metrics.jsonl and the trackers (as clock/NAME). Use it for values that depend on time
+        and the machine and that a resumed run therefore does not reproduce; log everything else with `TrainModule.log`. `meter`
+        must not call collectives."""
         self._live().journal.meters.append(meter)
 
     def in_forward(self, function: Callable[[], T]) -> T:
-        """What `function()` returns inside the prepared model's forward, where steps run: in the precision of the run, with the weights
-        that a strategy gathers. For a hook of an evaluation, such as one that generates text. All ranks; any one alone where
-        `strategy.lockstep` is false."""
+        """Call `function()` inside the prepared model's forward, as the steps are: in the precision of the run, with the weights
+        gathered by the strategy. Returns its result. For use in hooks of an evaluation, for instance to generate text. All ranks
+        have to call it, unless `strategy.lockstep` is false."""
         return self._live().engine.in_forward(function)
 
     def calibrate(self, batches: int | None = None) -> None:
-        """Run `training_step` over the training data once more, without gradients, for layers that count what passes through them:
-        the statistics of a batch norm, the ranges of a quantisation. In `on_complete`; called in `on_fit_start` as well, it only checks
-        that the data can be read again, so that the error comes before the first step. All ranks.
+        """Run `training_step` over the training data once more, without gradients, to update layers that collect statistics of
+        their inputs: batch norm, ranges for quantisation. Call it in `on_complete`, on all ranks. If it is called in `on_fit_start`
+        too, that call only checks that the data can be read again, so that the error comes before the first step.
 
-        batches: the most micro-batches of each rank; None: one pass, which needs data with a length. The module is in train mode, what
-        steps log is dropped, random generators and torchmetrics objects are as before afterwards; buffers keep what the forwards made
-        of them, on each rank from its own rows. Wrappers of `train_step` do not run. Raises `ConfigurationError` for data that is used
-        up when it was read, and `FabricateError` elsewhere."""
+        batches: the maximum number of micro-batches per rank; None: one pass, which needs data with a length. The module is in
+        train mode. Values logged by steps are discarded; random generators and torchmetrics objects are restored afterwards;
+        buffers keep their new values, which on each rank come from its own rows. Wrappers of `train_step` do not run. Raises
+        `ConfigurationError` for data that can be read only once, and `FabricateError` when called elsewhere during a fit."""
         calibration.calibrate(self._live(), batches)
 
     def request_save(self) -> None:
-        """Save at the next update boundary, on all ranks; asking on one rank is enough."""
+        """Save at the next update boundary, on all ranks; it is enough to call this on one rank."""
         self._live().requests.ask(save=True)
 
     def request_eval(self) -> None:
-        """Validate at the next update boundary, on all ranks; asking on one rank is enough."""
+        """Validate at the next update boundary, on all ranks; it is enough to call this on one rank."""
         self._live().requests.ask(evaluate=True)
 
     def freeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Train `parameters` no longer, from the next update on. They were trainable when the fit began and stay in their optimizers,
-        which leave out what has no gradient; after the fit they are trainable again. Call it in a hook, on every rank alike.
-        Checkpoints hold what is frozen: a resumed run goes on with it, whatever `on_fit_start` froze. Layers stay in the mode that they
-        are in.
-        Raises `ConfigurationError` for what no optimizer holds, and under ZeRO."""
+        """Stop training `parameters`, from the next update on. They have to be trainable when the fit begins. They stay in their
+        optimizers, which skip parameters without a gradient, and are trainable again after the fit. Call it in a hook, on every
+        rank. Checkpoints record which parameters are frozen: a resumed run continues with that, whatever `on_fit_start` froze.
+        Layers stay in train or eval mode as they are.
+        Raises `ConfigurationError` for a parameter that is in no optimizer, and under ZeRO."""
         freezing.request(self._live(), parameters, trained=False)
 
     def unfreeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -352,10 +360,10 @@ class Trainer:
         self._live().requests.ask(stop=reason or "stopped")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a checkpoint to `path`, which must not exist yet: at the update boundary that follows, on all ranks (asking on
-        one rank is enough); at once when no update is under way (`on_fit_start`, `on_saved`, `on_fit_end`: all ranks then). In
-        `on_exception` at once, of the state after the last whole update: the caller puts generators and buffers back, and every rank
-        has to fail there; see `SaveOnException`."""
+        """Write a checkpoint to `path`, which must not exist yet: at the next update boundary, on all ranks (a call on one rank is
+        enough). In `on_fit_start`, `on_saved` and `on_fit_end`, where no update is in progress, it writes immediately and all ranks
+        have to call it. In `on_exception` it immediately writes the state after the last complete update; the caller has to restore
+        generators and buffers first, and every rank has to be in `on_exception`; see `SaveOnException`."""
         run = self._live()
         target = Path(path)
         if target.exists():
@@ -381,8 +389,8 @@ class Trainer:
         collate_fn: Any = None,
         shuffle: bool | None = None,
     ) -> Plan:
-        """The resolved plan, without training: `str(plan)` is its text. Arguments as for `fit`. Nothing is built on a device
-        and no rank talks to another; of a `BatchSizeFinder` it has the first size."""
+        """The resolved plan, without training: `str(plan)` is its text. Arguments as for `fit`. Nothing is built on a device and
+        ranks do not communicate. With a `BatchSizeFinder`, the plan shows the first size that would be tried."""
         check_methods(module)
         train, val = module.provide_data(self, "fit", train, val)
         with environment_restored():
@@ -424,16 +432,15 @@ class Trainer:
     ) -> FitResult:
         """Train `module` on `train` and return the result. All ranks call it.
 
-        train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (then `batch_size` per rank,
-        `num_workers`, `collate_fn`, `shuffle` count; `train` is shuffled unless `shuffle=False`), any iterable of batches; `val` also a
-        mapping of named sets, whose metrics are called `val_NAME_loss`. A module with `provide_data` may bring them.
-        `batch_size=BatchSizeFinder()`: the largest that fits into memory.
-        resume: "auto" (the newest good checkpoint in `run_dir`, else start), "never", or the path of a checkpoint or of a run directory
-        with one.
-        SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank: after the update under way the state is saved and
-        `fit` returns with `stop_reason="preempted"`; after SIGTERM and SIGUSR1 a further
-        fit returns the same at once, without a step. Ctrl-C once:
-        the same with "interrupted"; twice: KeyboardInterrupt.
+        train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (to which `batch_size`, per rank,
+        `num_workers`, `collate_fn` and `shuffle` then apply; `train` is shuffled unless `shuffle=False`), or any iterable of
+        batches. `val` may also be a mapping of named sets, whose metrics are called `val_NAME_loss`. Both may be omitted if the
+        module has `provide_data`. `batch_size=BatchSizeFinder()`: use the largest batch size that fits into memory.
+        resume: "auto" (resume from the newest intact checkpoint in `run_dir`, or start if there is none), "never", or the path of a
+        checkpoint or of a run directory that has one. SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank, end the
+        fit: it finishes the current update, saves and returns with `stop_reason="preempted"`. After SIGTERM and SIGUSR1, later
+        calls of `fit` return the same immediately, without a step. Ctrl-C once does the same with "interrupted"; twice raises
+        KeyboardInterrupt.
         """
         if name := told_to_end():  # a script's next fit would go on from one that is not done
             print(f"{name} asked this process to end: no further fit is begun", file=sys.stderr)
@@ -588,8 +595,8 @@ class Trainer:
         collate_fn: Any = None,
     ) -> dict[str, float]:
         """Metrics of `module.validation_step` over exactly `data`, the same on every rank. `data`, `batch_size`, `num_workers` and
-        `collate_fn` as for `fit`; `checkpoint`: weights to load first: a path, "best", by the metric by which the run kept the best, or
-        "last". All ranks."""
+        `collate_fn` as for `fit`; `checkpoint`: weights to load first: a path, "best" (by the metric of `keep` in that run) or
+        "last". All ranks call it."""
         result: dict[str, float] = self._evaluate(
             "validate", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn)
         )
@@ -623,6 +630,6 @@ class Trainer:
         num_workers: int = 0,
         collate_fn: Any = None,
     ) -> Any:
-        """One prediction per sample of `data`, in its order, on rank 0 (None on the others): a list, or of several named sets a mapping of
-        lists; tensors on the CPU. All ranks."""
+        """One prediction per sample of `data`, in the order of `data`: a list, or for several named sets a mapping of lists, with
+        tensors on the CPU. Rank 0 gets it, other ranks get None. All ranks call it."""
         return self._evaluate("predict", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn))
