@@ -103,7 +103,7 @@ class _OfTheClass(Generic[P]):
 
 def _refused(kind: type, *arguments: object, **overrides: object) -> NoReturn:
     raise ConfigurationError(
-        f"load_from_checkpoint makes a new module and leaves the one that it is called on as it is; call it on the class, module = "
+        "load_from_checkpoint returns a new module and does not change this one; call it on the class, module = "
         f"{kind.__name__}.load_from_checkpoint(path), or evaluate this one with the weights: trainer.validate(module, data, "
         "checkpoint=path)"
     )

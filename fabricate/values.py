@@ -80,7 +80,7 @@ def metric_mode(where: str, metric: str, mode: str | None) -> str:
     words = re.split(r"[^a-z0-9]+", metric.lower())
     if mode is None and not _HIGHER_IS_BETTER.isdisjoint([*words, *(word.rstrip("0123456789") for word in words)]):
         raise ConfigurationError(
-            f"{where}: is a higher or a lower {metric!r} better? The default is mode='min', and by its name it is 'max'; say which"
+            f"{where}: is a higher or a lower {metric!r} better? The default is mode='min', but the name suggests 'max'; set mode"
         )
     return mode or "min"
 

@@ -48,8 +48,8 @@ class EarlyStopping(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         if not trainer.validates:
             raise ConfigurationError(
-                f"EarlyStopping(metric={self.metric!r}) waits for validations, and this fit has none: give fit a val= and set "
-                "validate_every so that it comes round before the end"
+                f"EarlyStopping(metric={self.metric!r}) needs validations, and this fit has none: pass val= to fit, "
+                "and set validate_every so that it falls due before the end"
             )
         # Each fit begins anew; a resumed one takes its state from the checkpoint afterwards, in on_load.
         self.best, self.waited = self._worst, 0

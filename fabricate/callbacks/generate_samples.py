@@ -53,7 +53,7 @@ class GenerateSamples(Callback):
         self._model(module)
         if not trainer.validates:
             raise ConfigurationError(
-                "GenerateSamples generates when a validation begins, and this fit has none: give fit a val= and set validate_every"
+                "GenerateSamples generates at the start of a validation, and this fit has none: pass val= to fit, and set validate_every"
             )
 
     @hookimpl(trylast=True)  # after what puts other weights into the module for an evaluation
@@ -120,8 +120,8 @@ class GenerateSamples(Callback):
         outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
         if len(outer) != 1:
             raise ConfigurationError(
-                f"GenerateSamples(model=None): {type(module).__name__} has {', '.join(outer) or 'no model'} with generate; name one, "
-                "model='...'"
+                f"GenerateSamples(model=None): {type(module).__name__} has {', '.join(outer) or 'no model'} with a "
+                "method generate; name the attribute to use, model='...'"
             )
         return module.get_submodule(outer[0])
 

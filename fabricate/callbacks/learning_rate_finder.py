@@ -74,8 +74,8 @@ class LearningRateFinder(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.run_dir is not None and not trainer.settings.fast_dev_run:
             raise ConfigurationError(
-                "LearningRateFinder: run_dir is set, and what a range test trains is not to be resumed; use a "
-                "Trainer without run_dir for it"
+                "LearningRateFinder: run_dir is set, but a run must not resume from the weights of a range test; "
+                "use a Trainer without run_dir"
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
@@ -95,8 +95,8 @@ class LearningRateFinder(Callback):
     def on_epoch_start(self, trainer: Trainer) -> None:
         if trainer.step and not self.results["lr"]:
             raise ConfigurationError(
-                f"LearningRateFinder: the fit goes on from step {trainer.step} of a checkpoint, and a range test begins with its first "
-                "update; to test the rates of its weights, fit module = Net.load_from_checkpoint(path) without resume="
+                f"LearningRateFinder: the fit resumes at step {trainer.step} of a checkpoint, and a range test has "
+                "to begin at the first update; to run it on those weights, fit module = Net.load_from_checkpoint(path) without resume="
             )
 
     @hookimpl

@@ -63,7 +63,8 @@ class PredictionWriter(Callback):
             return output
         if trainer.data_set:
             raise ConfigurationError(
-                f"PredictionWriter writes the rows of one data set, and data is a mapping with {trainer.data_set!r}; predict each apart"
+                "PredictionWriter writes the rows of one data set, and data is a mapping with "
+                f"{trainer.data_set!r}; call predict for each data set separately"
             )
         if self._own is not None and len(trainer.batch_indices):
             self._add(output, trainer.batch_indices)
@@ -202,7 +203,7 @@ def _read(folder: Path) -> Iterator[Any]:
 
     if not (folder / _COMPLETE).is_file():
         raise ConfigurationError(
-            f"{folder} holds no complete predictions: PredictionWriter has not come to the end there"
+            f"{folder} holds incomplete predictions: PredictionWriter did not finish there; run predict again"
         )
     places: list[tuple[int, Path, int]] = []
     rows, of_place, in_batch = [], [], []

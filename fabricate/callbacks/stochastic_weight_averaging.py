@@ -87,7 +87,9 @@ class StochasticWeightAveraging(Callback):
 
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.strategy.replicas_drift:
-            raise ConfigurationError(f"{_NAME}: ranks drift apart under {trainer.strategy.name!r}; use strategy='ddp'")
+            raise ConfigurationError(
+                f"{_NAME}: weights differ between ranks under {trainer.strategy.name!r}; use strategy='ddp'"
+            )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(f"{_NAME} needs one optimizer, and there are {', '.join(trainer.optimizers)}")
         if trainer.settings.load_best:
@@ -110,7 +112,8 @@ class StochasticWeightAveraging(Callback):
             limit = settings.max_steps if moment.unit == "steps" else settings.max_epochs
             if limit is not None and moment.amount >= limit:
                 raise ConfigurationError(
-                    f"{_NAME}(swa_epoch_start={start!r}) never comes: the fit ends after {limit} {moment.unit}"
+                    f"{_NAME}(swa_epoch_start={start!r}) is never reached: the fit ends after {limit} "
+                    f"{moment.unit}; choose an earlier moment"
                 )
         return moment
 

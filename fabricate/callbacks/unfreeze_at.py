@@ -45,7 +45,8 @@ class UnfreezeAt(Callback):
         for name, moment in self.stages.items():
             if moment.unit not in ("steps", "epochs") or moment.amount < 1:
                 raise ConfigurationError(
-                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}): give steps or whole epochs, which come at the same update in every run"
+                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}): give steps or whole epochs, so that every run "
+                    "unfreezes at the same update"
                 )
         self._parts: dict[str, list[torch.nn.Parameter]] = {}
         self._frozen: set[str] | None = None
@@ -64,8 +65,8 @@ class UnfreezeAt(Callback):
                 continue
             if not parameter.requires_grad:
                 raise ConfigurationError(
-                    f"UnfreezeAt({max(stages, key=len)!r}): {name} was frozen before the fit, so the optimizer left it out; leave "
-                    "requires_grad as it is, UnfreezeAt freezes it"
+                    f"UnfreezeAt({max(stages, key=len)!r}): {name} was frozen before the fit, so the optimizer left "
+                    "it out; leave it trainable in the script, because UnfreezeAt freezes it at the start"
                 )
             parts[max(stages, key=len)].append(parameter)
         for stage, parameters in parts.items():
@@ -76,7 +77,8 @@ class UnfreezeAt(Callback):
                     if name and next(child.parameters(), None) is not None
                 ]
                 raise ConfigurationError(
-                    f"UnfreezeAt({stage!r}) finds no parameter that a longer name does not have; give the name of a submodule or a "
+                    f"UnfreezeAt({stage!r}) matches no parameter that is not matched by a longer name already; give "
+                    "the name of a submodule or a "
                     f"parameter: {', '.join(known[:8])}"
                 )
         return parts
@@ -88,8 +90,8 @@ class UnfreezeAt(Callback):
             limit = limits[moment.unit]
             if not settings.fast_dev_run and moment.amount >= (math.inf if limit is None else limit):
                 raise ConfigurationError(
-                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}) never comes: the fit ends after {limit} {moment.unit}; make it earlier, or "
-                    "freeze what is never trained with requires_grad_(False)"
+                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}) is never reached: the fit ends after {limit} "
+                    f"{moment.unit}; choose an earlier moment, or freeze parameters that are never trained with requires_grad_(False)"
                 )
 
     def on_epoch_start(self, trainer: Trainer) -> None:

@@ -375,7 +375,7 @@ def _rule(text: str) -> dict[str, Any]:
             )
         rule[name] = int(value) if value.isdecimal() else value
     if rule.keys() <= {"metric", "mode"}:
-        raise ConfigurationError(f"--keep {text!r} keeps nothing; say last=N, best=N or both")
+        raise ConfigurationError(f"--keep {text!r} keeps nothing; give last=N, best=N or both")
     return parse_keep("keep", rule)
 
 

@@ -34,7 +34,7 @@ def dry_run_of(
     nproc, nnodes = where["nproc"], where["nnodes"]
     if not isinstance(nproc, int):
         raise ConfigurationError(
-            f"--nproc {nproc} counts this machine's devices; give a number of ranks with --dry-run"
+            f"--nproc {nproc} depends on this machine's devices; with --dry-run give a number of ranks"
         )
     world_size = nproc * nnodes
     environment = {name: value for name, value in environment.items() if not name.startswith("PET_")}

@@ -58,7 +58,7 @@ def rows(
             "fabricate rows: give --step N for the rows of a step, or --row K for the steps of a row"
         )
     if row is not None and rank is not None:
-        raise ConfigurationError("--rank goes with --step; --row shows the rank that saw the row")
+        raise ConfigurationError("--rank needs --step; --row already shows the rank that read the row")
     made = fits(read_run(run_dir), sampler=script is not None)
     data = _Data(script, arguments, made) if script is not None else None
     orders: Orders = recorded_order if data is None else data.order
@@ -80,7 +80,7 @@ def _of_step(made: list[Fit], step: int, rank: int | None, orders: Orders) -> di
     if rank is not None:
         if rank >= ranks:
             raise ConfigurationError(
-                f"--rank {rank}: step {step} was made by {ranks} ranks; give one from 0 to {ranks - 1}"
+                f"--rank {rank}: step {step} ran on {ranks} ranks; give a rank from 0 to {ranks - 1}"
             )
         parts = [Part(rank, part.micro_step, part.rows) for part in parts if part.rank == rank // per_row * per_row]
     return {"step": step, "epoch": epoch, "ranks": ranks, "parts": [part._asdict() for part in parts]}

@@ -175,7 +175,7 @@ def _plugins(name: str, value: Any) -> tuple[object, ...]:
         raise ConfigurationError(f"{name}={value!r}: give a list, {name}=[...]")
     if finder := next((plugin for plugin in value if isinstance(plugin, BatchSizeFinder)), None):
         raise ConfigurationError(
-            f"{name}: a BatchSizeFinder stands in the place of the batch size: fit(module, train, batch_size={finder})"
+            f"{name}: a BatchSizeFinder is passed as the batch size: fit(module, train, batch_size={finder})"
         )
     return tuple(value)
 
@@ -267,7 +267,9 @@ class Settings:
         for unit in ("steps", "epochs"):
             least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
             if least is not None and most is not None and least > most:
-                raise ConfigurationError(f"min_{unit}={least} is more than max_{unit}={most}; choose one length")
+                raise ConfigurationError(
+                    f"min_{unit}={least} is more than max_{unit}={most}; lower one or raise the other"
+                )
         if settings.overfit_batches is not None:
             for name in ("limit_train_batches", "limit_val_batches"):
                 if (limit := getattr(settings, name)) not in (None, 0):

@@ -59,7 +59,7 @@ class BatchSizeFinder:
         sizes = allowed if self.max_val is None else allowed[: _number_up_to(allowed, self.max_val)]
         if not sizes:
             raise ConfigurationError(
-                f"BatchSizeFinder(max_val={self.max_val}): the smallest size that is possible is {allowed[0]}"
+                f"BatchSizeFinder(max_val={self.max_val}): the smallest possible size is {allowed[0]}; raise max_val"
             )
 
         def tried(place: int) -> bool:

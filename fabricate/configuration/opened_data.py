@@ -142,7 +142,7 @@ def _in_order(train: object, loading: Loading, few: int | float) -> tuple[Any, L
     sampler = train.sampler
     if type(train.batch_sampler) is not BatchSampler or type(sampler) not in (SequentialSampler, RandomSampler):
         raise ConfigurationError(
-            f"{given}, and train draws its order from a sampler of its own; pass the loader's data set, or a DataLoader without a sampler"
+            f"{given}, and train has its own sampler; pass the loader's data set, or a DataLoader without a sampler"
         )
     if type(sampler) is SequentialSampler:
         return train, loading
@@ -208,7 +208,7 @@ def _accumulation(source: Source, resolved: Resolved) -> tuple[int, str]:
     setting = f"global_batch_size={size}" + ("" if set_by == "argument" else f" ({set_by})")
     if source.batch_size is None:
         raise ConfigurationError(
-            f"{setting} needs rows that can be counted ahead: pass a dataset with batch_size=..., or set "
+            f"{setting} needs data whose rows can be counted in advance: pass a dataset with batch_size=..., or set "
             "gradient_accumulation_steps"
         )
     _, readers = reader(resolved)

@@ -132,8 +132,8 @@ def _check_max_grad_value(settings: Settings, strategy: Strategy, max_grad_norm:
         )
     if not strategy.exposes_gradients:
         raise ConfigurationError(
-            f"max_grad_value={settings.max_grad_value}: strategy={strategy.name!r} keeps gradients to itself and cannot clip them "
-            "by value; use max_grad_norm="
+            f"max_grad_value={settings.max_grad_value}: strategy={strategy.name!r} does not give access to "
+            "gradients, so they cannot be clipped by value; use max_grad_norm="
         )
 
 

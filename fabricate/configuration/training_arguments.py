@@ -238,8 +238,8 @@ def _compiling(args: Any) -> dict[str, Any]:
         options = getattr(args, f"{name}_kwargs") or {}
         if others := sorted(option for option, value in options.items() if (option, value) != ("use_reentrant", False)):
             raise ConfigurationError(
-                f"TrainingArguments.{name}_kwargs={options!r}: {', '.join(others)} has no counterpart; every block is computed again, as "
-                "with use_reentrant=False"
+                f"TrainingArguments.{name}_kwargs={options!r}: {', '.join(others)} has no counterpart; blocks are "
+                "always recomputed as with use_reentrant=False; leave the option out"
             )
     if args.torch_compile:
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}

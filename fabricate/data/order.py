@@ -1,7 +1,7 @@
 """The arithmetic of the data order: which row comes when, and which rank takes it in which micro-step.
 
 Owns the permutation of an epoch, the cut of that order into windows (one optimizer update each), of windows into
-micro-steps and of micro-steps into ranks. Pure numbers: knows nothing of torch, of data sets, of loading, or of which
+micro-batches and of micro-batches into ranks. Pure numbers: knows nothing of torch, of data sets, of loading, or of which
 process it runs in.
 
     order      0 1 2 3 4 5 6 7 | 8 9 ...          a pure function of (seed, epoch, number of rows)
@@ -43,7 +43,7 @@ def split(rows: int, world_size: int, rank: int) -> slice:
 
 
 def plan_window(rows: int, batch_size: int, world_size: int, rank: int) -> list[Share]:
-    """The micro-steps of a window of `rows` rows as `rank` sees them: all full but the last, which may be ragged.
+    """The micro-batches of a window of `rows` rows as `rank` sees them: all full but the last, which may be ragged.
 
     >>> plan_window(5, batch_size=2, world_size=2, rank=1)
     [Share(start=2, stop=4, rows=2), Share(start=4, stop=5, rows=0)]

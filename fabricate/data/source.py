@@ -75,7 +75,7 @@ class Setup:
         share = isinstance(limit, float) and 0 < limit <= 1
         if limit is not None and not whole and not share:
             raise ConfigurationError(
-                f"limit={limit!r} (for {self.argument}) must be a number of micro-steps (int, 1 or more) or a share "
+                f"limit={limit!r} (for {self.argument}) must be a number of micro-batches (int, 1 or more) or a share "
                 "of the data (float above 0, up to 1.0)."
             )
 
@@ -87,7 +87,7 @@ class Setup:
             return self.limit * step
         if units is None:
             raise self.error(
-                f"has no length, so limit={self.limit} (a share of it) is unknown: pass a number of micro-steps"
+                f"has no length, so limit={self.limit} (a share of it) is unknown: pass a number of micro-batches"
             )
         return min(units, max(1, int(units * self.limit + 1e-9)))  # 0.29 * 100 is 28.999... in binary
 

@@ -45,7 +45,7 @@ def open_source(
 ) -> Source:
     """Open `data` for `rank`: a DataLoader, a data set, a stream of rows or an iterable of batches.
 
-    `argument` is the name errors use ("train", "val"). `limit` caps an epoch: micro-steps (int) or a share of it (float
+    `argument` is the name errors use ("train", "val"). `limit` caps an epoch: micro-batches (int) or a share of it (float
     in (0, 1]). Evaluation (`training=False`) ignores accumulation and drop_last: every row counts. Reads nothing yet,
     apart from lengths. Raises ConfigurationError for data or settings that cannot be honoured.
 

@@ -59,7 +59,7 @@ def _requested(requested: Mapping[str, Request], found: torch.device | None, loc
     if device.type == "cpu":
         return torch.device("cpu")
     if "cpu" in requested:
-        raise ConfigurationError(f"{named} and {requested['cpu'].source} say different devices; unset one of them")
+        raise ConfigurationError(f"{named} and {requested['cpu'].source} name different devices; unset one of them")
     count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
     index = local_rank % (count or 1) if device.index is None else device.index
     if index >= count:

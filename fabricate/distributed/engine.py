@@ -302,7 +302,7 @@ class Engine(Group):
             )
         if kind not in self.strategy.distributed_types:
             raise ConfigurationError(
-                f"strategy={self.strategy.name!r} was asked for and Accelerate built {kind}; expected "
+                f"strategy={self.strategy.name!r} was chosen, but Accelerate built {kind}; expected "
                 f"{' or '.join(self.strategy.distributed_types)}: start the ranks that the strategy needs"
             )
 

@@ -38,7 +38,8 @@ class Mesh:
     def _shards(self, node: str | None) -> str:
         if self.shard < 2:
             raise ConfigurationError(
-                f"{SHARD}={self.shard} divides nothing, and ACCELERATE_USE_FSDP is true; give the ranks that share a copy, or use "
+                f"{SHARD}={self.shard} shards nothing, but ACCELERATE_USE_FSDP is true; set the number of ranks "
+                "that share a copy of the model, or use "
                 "strategy='ddp'"
             )
         if node:

@@ -80,7 +80,7 @@ def _mesh_without_fsdp(environ: Mapping[str, str], mesh: accelerate_mesh.Mesh, d
         # Accelerate allows no copies beside it; where its ranks are all there are, there are none.
         if deepspeed or environ.get("WORLD_SIZE", str(mesh.tp)) != str(mesh.tp) or mesh.replicate > 1:
             raise ConfigurationError(
-                f"{accelerate_mesh.TENSOR}={mesh.tp} divides layers, which is done beside shards only: use "
+                f"{accelerate_mesh.TENSOR}={mesh.tp} divides layers, which works only together with FSDP: use "
                 f"strategy='fsdp:tp={mesh.tp}', or set ACCELERATE_USE_FSDP to true"
             )
         return Request(f"fsdp:tp={mesh.tp}", accelerate_mesh.TENSOR)

@@ -121,7 +121,7 @@ def environment(
             continue
         if base.get(name, value) != value:
             raise ConfigurationError(
-                f"{name}: the environment says {base[name]!r}, this command {value!r}; unset one of them"
+                f"{name}: the environment sets {base[name]!r} and this command {value!r}; unset one of them"
             )
         result[name] = value
     if plugins:

@@ -37,8 +37,8 @@ def requests(environ: Mapping[str, str]) -> dict[str, Request]:
     backend = text(environ, "ACCELERATE_DYNAMO_BACKEND")
     if backend and backend.value.lower() != "no":
         raise ConfigurationError(
-            f"{backend.source}={backend.value!r}: what is compiled is the script's to say, with Trainer(compile=True) or "
-            "compile={'backend': ...}; leave --dynamo_backend out"
+            f"{backend.source}={backend.value!r}: the script decides about torch.compile, with "
+            "Trainer(compile=True) or compile={'backend': ...}; leave --dynamo_backend out"
         )
     fabricate = {
         "strategy": text(environ, "FABRICATE_STRATEGY"),

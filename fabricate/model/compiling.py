@@ -47,8 +47,8 @@ def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]
     units = _blocks(module)
     if not units and asked == "blocks":
         raise ConfigurationError(
-            f"compile='blocks': {type(module).__name__} has no transformers model that names its blocks and no ModuleList; use "
-            "compile=True, which takes its layers"
+            f"compile='blocks': {type(module).__name__} has no transformers model that names its blocks and no "
+            "ModuleList; use compile=True, which compiles layer by layer"
         )
     units = units or _layers(module)
     if not units:

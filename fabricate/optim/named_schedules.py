@@ -51,7 +51,7 @@ def named_schedule(
     total = int(numbers["total"]) if "total" in numbers else updates
     if total is None and (own.get("total") or 0 < numbers["warmup"] < 1):
         raise ConfigurationError(
-            f"{where} is {text!r}, and how many updates it is for is not known ({why_unknown}); say it: '{name}:total=1000'"
+            f"{where} is {text!r}, but its number of updates is not known ({why_unknown}); give it: '{name}:total=1000'"
         )
     arguments = {own[option]: value for option, value in _checked(name, numbers, total).items() if own.get(option)}
     if name == "wsd":

@@ -37,7 +37,8 @@ def configured_optimizers(where: str, module: Any) -> Any:
         isinstance(part, Mapping) and not {"scheduler", "optimizer"}.isdisjoint(part) for part in parts
     ):
         raise ConfigurationError(
-            f"{where} returned what Lightning takes; return (optimizer, scheduler), advanced once per update, (optimizer, scheduler, "
+            f"{where} returned a form that only Lightning accepts; return (optimizer, scheduler), advanced once per "
+            "update, (optimizer, scheduler, "
             "'epoch'), or a mapping of names to those"
         )
     return made
@@ -160,7 +161,8 @@ def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str,
         found[next((p for p in options if any(re.search(p, text) for text in texts)), None)].append(parameter)
     if unused := [pattern for pattern in options if not found[pattern]]:
         raise ConfigurationError(
-            f"parameter_groups: {', '.join(map(repr, unused))} finds no parameter that an earlier pattern does not have; names are like "
+            f"parameter_groups: {', '.join(map(repr, unused))} matches no parameter that is not matched by an "
+            "earlier pattern already; names are, for instance, "
             f"{', '.join(f'{name!r} ({kinds[name]})' for name in list(named.values())[:4])}"
         )
     rest: list[dict[str, Any]] = [{"params": found[None]}] if found[None] else []

@@ -51,8 +51,9 @@ def ranks_per_row(strategy: Any, world_size: int) -> int:
         )
     if world_size % answered:
         raise ConfigurationError(
-            f"strategy={strategy.name!r}: {answered} successive ranks read the same rows, so their number has to be a multiple of "
-            f"{answered}, and it is {world_size}; start them with `fabricate run script.py --nproc {answered}`"
+            f"strategy={strategy.name!r}: {answered} ranks form a group that reads the same rows, so the number of "
+            f"ranks has to be a multiple of {answered}, but it is {world_size}; start the script with `fabricate "
+            f"run script.py --nproc {answered}`"
         )
     return answered
 

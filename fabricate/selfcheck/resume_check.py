@@ -64,7 +64,7 @@ def verify_resume(
     steps = _check_whole(whole, fits, script, at)
     if not any(folder.rglob("whole/**/checkpoints")):
         raise ConfigurationError(
-            f"{script} saves nothing: give its Trainer a run_dir; for this check it is put elsewhere"
+            f"{script} saves nothing: set run_dir in its Trainer; this check writes to a directory of its own instead"
         )
     killed = starts.run("killed", runs="killed", kill=True)
     marks = list(killed.glob("fit-*/killed-*"))
@@ -76,7 +76,8 @@ def verify_resume(
     resumed = starts.run("resumed", runs="killed")
     if not (resumed / fit / "resumed").is_dir():
         raise ConfigurationError(
-            f"{script} began anew when it was started again; a resume needs the same run_dir in every start, and resume='auto'"
+            f"{script} started from the beginning when it was started again; to resume, it has to use the same "
+            "run_dir every time, and resume='auto'"
         )
     resumed_from = _step(resumed / fit / "resumed")
     lost = _after_the_resume(whole / fit, killed / fit, resumed / fit) if resumed_from == at else []
@@ -92,7 +93,9 @@ def _check_whole(whole: Path, fits: Sequence[str], script: str, at: int) -> int:
         raise ConfigurationError(f"{script} ended without a fit; give a script that calls Trainer.fit")
     steps = max(_step(whole / fit / "end") for fit in fits)
     if steps <= at:
-        raise ConfigurationError(f"--at {at}: the run has {steps} steps and is over by then; choose a smaller step")
+        raise ConfigurationError(
+            f"--at {at}: the run has {steps} steps, so it has ended by then; choose a smaller step"
+        )
     return steps
 
 

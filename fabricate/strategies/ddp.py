@@ -50,11 +50,11 @@ class DDP(Strategy):
     def __post_init__(self) -> None:
         if self.find_unused_parameters and self.static_graph:
             raise ConfigurationError(
-                "ddp: static_graph=true and find_unused_parameters=true: the first says that there is nothing to look for; "
-                "choose one"
+                "ddp: static_graph=true and find_unused_parameters=true: with static_graph DDP does not look for "
+                "unused parameters in every update; choose one"
             )
         if self.bucket_cap_mb < 1:
-            raise ConfigurationError(f"ddp: bucket_cap_mb={self.bucket_cap_mb!r}: a bucket has at least 1 MiB")
+            raise ConfigurationError(f"ddp: bucket_cap_mb={self.bucket_cap_mb!r}: give at least 1 (MiB)")
         if self.communication_hook not in _COMMUNICATION:
             raise ConfigurationError(
                 f"ddp: communication_hook={self.communication_hook!r}: give bf16, fp16 or leave it out; PowerSGD is "

@@ -131,8 +131,9 @@ class FSDP(Strategy):
         computes = settled.precision.mixed_precision.replace("no", "fp32")
         if self.tp > 1 and settled.scales_loss:  # torch's scaler would look at each rank's columns by themselves
             raise ConfigurationError(
-                f"fsdp: tp={self.tp} and precision={settled.precision.name!r}: the ranks that divide a layer do not agree on an "
-                "overflow, so that some would update and some not; use precision='bf16' or 'fp32', or leave tp out"
+                f"fsdp: tp={self.tp} and precision={settled.precision.name!r}: the ranks that divide a layer do not "
+                "exchange whether gradients overflowed, so only some of them might update; use precision='bf16' or "
+                "'fp32', or leave tp out"
             )
         if self.param_dtype not in (None, "fp32", computes):
             raise ConfigurationError(
@@ -338,8 +339,8 @@ class FSDP(Strategy):
             if isinstance(optimizer, torch.optim.Adafactor) or "bitsandbytes" in libraries:
                 kind = f"{'bitsandbytes' if 'bitsandbytes' in libraries else 'torch'}.optim.{type(optimizer).__name__}"
                 raise ConfigurationError(
-                    f"strategy='fsdp' with {kind} (optimizer {name!r}): its update takes no parameters in shards; choose "
-                    "an optimizer that treats every element by itself, AdamW for instance, or strategy='ddp'"
+                    f"strategy='fsdp' with {kind} (optimizer {name!r}): this optimizer does not support sharded "
+                    "parameters; choose one that updates each element independently, AdamW for instance, or strategy='ddp'"
                 )
         return model
 

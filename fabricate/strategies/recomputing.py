@@ -19,8 +19,9 @@ def recompute_blocks(module: torch.nn.Module) -> Callable[[], None]:
     outer = [(name, block) for name, block in blocks if not any(name.startswith(f"{other}.") for other, _ in blocks)]
     if not outer and not any(getattr(child, "supports_gradient_checkpointing", False) for child in module.modules()):
         raise ConfigurationError(
-            f"activation_checkpointing=True: {type(module).__name__} has no transformers model and no ModuleList, whose blocks would be "
-            "computed again; put what repeats into a ModuleList, or call torch.utils.checkpoint.checkpoint in training_step"
+            f"activation_checkpointing=True: {type(module).__name__} has no transformers model and no ModuleList, "
+            "so there are no blocks to recompute; put repeated layers into a ModuleList, or call "
+            "torch.utils.checkpoint.checkpoint in training_step"
         )
     return recompute(module, outer)
 

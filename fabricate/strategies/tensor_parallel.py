@@ -156,8 +156,8 @@ def _check_heads(prefix: str, model: Any, ways: int) -> None:
         number = getattr(settings, name, None)
         if isinstance(number, int) and number % ways:
             raise ConfigurationError(
-                f"fsdp: tp={ways}: {prefix}config.{name} is {number}, and every rank needs as many heads as the others; choose tp= a "
-                f"divisor of {number}"
+                f"fsdp: tp={ways}: {prefix}config.{name} is {number}, and every rank needs the same number of "
+                f"heads; choose a divisor of {number} as tp"
             )
 
 

@@ -96,8 +96,8 @@ class FirstUpdate:
         step = f"{type(self._run.module).__name__}.training_step"
         if micro_step == 0 and there:
             raise ConfigurationError(
-                f"gradients are there before the loop has called backward: {step}, or a hook before it, calls backward itself, and the "
-                "update would be of both; return the loss, and the loop does the rest"
+                f"gradients are there before the loop has called backward: {step}, or a hook before it, calls "
+                "backward, so that gradients would be added twice; return the loss, and let the loop call backward"
             )
         if micro_step and not there and not strategy.shards_parameters:  # shards may keep them elsewhere meanwhile
             raise ConfigurationError(

@@ -98,7 +98,10 @@ def windows(run: Run) -> Iterator[Window]:
     if (
         progress.position == 0 and not progress.micro_step
     ):  # position is back at 0 after the last window; no window came
-        raise ConfigurationError("train gave no batch in this epoch; an iterator that is used up cannot be read again")
+        raise ConfigurationError(
+            "train yielded no batch in this epoch; an exhausted iterator cannot be read again: "
+            "pass an object whose __iter__ starts from the beginning"
+        )
 
 
 def accumulation(run: Run) -> Callable[[LoopState, Window], WindowLosses]:

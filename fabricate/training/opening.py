@@ -238,8 +238,8 @@ def _assemble(
     if not found.strategy.exposes_gradients and calls.on_before_step is not None:
         listeners = ", ".join(calls.manager.order("on_before_step"))
         raise ConfigurationError(
-            f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {listeners} hears; remove "
-            "it or choose another strategy"
+            f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {listeners} implements; "
+            "remove it or choose another strategy"
         )
     progress, requests = Progress(), Requests()
     watches = training and engine.rank == 0 and (settings.max_time is not None or run_dir is not None)

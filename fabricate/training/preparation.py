@@ -140,8 +140,8 @@ def _check_validation(run: Run) -> None:
         run.notes.append(f"{never}; set validate_every, or train for a whole epoch")
     if run.run_dir is not None and "best" in keep and keep["metric"].startswith("val") and not run.validates:
         raise ConfigurationError(
-            f"keep: the best by {keep['metric']!r} are to be kept, and nothing is validated; pass val= to fit and set validate_every so "
-            "that it comes round, or name another metric"
+            f"keep: the best checkpoints are chosen by {keep['metric']!r}, but this fit has no validation; pass "
+            "val= to fit and set validate_every so that it falls due, or name another metric"
         )
 
 
@@ -184,8 +184,8 @@ def _check_schedules(run: Run, where: str) -> None:
     for schedule in optim.schedules.values():
         if schedule.metric is not None and not run.validates:
             raise ConfigurationError(
-                f"{where}: {schedule.text}, and nothing is validated; pass val= to fit and set validate_every so that it comes round, or "
-                "take another scheduler"
+                f"{where}: {schedule.text}, and this fit has no validation; pass val= to fit and set validate_every "
+                "so that it falls due, or use another scheduler"
             )
 
 

@@ -155,7 +155,7 @@ def test_a_fit_that_is_too_short_or_goes_on_from_a_checkpoint_is_refused(tmp_pat
     assert saved is not None
     trainer = Trainer(max_steps=20, plugins=[LearningRateFinder(num_training_steps=20)], **options)
     module = Net()
-    with pytest.raises(ConfigurationError, match="goes on from step 2 of a checkpoint"):
+    with pytest.raises(ConfigurationError, match="resumes at step 2 of a checkpoint"):
         trainer.fit(module, rows(), batch_size=8, resume=saved)
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in Net().state_dict().items())
 

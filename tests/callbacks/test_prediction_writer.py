@@ -107,7 +107,9 @@ def test_a_folder_that_holds_something_is_refused_and_so_are_predictions_that_ar
         Trainer(progress=False, plugins=[PredictionWriter(tmp_path)]).predict(Net(), rows(), batch_size=4)
     with pytest.raises(ConfigurationError, match="no complete predictions"):
         next(PredictionWriter.read(tmp_path))
-    with pytest.raises(ConfigurationError, match="data is a mapping with 'a'; predict each apart"):
+    with pytest.raises(
+        ConfigurationError, match="data is a mapping with 'a'; call predict for each data set separately"
+    ):
         Trainer(progress=False, plugins=[PredictionWriter(tmp_path / "p")]).predict(Net(), {"a": rows()}, batch_size=4)
 
 

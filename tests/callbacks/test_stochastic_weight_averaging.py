@@ -271,7 +271,7 @@ def test_what_cannot_be_averaged_is_refused_before_the_first_step(tmp_path: Path
         (
             StochasticWeightAveraging(0.1, EPOCHS + 1),
             {},
-            r"swa_epoch_start=5\) never comes: the fit ends after 4 epochs",
+            r"swa_epoch_start=5\) is never reached: the fit ends after 4 epochs",
         ),
         (StochasticWeightAveraging([0.1, 0.2]), {}, r"swa_lrs=\[0\.1, 0\.2\]\): the optimizer has 1 parameter groups"),
         (
@@ -285,7 +285,7 @@ def test_what_cannot_be_averaged_is_refused_before_the_first_step(tmp_path: Path
 
 
 def test_ranks_that_drift_apart_are_refused(runs: tuple[Path, dict[str, list[Any]]]) -> None:
-    assert all("ranks drift apart under 'diloco'; use strategy='ddp'" in rank for rank in runs[1]["diloco"])
+    assert all("weights differ between ranks under 'diloco'; use strategy='ddp'" in rank for rank in runs[1]["diloco"])
 
 
 def test_the_training_data_is_read_again_only_when_training_does_not(tmp_path: Path) -> None:

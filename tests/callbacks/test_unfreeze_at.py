@@ -166,9 +166,9 @@ def test_a_resume_with_other_stages_is_refused_unless_it_is_meant(tmp_path: Path
         ({}, "name what to unfreeze"),
         ({"backbone": "10 minutes"}, "'backbone': '10 minutes'.*give steps or whole epochs"),
         ({"backbone": 0.5}, "'0.5 epochs'.*give steps or whole epochs"),
-        ({"backbnoe": 3}, "finds no parameter.*give the name of .*: backbone, backbone.0"),
-        ({"back": 3}, r"UnfreezeAt\('back'\) finds no parameter"),
-        ({"backbone": 8}, "'8 steps'.* never comes: the fit ends after 8 steps"),
+        ({"backbnoe": 3}, "matches no parameter.*give the name of .*: backbone, backbone.0"),
+        ({"back": 3}, r"UnfreezeAt\('back'\) matches no parameter"),
+        ({"backbone": 8}, "'8 steps'.* is never reached: the fit ends after 8 steps"),
         ({"backbone": 3, "head": 3}, "after step 0 everything is frozen, so there is nothing to train"),
     ],
 )

@@ -397,7 +397,9 @@ def test_nothing_resumes_from_imported_weights(run: Any, tmp_path: Path) -> None
         pytest.param({"w": torch.ones(1), "epoch": 3}, {}, "'epoch' is not a tensor; remove it", id="number"),
         pytest.param({"ema": {"w": torch.ones(1)}}, {}, "the state dict may be one of its parts: key='ema'", id="part"),
         pytest.param({"ema": {"w": torch.ones(1)}}, {"key": "em"}, "did you mean 'ema'", id="key"),
-        pytest.param({"w": torch.ones(1)}, {"rename": {"x.": ""}}, "no name begins so; the names are w", id="rule"),
+        pytest.param(
+            {"w": torch.ones(1)}, {"rename": {"x.": ""}}, "no tensor name begins with it; the names are w", id="rule"
+        ),
         pytest.param({"a.w": torch.ones(1), "w": torch.ones(2)}, {"rename": {"a.": ""}}, "both become 'w'", id="clash"),
         pytest.param({}, {}, "holds no tensor", id="nothing"),
     ],

@@ -105,7 +105,7 @@ def test_data_that_is_not_the_runs_is_refused(seen: tuple[Path, list[list[int]]]
 def test_a_script_without_a_fit_is_refused(seen: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print('hello')")
     refused = rows(seen[0], "--step", 1, tmp_path / "nothing.py")
-    assert (refused.exit_code, "without a call of Trainer.fit" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "without calling Trainer.fit" in refused.stderr) == (2, True)
 
 
 def started(source: Source, *, step: int = 0, epoch: int = 0, position: int = 0, ranks: int = 1) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_a_samplers_rows_come_from_the_script(script: Path, tmp_path: Path) -> N
     events = files(started(source), last=7).events
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     refused = rows(run_dir, "--step", 2)
-    assert (refused.exit_code, "name the script as well" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "add the script to the command" in refused.stderr) == (2, True)
     windows = [batch for epoch in range(2) for batch in windows_of([source], epoch)]
     for step in (1, 5, 7):  # of five updates an epoch
         (part,) = answer(run_dir, "--step", step, script, "--weighted")["parts"]
@@ -152,10 +152,10 @@ def test_data_that_gives_rows_in_its_own_order_is_refused_by_name() -> None:
     [
         ((), "give --step N for the rows of a step, or --row K"),
         (("--step", 1, "--row", 2), "give --step N for the rows of a step, or --row K"),
-        (("--step", STEPS + 1), "the run has made the steps 1 to 4, 5 to 10"),
-        (("--step", 1, "--rank", 1), "step 1 was made by 1 ranks"),
+        (("--step", STEPS + 1), "the run has the steps 1 to 4, 5 to 10"),
+        (("--step", 1, "--rank", 1), "step 1 ran on 1 ranks"),
         (("--row", 18), "the data has 18 rows"),
-        (("--row", 1, "--rank", 0), "--rank goes with --step"),
+        (("--row", 1, "--rank", 0), "--rank needs --step"),
     ],
 )
 def test_what_cannot_be_answered_is_an_error(

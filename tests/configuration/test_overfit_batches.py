@@ -94,7 +94,7 @@ def test_ranks_share_the_batches() -> None:
         ({"few": 1.5}, "overfit_batches=1.5: give a number of batches"),
         (
             {"train": DataLoader(ROWS, 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "batch_size": None},
-            "a sampler of its own",
+            "train has its own sampler",
         ),
     ],
 )

@@ -248,13 +248,15 @@ def test_a_limit_in_micro_steps_also_ends_an_endless_stream() -> None:
 @pytest.mark.parametrize("limit", [0, -1, 0.0, 1.5, True, "10"])
 def test_a_limit_that_means_nothing_is_refused(limit: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"limit=.* \(for train\) must be a number of micro-steps .* or a share"
+        ConfigurationError, match=r"limit=.* \(for train\) must be a number of micro-batches .* or a share"
     ):
         opened(Numbers(4), Loading(2), limit=limit)
 
 
 def test_a_share_of_data_without_a_length_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"train has no length, so limit=0.5 .* pass a number of micro-steps"):
+    with pytest.raises(
+        ConfigurationError, match=r"train has no length, so limit=0.5 .* pass a number of micro-batches"
+    ):
         opened(Stream(4), Loading(2), limit=0.5)
 
 

@@ -243,7 +243,7 @@ def test_the_variable_of_accelerate_that_names_a_device_counts(monkeypatch: pyte
         ({"ACCELERATE_TORCH_DEVICE": "cuda:4"}, "ACCELERATE_TORCH_DEVICE='cuda:4': torch finds 4 of that kind"),
         ({"ACCELERATE_TORCH_DEVICE": "xpu"}, "ACCELERATE_TORCH_DEVICE='xpu': torch finds cuda here"),
         ({"ACCELERATE_TORCH_DEVICE": "gpu"}, "ACCELERATE_TORCH_DEVICE='gpu' is not a device; give cpu, cuda"),
-        ({"ACCELERATE_TORCH_DEVICE": "cuda", "ACCELERATE_USE_CPU": "1"}, "say different devices; unset one of them"),
+        ({"ACCELERATE_TORCH_DEVICE": "cuda", "ACCELERATE_USE_CPU": "1"}, "name different devices; unset one of them"),
         ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE='TPU' asks for an XLA device"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_script_that_cannot_be_checked_is_explained(tmp_path: Path) -> None:
 def test_a_run_that_is_over_by_then_is_told_so(tmp_path: Path) -> None:
     done = verify(tmp_path, "--at", "10", "run")
     assert done.returncode == 2
-    assert "--at 10: the run has 10 steps and is over by then" in done.stderr
+    assert "--at 10: the run has 10 steps, so it has ended by then" in done.stderr
 
 
 # -- what is requested of the fits and what they note

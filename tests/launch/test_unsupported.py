@@ -36,7 +36,7 @@ def rows() -> TensorDataset:
 @pytest.mark.parametrize(
     ("strategy", "wanted"),
     [
-        ("fsdp:tp=2", "2 successive ranks read the same rows, .* `fabricate run script.py --nproc 2`"),
+        ("fsdp:tp=2", "2 ranks form a group that reads the same rows, .* `fabricate run script.py --nproc 2`"),
         ("tp=2", "is not known; that is tensor parallelism, .* use 'fsdp:tp=2'"),
         ("ddp:tensor_parallel=2", "that is tensor parallelism, .* use 'fsdp:tp=2'"),
         ("pp", "that is pipeline parallelism"),
@@ -80,12 +80,12 @@ def test_replicas_and_shards_become_the_strategy() -> None:
     assert strategy_of({**MESH, tensor: "2", "WORLD_SIZE": "2"}) == "fsdp:tp=2", "nothing beside it"
     for environ, wanted in (
         ({**MESH, shard: "2"}, "ACCELERATE_USE_FSDP is not true"),
-        ({**MESH, **SHARDS, replicate: "2"}, "divides nothing"),
+        ({**MESH, **SHARDS, replicate: "2"}, "shards nothing"),
         ({**MESH, **SHARDS, shard: "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "remove one"),
         ({**MESH, shard: "two"}, "is not a whole number"),
         ({**MESH, tensor: "2", "WORLD_SIZE": "4"}, "PARALLELISM_CONFIG_TP_SIZE=2 .* use strategy='fsdp:tp=2'"),
         ({**MESH, tensor: "2", "ACCELERATE_USE_DEEPSPEED": "true"}, "use strategy='fsdp:tp=2'"),
-        ({**MESH, **SHARDS, tensor: "2", replicate: "2"}, "divides nothing"),
+        ({**MESH, **SHARDS, tensor: "2", replicate: "2"}, "shards nothing"),
     ):
         with pytest.raises(ConfigurationError, match=wanted):
             requests(environ)

@@ -309,7 +309,7 @@ def test_watching_refuses_a_step_that_changes_its_mind() -> None:
     with torch.no_grad(), watch:
         loss = cross_entropy(LOGITS, TARGET)
     assert watch.weigh([("loss", loss, None, "mean")]) is not None
-    with pytest.raises(ConfigurationError, match="one unit has to hold throughout"):
+    with pytest.raises(ConfigurationError, match="the unit of the weight has to stay the same"):
         watch.weigh([("loss", torch.tensor(1.0), None, "mean")])
 
 

@@ -77,10 +77,12 @@ def test_a_tied_parameter_is_in_one_group_and_patterns_may_take_everything() -> 
 
 def test_a_pattern_that_finds_nothing_is_refused_with_names_as_they_are() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"'LayerNrm' finds no parameter .* 'embedding.weight' \(Embedding.weight\)"
+        ConfigurationError, match=r"'LayerNrm' matches no parameter .* 'embedding.weight' \(Embedding.weight\)"
     ):
         Grouped().parameter_groups({"LayerNrm": {"weight_decay": 0.0}})
-    with pytest.raises(ConfigurationError, match="'head' finds no parameter that an earlier pattern does not have"):
+    with pytest.raises(
+        ConfigurationError, match="'head' matches no parameter that is not matched by an earlier pattern already"
+    ):
         Grouped().parameter_groups({"weight|bias": {"lr": 1.0}, "head": {"lr": 2.0}})
 
 

@@ -243,7 +243,7 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
         ((3,), "is int; it needs step(), state_dict(), load_state_dict(), or to be one of the names constant"),
         (("step lr", "epochs"), "is to advance by 'epochs'; give 'step' (updates, the default) or 'epoch'"),
         (("plateau", "epoch"), "is to advance by 'epoch'; ReduceLROnPlateau takes the name of a metric"),
-        (("plateau",), "ReduceLROnPlateau, advanced by val_loss, and nothing is validated; pass val= to fit"),
+        (("plateau",), "ReduceLROnPlateau, advanced by val_loss, and this fit has no validation; pass val= to fit"),
     ],
 )
 def test_what_cannot_be_a_schedule_is_refused(returned: tuple[Any, ...], message: str) -> None:
@@ -261,7 +261,7 @@ def test_what_cannot_be_a_schedule_is_refused(returned: tuple[Any, ...], message
 def test_a_named_schedule_needs_to_know_how_long_it_is() -> None:
     stream = ((torch.ones(2, 2), torch.ones(2, 1)) for _ in range(4))
     module = Module(lambda trainer, optimizer: (optimizer, "cosine"))
-    with pytest.raises(ConfigurationError, match=r"not known \(train has no length\); say it: 'cosine:total=1000'"):
+    with pytest.raises(ConfigurationError, match=r"not known \(train has no length\); give it: 'cosine:total=1000'"):
         Trainer(max_epochs=1, progress=False).fit(module, stream)
     both = Module(lambda trainer, optimizer: {"a": (optimizer, "wsd"), "b": torch.optim.SGD(module.parameters(), 0.1)})
     with pytest.raises(ConfigurationError, match=r"several optimizers share the updates\); say it: 'wsd:total=1000'"):

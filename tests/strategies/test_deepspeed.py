@@ -332,7 +332,7 @@ def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
     assert "Adafactor is not known to treat every element by itself" in factored
     assert "zero2:allow_untested_optimizer=true" in factored
     assert "Adagrad" in gathered
-    assert "strategy='zero2' hides gradients from on_before_step, which Editing hears" in editing
+    assert "strategy='zero2' hides gradients from on_before_step, which Editing implements" in editing
 
 
 def _scaled(root: Path, strategies: tuple[str, ...]) -> Any:

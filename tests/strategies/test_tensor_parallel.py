@@ -358,10 +358,10 @@ def started_on(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("module", "strategy", "ranks", "wanted"),
     [
-        (Net(), "fsdp:tp=2", 3, "2 successive ranks read the same rows, .* multiple of 2, and it is 3"),
+        (Net(), "fsdp:tp=2", 3, "2 ranks form a group that reads the same rows, .* multiple of 2, but it is 3"),
         (Net(), "fsdp:tp=0", 2, "tp=0: give the number of ranks"),
         (Net(), "fsdp:tp=2,shard=3", 4, "shard=3: 3 is not a divisor of 4 processes in 2 groups of tp=2"),
-        (Net(num_key_value_heads=1), "fsdp:tp=2", 2, r"model.config.num_key_value_heads is 1, .* tp= a divisor of 1"),
+        (Net(num_key_value_heads=1), "fsdp:tp=2", 2, r"model.config.num_key_value_heads is 1, .* divisor of 1"),
         (
             Net(intermediate_size=25),
             "fsdp:tp=2",

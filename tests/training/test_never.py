@@ -32,12 +32,12 @@ def refused(message: str, *plugins: Any, module: Any = None, **arguments: Any) -
 
 @pytest.mark.parametrize("arguments", [{}, {"val": ROWS, "validate_every": None}, {"val": ROWS}])
 def test_early_stopping_without_a_validation_is_refused(arguments: dict[str, Any]) -> None:
-    refused("EarlyStopping.* waits for validations, and this fit has none", EarlyStopping(), **arguments)
+    refused("EarlyStopping.* needs validations, and this fit has none", EarlyStopping(), **arguments)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"val": ROWS, "validate_every": None}, {"val": ROWS, "max_steps": 3}])
 def test_a_plateau_without_a_validation_is_refused(arguments: dict[str, Any]) -> None:
-    refused("and nothing is validated; pass val= to fit and set validate_every", module=Plateau(), **arguments)
+    refused("and this fit has no validation; pass val= to fit and set validate_every", module=Plateau(), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,18 @@ def test_the_default_in_a_fit_shorter_than_an_epoch_is_a_note(capsys: pytest.Cap
 
 def test_a_metric_of_a_validation_that_never_comes_keeps_no_checkpoint(tmp_path: Path) -> None:
     keep = {"best": 2, "metric": "val_loss"}
-    refused("keep: the best by 'val_loss' are to be kept, and nothing is validated", keep=keep, run_dir=tmp_path)
+    refused(
+        "keep: the best checkpoints are chosen by 'val_loss', but this fit has no validation",
+        keep=keep,
+        run_dir=tmp_path,
+    )
 
 
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
         ("val_accuracy", "keep: validation gives val_error, val_loss, and not 'val_accuracy'"),
-        ("error", "keep: the best by 'error' are to be kept, and validation gives val_error; use this name"),
+        ("error", "keep: the best checkpoints are chosen by 'error', but validation gives val_error; use this name"),
     ],
 )
 def test_a_metric_that_validation_does_not_give_keeps_no_checkpoint(metric: str, message: str, tmp_path: Path) -> None:

@@ -41,16 +41,19 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
         (lambda self: [_sgd(self.parameters()), 0.5, 1, 2], "configure_optimizers returned list"),
         (
             lambda self: {"optimizer": _sgd(self.parameters()), "lr_scheduler": {}},
-            "returned what Lightning takes; return (opt",
+            "returned a form that only Lightning accepts; return (opt",
         ),
-        (lambda self: ([_sgd(self.parameters())], []), "configure_optimizers returned what Lightning takes"),
+        (
+            lambda self: ([_sgd(self.parameters())], []),
+            "configure_optimizers returned a form that only Lightning accepts",
+        ),
         (
             lambda self: (_sgd(self.parameters()), {"scheduler": 1}),
-            "configure_optimizers returned what Lightning takes",
+            "configure_optimizers returned a form that only Lightning accepts",
         ),
         (
             lambda self: [{"optimizer": _sgd(self.parameters()), "lr_scheduler": {}}, {"optimizer": 1}],
-            "configure_optimizers returned what Lightning takes",
+            "configure_optimizers returned a form that only Lightning accepts",
         ),
         (
             lambda self: (_sgd(self.parameters()), torch.optim.lr_scheduler.StepLR),
@@ -396,7 +399,7 @@ def _own_zero_grad(self: Any, loss: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_backward_of_the_users_own_is_refused() -> None:
-    message = "Wrong.training_step, or a hook before it, calls backward itself, and the update would be of both"
+    message = "Wrong.training_step, or a hook before it, calls backward, so that gradients would be added twice"
     refused(message, module=answering(_own_backward), forwards=1)
 
 

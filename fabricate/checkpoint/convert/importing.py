@@ -105,7 +105,7 @@ def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
         used |= set() if rule is None else {rule}
     if idle := [start for start in rename if start not in used]:
         some = ", ".join(list(new)[:3])
-        raise ConfigurationError(f"rename {idle[0]!r}: no name begins so; the names are {some}, ...")
+        raise ConfigurationError(f"rename {idle[0]!r}: no tensor name begins with it; the names are {some}, ...")
     taken: dict[str, str] = {}
     for name, becomes in new.items():
         if becomes in taken:
@@ -159,7 +159,7 @@ def _folder(folder: Path, key: str | None) -> _Weights:
         name for name in present if re.fullmatch(r"(model|pytorch_model)_\d+\.(safetensors|bin)", name)
     ):
         raise ConfigurationError(
-            f"{folder} holds several models (also {', '.join(several)}); give the file of the one that is meant"
+            f"{folder} holds several models (also {', '.join(several)}); give the file of one of them"
         )
     for name in _WHOLE:
         if name in present:
@@ -201,7 +201,9 @@ def _file(path: Path, key: str | None) -> _Weights:
     LOCAL.size(path)  # refuses links, pipes and devices
     if path.suffix == ".safetensors":
         if key is not None:
-            raise ConfigurationError(f"key={key!r}: {path} is a safetensors file, which has no keys besides tensors")
+            raise ConfigurationError(
+                f"key={key!r}: {path} is a safetensors file, which has no nested keys; leave key= out"
+            )
         return _Weights(_safetensors(path), kind="safetensors")
     return _torch(path, key)
 

@@ -141,8 +141,8 @@ def _check(fit: Fit, sampler: bool) -> None:
         )
     if drawn == "sampler" and not sampler:
         raise ConfigurationError(
-            f"steps {fit.begin + 1} to {fit.end} took their rows from a sampler of the script's; name the script as well, so that it draws "
-            "them again: fabricate rows RUN_DIR --step N SCRIPT [ARGS]"
+            f"steps {fit.begin + 1} to {fit.end} took their rows from a sampler that the script defines; add the "
+            "script to the command, so that the sampler can draw them again: fabricate rows RUN_DIR --step N SCRIPT [ARGS]"
         )
 
 
@@ -168,7 +168,7 @@ def rows_of_step(made: list[Fit], step: int, orders: Orders = recorded_order) ->
     fit = next((fit for fit in made if fit.begin < step <= fit.end), None)
     if fit is None:
         there = [f"{fit.begin + 1} to {fit.end}" for fit in made]
-        raise ConfigurationError(f"--step {step}: the run has made the steps {few(there) or 'none'}")
+        raise ConfigurationError(f"--step {step}: the run has the steps {few(there) or 'none'}")
     window = fit.window(step)
     for epoch, first, stop, before, order in _epochs(fit, orders):
         begin = first + (window - before) * fit.size

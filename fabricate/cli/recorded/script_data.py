@@ -64,7 +64,7 @@ def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) 
     )
     now = source.order()
     if not isinstance(source, Indexed):
-        raise ConfigurationError(f"{script} trains on a {now['kind']}, of which no row can be opened by its number")
+        raise ConfigurationError(f"{script} trains on a {now['kind']}, whose rows cannot be read by index")
     for name, there in (("rows", "units"), ("order", "drawn")):
         if now[there] != recorded[there]:
             raise ConfigurationError(
@@ -90,4 +90,6 @@ def _run(script: Path, arguments: Sequence[str]) -> _Reached:
         sys.argv, sys.path[:] = before[0], before[1]
         if before[2] is not None:
             fabricate.__dict__["Trainer"] = before[2]
-    raise ConfigurationError(f"{script} ended without a call of Trainer.fit, so it shows no data")
+    raise ConfigurationError(
+        f"{script} ended without calling Trainer.fit, so its data is not known; give a script that calls it"
+    )

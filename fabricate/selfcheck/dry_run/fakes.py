@@ -78,8 +78,7 @@ class Fakes:
                 return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as exc:
             raise ConfigurationError(
-                f"a dry run has shapes and no values, and {func} needs values: compute without it where the shapes are to be known, or "
-                "train for real on few ranks"
+                f"a dry run has shapes and no values, and {func} needs values: avoid it in the script, or measure a real run on few ranks"
             ) from exc
 
     def _nonzero(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,8 @@ def _checked(run: Run, batches: int | None) -> Source:
         )
     if run.optim.turns:
         raise ConfigurationError(
-            "trainer.calibrate() runs training_step(batch), and this one takes the optimizer whose turn it is"
+            "trainer.calibrate() runs training_step(batch), but this module's training_step takes an optimizer, and "
+            "calibrate does not support that"
         )
     return source
 

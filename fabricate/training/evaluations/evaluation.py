@@ -52,11 +52,11 @@ def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
     known = ", ".join(metrics) or "nothing"
     if wanted.startswith("val"):
         raise ConfigurationError(
-            f"keep: validation gives {known}, and not {wanted!r}, by which the best are kept; name one of these"
+            f"keep: validation gives {known}, but not {wanted!r}, the metric that chooses the best checkpoints; name one of these"
         )
     if f"val_{wanted}" in metrics and wanted not in run.journal.latest and wanted not in ("loss", "lr", "grad_norm"):
         raise ConfigurationError(
-            f"keep: the best by {wanted!r} are to be kept, and validation gives val_{wanted}; use this name"
+            f"keep: the best checkpoints are chosen by {wanted!r}, but validation gives val_{wanted}; use this name"
         )
 
 
@@ -154,7 +154,9 @@ def _joined(metrics: dict[str, float], more: dict[str, float], prefix: str) -> d
     """`metrics` of the steps, and those of `compute_metrics`."""
     names = {name.removeprefix(prefix) for name in metrics}
     if twice := [name for name in more if name.removeprefix(prefix) in names]:
-        raise ConfigurationError(f"compute_metrics returns {twice[0]!r}, which the steps return too; do one of them")
+        raise ConfigurationError(
+            f"compute_metrics returns {twice[0]!r}, which the steps return too; return it from one of them"
+        )
     return metrics | more
 
 
@@ -236,7 +238,7 @@ def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> An
     logged = {name.removeprefix(prefix): "logs it too" for name, *_ in module._logged}
     for key, value in output.items():
         if (name := key.removeprefix(prefix)) in logged:
-            raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; do one of them")
+            raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; use one of the two")
         if key not in ("weight", "outputs"):
             module.log(key, value)
             logged[name] = f"{key!r}, which is the same name"

@@ -189,6 +189,6 @@ def changed_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationErr
         "rows": f"without a weight and as no plain cross-entropy (it comes from {last_operation(loss)})",
     }
     return ConfigurationError(
-        f"training_step returned its loss {said[how]}, and before {said[known]}; one unit has to hold throughout: return "
+        f"training_step returned its loss {said[how]}, and before {said[known]}; the unit of the weight has to stay the same: return "
         "{'loss': loss, 'weight': what its mean was taken over} every time"
     )
