@@ -4,7 +4,7 @@
 
 Weak: 8 rows per rank whatever the number of ranks. Strong: 16 rows in all. Wall-clock time: run it on a quiet machine.
 
-"On paper" goes on from the weak ddp run of two ranks to more, each pair of them like the two measured: what is computed takes as
+"On paper" continues from the weak ddp run of two ranks to more, each pair of them like the two measured: what is computed takes as
 long, and a ring all-reduce over n ranks sends 2 (n - 1) / n of the gradients' bytes, twice what it sends over two when n is large
 (Patarasuk and Yuan, 2009: bandwidth optimal all-reduce algorithms). Latency and what a network shares are not in it.
 """

@@ -55,7 +55,7 @@ at the end, as above.
 
 What differs: Accelerate averages the means of micro-batches and ranks, whatever they were taken over; divides by the accumulation
 steps where the last window has fewer; and on several ranks repeats rows at the end of the data, so that all have as many batches.
-transformers.Trainer counts the labels of the whole window, and is exact but for the rows that are repeated.
+transformers.Trainer counts the labels of the whole window, and is exact except for the rows that are repeated.
 """
 
 

@@ -1,7 +1,7 @@
 """Offload to files next to offload to host memory, whose updates it has to equal bit by bit, on two ranks.
 
 The parts of the model are so large that DeepSpeed swaps them, of odd sizes, and one layer is used by every other window
-only. Both train, in float32 and bf16; then each goes on from the other's checkpoint. Needs libaio with its headers; the
+only. Both train, in float32 and bf16; then each continues from the other's checkpoint. Needs libaio with its headers; the
 first time DeepSpeed compiles its asynchronous input and output, which takes minutes.
 
     python -m campaigns.swapping               # --folder: on which disk; the system's temporary folder
@@ -64,7 +64,7 @@ class Counting(Callback):
 
 
 def fits(jobs: list[tuple[str, str, str, str]]) -> list[list[float]]:
-    """The losses of each job: strategy, precision, run directory, and the checkpoint that it goes on from. All ranks."""
+    """The losses of each job: strategy, precision, run directory, and the checkpoint that it continues from. All ranks."""
     heard = []
     for strategy, precision, run_dir, checkpoint in jobs:
         losses = Losses()

@@ -34,7 +34,7 @@ Written by `docs/reference.py` from `fabricate/strategies/base.py` and `fabricat
 
 A strategy or a precision inherits from the classes below, or from one that fabricate ships, and overrides what differs; every method has
 a default that works. Attributes are those of the class; options are the fields of a `@dataclass(eq=False)`. Both are plugin objects
-too: they hear [hooks](hooks.md) and keep state. What could never be called or looked at, a misspelt name above all, is an error before
+too: they implement [hooks](hooks.md) and keep state. What could never be called or looked at, a misspelt name above all, is an error before
 the first step. [Write a plugin](write-a-plugin.md) is the place to start, [Testing plugins](testing-plugins.md) tells how to prove one.
 """
 _TRAINER = """\

@@ -45,7 +45,7 @@ class LanguageModel(TrainModule):
 
 
 class StopAt(Callback):
-    """Stops half way, as if the machine's time were up. Running the same command again goes on from there."""
+    """Stops half way, as if the machine's time were up. Running the same command again continues from there."""
 
     def __init__(self, stop_at: int | None) -> None:
         self.stop_at = stop_at
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="rows per rank")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--every", default="50 steps", help="when to validate and save")
-    parser.add_argument("--stop-at", type=int, help="stop after this step; the same command then goes on from there")
+    parser.add_argument("--stop-at", type=int, help="stop after this step; the same command then continues from there")
     options = parser.parse_args()
 
     hush_libraries()

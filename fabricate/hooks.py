@@ -238,7 +238,7 @@ HOOKS = REGISTRATIONS + EVENTS
 
 
 class Listener:
-    """Base of everything that hears hooks by overriding a method; any subset of the hook's arguments may be taken.
+    """Base of everything that implements hooks by overriding methods; any subset of the hook's arguments may be taken.
 
     The methods accept anything so that an override with fewer arguments type-checks; the real arguments are those of
     `Events` above.

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class _Counted(NamedTuple):
-    """The counters and last values of the run under way, or of the fit that ran last."""
+    """The counters and last values of the run in progress, or of the fit that ran last."""
 
     progress: Progress
     metrics: dict[str, float]
@@ -192,7 +192,7 @@ class Trainer:
         return self._run
 
     def _counted(self) -> _Counted:
-        """The counters and values of the run under way, else of the last fit."""
+        """The counters and values of the run in progress, else of the last fit."""
         if self._run is not None:
             return _Counted(self._run.progress, self._run.journal.latest, self._run.journal.rates)
         if self._ended is None:
@@ -442,7 +442,7 @@ class Trainer:
         calls of `fit` return the same immediately, without a step. Ctrl-C once does the same with "interrupted"; twice raises
         KeyboardInterrupt.
         """
-        if name := told_to_end():  # a script's next fit would go on from one that is not done
+        if name := told_to_end():  # a script's next fit would continue from one that is not done
             print(f"{name} asked this process to end: no further fit is begun", file=sys.stderr)
             return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
@@ -517,7 +517,7 @@ class Trainer:
         settings = self.settings
         if not isinstance(resume, str | os.PathLike):
             raise ConfigurationError(
-                f"resume={resume!r}: give 'auto' (go on from run_dir, the default), 'never' (begin anew) or the path of a checkpoint"
+                f"resume={resume!r}: give 'auto' (continue from run_dir, the default), 'never' (start over) or the path of a checkpoint"
             )
         if settings.max_steps is None and settings.max_epochs is None:
             raise ConfigurationError(

@@ -6,7 +6,7 @@ Each prints what it did and ends with exit code 1 at the first thing that was lo
     python -m campaigns.checkpoints corrupt    altered, swapped and forged checkpoints
     python -m campaigns.checkpoints mutants    the code without one fsync, rename or check: do the campaigns notice?
     python -m campaigns.checkpoints kill       real SIGKILLs of whole runs, which then have to end bit by bit as if unharmed
-    python -m campaigns.checkpoints pairs      every checkpoint under every strategy, which goes on as if it had written it
+    python -m campaigns.checkpoints pairs      every checkpoint under every strategy, which continues as if it had written it
     python -m campaigns.checkpoints memory     how much more a rank holds while it saves and resumes
     python -m campaigns.checkpoints            all of them; --long for the full number, --out for the page of the documentation
 """

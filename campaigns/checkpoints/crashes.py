@@ -82,7 +82,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Recording], None], 
 
 
 def run(states: int, seed: int = 0) -> dict[str, int]:
-    """Every scenario, ended after each of its operations: killed, killed in the midst of a write, and stopped in the least
+    """Every scenario, ended after each of its operations: killed, killed in the middle of a write, and stopped in the least
     and in `states` further ways. Returns how many ends there were, by scenario. Raises AssertionError with the end that was
     not survived."""
     counts = {}

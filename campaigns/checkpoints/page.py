@@ -17,7 +17,7 @@ the numbers say how much was tried; what is promised is in [checkpoints](checkpo
 
 KILL = """## Real kills
 
-SIGKILL of a whole run, at a random moment from its first instruction to beyond its end, or before (of a write: in the midst of) a chosen
+SIGKILL of a whole run, at a random moment from its first instruction to beyond its end, or before (of a write: in the middle of) a chosen
 call of the file system by a save, a deletion or a resume; of one rank or of all; up to five times in one run, so that resumes are hit
 too. The run is {steps} updates with dropout, running statistics, augmentation from every generator, accumulation, a schedule,
 validation and a plugin with state; it saves every second update and keeps two checkpoints. Started again until it is done,

@@ -1,4 +1,4 @@
-"""Every checkpoint under every strategy: written by one topology, read by another, which goes on as if it had written it.
+"""Every checkpoint under every strategy: written by one topology, read by another, which continues as if it had written it.
 
 For each pair of topologies (a strategy on so many ranks): what the reader holds after loading is saved again and has to be
 equal to what was read, bit by bit; then it trains on, and its losses and the order of its samples have to be those of one process

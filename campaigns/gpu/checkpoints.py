@@ -7,7 +7,7 @@ An update's time is from one device-wide wait to the next; a save's stall is wha
 Beside it stand one copy of the same bytes from the device into pinned memory, `torch.save`, and torch's distributed checkpoint.
 
 Passes when the second and later asynchronous saves stop training no longer than `MOST_STALL` times that copy, the host's
-memory in use grows by no more than `MOST_PINNED` of the state, and a resumed run goes on from its last checkpoint.
+memory in use grows by no more than `MOST_PINNED` of the state, and a resumed run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def resuming(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
         found[f"{name}_updates"] = len(stamps.at)
         clean(place)
     went_on = found["resumed_steps"] == recipe.updates + 1 and found["resumed_updates"] == 1
-    return found | {"failed": [] if went_on else ["the run did not go on from its last checkpoint"]}
+    return found | {"failed": [] if went_on else ["the run did not continue from its last checkpoint"]}
 
 
 def copied(place: Host, recipe: Recipe) -> dict[str, Any]:

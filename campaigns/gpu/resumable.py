@@ -37,7 +37,7 @@ class Stream(IterableDataset[Any]):
 
 
 def main() -> None:
-    """Train, or go on from the newest checkpoint."""
+    """Train, or continue from the newest checkpoint."""
     parser = arguments(__doc__, 60)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=40)

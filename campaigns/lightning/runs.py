@@ -20,7 +20,7 @@ _QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": 
 
 
 def _arguments(setup: Setup, **more: Any) -> dict[str, Any]:
-    """Arguments of a Trainer; those that are functions are made anew for each."""
+    """Arguments of a Trainer; those that are functions are created again for each."""
     given = {"logger": False, "enable_checkpointing": False, **setup.arguments, **more}
     return {name: value() if inspect.isfunction(value) else value for name, value in given.items()}
 

@@ -1,4 +1,4 @@
-"""Batch norm layers whose running statistics are computed anew."""
+"""Batch norm layers whose running statistics are computed again."""
 
 from __future__ import annotations
 

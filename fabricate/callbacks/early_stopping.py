@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
                 f"EarlyStopping(metric={self.metric!r}) needs validations, and this fit has none: pass val= to fit, "
                 "and set validate_every so that it falls due before the end"
             )
-        # Each fit begins anew; a resumed one takes its state from the checkpoint afterwards, in on_load.
+        # Each fit starts over; a resumed one takes its state from the checkpoint afterwards, in on_load.
         self.best, self.waited = self._worst, 0
 
     def on_epoch_start(self, trainer: Trainer) -> None:
@@ -89,8 +89,8 @@ class EarlyStopping(Callback):
         then = state.get("metric", self.metric), state.get("mode", self.mode)
         if then != (self.metric, self.mode):  # which state belongs to which of several goes by their order
             raise CheckpointError(
-                f"EarlyStopping(metric={self.metric!r}, mode={self.mode!r}) would go on from the state of EarlyStopping("
-                f"metric={then[0]!r}, mode={then[1]!r}): list the plugins in the same order, with the same metrics, or begin anew with "
+                f"EarlyStopping(metric={self.metric!r}, mode={self.mode!r}) would continue from the state of EarlyStopping("
+                f"metric={then[0]!r}, mode={then[1]!r}): list the plugins in the same order, with the same metrics, or start over with "
                 "resume='never'"
             )
         self.best, self.waited = state["best"], state["waited"]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class SaveOnException(Callback):
-    """When a fit fails, saves the state after the last whole update as `RUN_DIR/checkpoints/step-...`; the error goes on as ever, with a
+    """When a fit fails, saves the state after the last whole update as `RUN_DIR/checkpoints/step-...`; the error is raised as usual, with a
     note of what was saved or why nothing was.
 
-    The same call of `fit` goes on from there, bit for bit as if it had not failed; a validation that failed is done again. For
+    The same call of `fit` continues from there, bit for bit as if it had not failed; a validation that failed is done again. For
     this, generator states and buffers are copied after every update. Nothing is saved while an optimizer or a hook `on_step`
     is at work, where weights are not finite, at a second Ctrl-C, and where another rank goes on or is gone: a checkpoint needs
     all ranks, so they have to fail in the same update, within ten seconds of each other. A rank that fails alone reports its
@@ -92,7 +92,7 @@ class SaveOnException(Callback):
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         trainer.save(path)
-        return f"step {trainer.step} is saved in {path}; the same call goes on from there"
+        return f"step {trainer.step} is saved in {path}; the same call continues from there"
 
     def on_teardown(self) -> None:
         self._generators, self._buffers, self._torn = {}, [], True

@@ -202,7 +202,7 @@ class StochasticWeightAveraging(Callback):
         if state["settings"] != self._settings() and "plugins" not in trainer.settings.accept_changes:
             raise CheckpointError(
                 f"{_NAME}: the checkpoint was saved with {state['settings']}, this run has {self._settings()}; give the same, or "
-                "Trainer(accept_changes=('plugins',)) to go on with the new ones"
+                "Trainer(accept_changes=('plugins',)) to continue with the new ones"
             )
         self._began, self.averages = state["began"], state["averages"]
         if self.averages:
@@ -258,5 +258,5 @@ def _every(unit: str, amount: int) -> Every | None:
 
 
 def _reached(trainer: Trainer, unit: str) -> int:
-    """Updates applied so far, or the epoch under way, from 0."""
+    """Updates applied so far, or the epoch in progress, from 0."""
     return trainer.step if unit == "steps" else trainer.epoch

@@ -29,7 +29,7 @@ class UnfreezeAt(Callback):
     Leave `requires_grad` as it is before the fit, and give all parameters to the optimizer: they are in its groups from the beginning and
     get no update while they are frozen. Their learning rate is that of their group, from
     `self.parameter_groups({"^backbone": {"lr": 1e-5}})`, say; schedules run on meanwhile. What is frozen follows from the step and the
-    epoch, so a resumed run goes on exactly.
+    epoch, so a resumed run continues exactly.
 
     Layers stay in the mode that they are in: a batch norm in train mode updates its statistics though its weights are frozen. Call
     `self.backbone.eval()` before the fit where they are to stay; it then stays in eval mode after its moment too.
@@ -95,7 +95,7 @@ class UnfreezeAt(Callback):
                 )
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        self._follow(trainer)  # also where a resumed run goes on
+        self._follow(trainer)  # also where a resumed run continues
 
     def on_step(self, trainer: Trainer, step: int) -> None:
         if any(moment.unit == "steps" and moment.amount == step for moment in self.stages.values()):
@@ -123,7 +123,7 @@ class UnfreezeAt(Callback):
         if "plugins" not in trainer.settings.accept_changes:
             raise CheckpointError(
                 f"UnfreezeAt: the checkpoint was saved with the stages {state['stages']}, this run has {self._texts()}; give the same, or "
-                "Trainer(accept_changes=('plugins',)) to go on with the new ones"
+                "Trainer(accept_changes=('plugins',)) to continue with the new ones"
             )
         gone = tuple(f"{stage}." for stage in state["stages"])
         trainer.unfreeze(p for name, p in module.named_parameters() if p.requires_grad and f"{name}.".startswith(gone))

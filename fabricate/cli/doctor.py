@@ -16,7 +16,7 @@ import click
     "--run",
     "run_dir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Instead of this machine, ask the ranks of the run that is at work in this directory where they are.",
+    help="Instead of this machine, ask the ranks of the run that is running in this directory where they are.",
 )
 @click.pass_context
 def doctor(ctx: click.Context, /, cpu: bool, as_json: bool, run_dir: Path | None) -> None:

@@ -21,5 +21,5 @@ def ask_run(run_dir: Path, *, as_json: bool) -> tuple[str, bool]:
     if as_json:
         return json.dumps([{"rank": rank, **each.to_json()} for rank, each in seen.items()], indent=2), good
     if all(each.state == "gone" for each in seen.values()):
-        return f"no fit is at work in {run_dir}: the processes of its last one are gone", good
+        return f"no fit is running in {run_dir}: the processes of its last one are gone", good
     return report(seen, listeners), good

@@ -144,7 +144,7 @@ class @Class@(Precision):
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=self.cache)
 ''',
     "callback": '''\
-"""What hears hooks while a module trains."""
+"""A callback: its hooks are called while a module trains."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[st
         raise PluginError(f"--order {hook}: fabricate has no such hook{hint}")
 
     def stand_in(kind: type) -> Any:
-        """An object that hears the hook as a module would, or does its work last as the loop does."""
+        """An object that implements the hook as a module would, or does its work last as the loop does."""
 
         def listener(self: object) -> None: ...
 

@@ -34,7 +34,7 @@ _TIMES = ("in_fit", "saving", "wall", "training", "evaluating", "starting", "los
 def report(run_dirs: Sequence[Path], file: Path | None, as_json: bool) -> None:
     """Sum up the run in RUN_DIR: steps, time, rates, where the time went, metrics with their best, checkpoints, incidents.
 
-    Reads plan.json, metrics.jsonl, events.jsonl and the manifests of the checkpoints, also while the run is at work. With --html
+    Reads plan.json, metrics.jsonl, events.jsonl and the manifests of the checkpoints, also while the run is running. With --html
     writes one file for a browser that loads nothing: curves, goodput, plan, checkpoints, events; several runs over each other.
 
     \b

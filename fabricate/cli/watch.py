@@ -1,4 +1,4 @@
-"""`fabricate watch`: a run in the terminal while it is at work.
+"""`fabricate watch`: a run in the terminal while it is running.
 
 Owns how often it is looked at, and how that ends. Must not know how files are followed (`recorded.following`) nor what is shown
 (`recorded.terminal`); imports no torch.
@@ -21,7 +21,7 @@ from fabricate.cli.recorded.arguments import run_directories
     "--every", type=click.FloatRange(0.1), default=2.0, metavar="SECONDS", help="How often to look; default: 2."
 )
 def watch(run_dirs: Sequence[Path], every: float) -> None:
-    """Show the run in RUN_DIR while it is at work: how far it is, its metrics with their curves, rates, what happened.
+    """Show the run in RUN_DIR while it is running: how far it is, its metrics with their curves, rates, what happened.
 
     It reads files only, so it may run anywhere that sees them, and begin and end at any time. Ctrl-C ends it. Where the output is
     not a terminal it prints how things stand, once.

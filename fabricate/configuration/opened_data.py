@@ -114,7 +114,7 @@ def _called(name: object, train: object) -> str:
 
 def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object]) -> None:
     """Refuse an iterator that can be read once where it is known that the fit reads it again."""
-    again = "give an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__)"
+    again = "give an object whose __iter__ starts over (a list, a DataLoader, a class with __iter__)"
     if settings.max_steps is not None or (settings.max_epochs or 0) <= 1:
         return
     every_epoch = settings.validate_every == Every(epochs=1)

@@ -105,7 +105,7 @@ class Sequential(Source):
             if self._spent or epoch > 0:
                 raise self._setup.error(
                     f"is a one-shot iterator ({type(self.data).__name__}), which its first pass uses up; for more "
-                    "than one give an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__)"
+                    "than one give an object whose __iter__ starts over (a list, a DataLoader, a class with __iter__)"
                 )
             self._spent = True
         # A worker process begins each epoch with the data as it was made; here it is where the epoch before left it.
@@ -268,7 +268,7 @@ class _Cursor:
         return units
 
     def state(self) -> Any:
-        """What a cursor needs to go on from here; None of data that does not keep its state."""
+        """What a cursor needs to continue from here; None of data that does not keep its state."""
         if not self._keeps_state:
             return None
         with self._guard:  # a copy, for what it returns may change as it is read on

@@ -112,8 +112,8 @@ class Source(ABC):
     `global_batch` (rows per update), `batches_per_update` (of all ranks, where the batches are the user's),
     `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the data, None where a sampler or the data
     itself decides. `resumes` is "exactly, by position", "by its own state" or "by replay". `data` is what is read. `state`: of data
-    that resumes by its own, where it was after the window yielded last; a checkpoint takes it, and a run that goes on sets it
-    before its first window. `first`: a digest of what every rank reads alike in the pass under way, the first rows, or the order
+    that resumes by its own, where it was after the window yielded last; a checkpoint takes it, and a run that continues sets it
+    before its first window. `first`: a digest of what every rank reads alike in the pass in progress, the first rows, or the order
     that a sampler of the user's gives. Empty until then, on one rank, and where the order is fabricate's.
     """
 
@@ -125,7 +125,7 @@ class Source(ABC):
     in_workers: bool = False
     """Whether worker processes read the data."""
     order_digest: str = ""
-    """Of the order of the epoch under way, where a sampler draws it; a checkpoint takes it, and a run that goes on sets it."""
+    """Of the order of the epoch in progress, where a sampler draws it; a checkpoint takes it, and a run that continues sets it."""
     drawn_by: str = ""
     """See `order`; of data whose `shuffle` is None."""
     exact_rows: bool = True

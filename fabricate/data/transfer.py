@@ -1,4 +1,4 @@
-"""Batches to the device, beside the computation: while the device works on one, the copy of the next is under way.
+"""Batches to the device, beside the computation: while the device works on one, the copy of the next is in progress.
 
 On CUDA a copy gets a stream of its own. The loop asks for a batch as soon as it has queued the work on the one before, so
 nothing has to be read ahead of its turn, which random state and position in an epoch would notice. Must not know:

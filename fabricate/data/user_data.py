@@ -223,7 +223,7 @@ def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict
     options["prefetch_factor"] = loader.prefetch_factor
     if loader.persistent_workers:
         setup.notes.append(
-            f"{setup.argument}: persistent_workers=True of the DataLoader is not applied: worker processes start anew in each epoch"
+            f"{setup.argument}: persistent_workers=True of the DataLoader is not applied: worker processes start over in each epoch"
         )
     if not loader.in_order:
         setup.notes.append(

@@ -45,7 +45,7 @@ class Workers:
         if shutdown is not None:
             shutdown()
         for worker in getattr(self._batches, "_workers", ()):
-            if worker.is_alive():  # stuck in code that holds the interpreter's lock, where it hears no SIGTERM
+            if worker.is_alive():  # stuck in code that holds the interpreter's lock, where SIGTERM has no effect
                 worker.kill()
                 worker.join()
 

@@ -48,9 +48,9 @@ class Moment:
     forward: bool = False
     """A step of the module runs inside the prepared model."""
     rows: int | None = None
-    """Rows of the micro-batch at work: 0 for a stand-in, None where there is none or it does not show them."""
+    """Rows of the current micro-batch: 0 for a stand-in, None where there is none or it does not show them."""
     uneven: bool = False
-    """A batch of an evaluation is at work, of which ranks have unequal numbers."""
+    """A batch of an evaluation is running, of which ranks have unequal numbers."""
     gradients_final: bool = False
     """Gradients are complete, and the optimizer has not applied them."""
     skipped: bool = False
@@ -352,7 +352,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch at work, or the last one, is the last of its update."""
+        """Whether the current micro-batch, or the last one, is the last of its update."""
         synchronises: bool = self.gradient_state.sync_gradients
         return synchronises
 
@@ -388,7 +388,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
     def _editable(self, method: str, instead: str, parameters: Any) -> list[Any]:
         if not self._strategy.exposes_gradients:
             raise FabricateError(
-                f"trainer.accelerator.{method}: strategy={self._strategy.name!r} hides gradients and clips by itself; use "
+                f"trainer.accelerator.{method}: strategy={self._strategy.name!r} hides gradients and does its own clipping; use "
                 "Trainer(max_grad_norm=)"
             )
         if not self._moment.gradients_final:

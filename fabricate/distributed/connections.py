@@ -107,7 +107,7 @@ def _finished(work: Any) -> bool:
 def break_connections(group: ProcessGroup) -> None:
     """Close this rank's gloo connections of `group`; what still uses them fails here and on the other ranks. One rank.
 
-    torch has no call for it: `abort` leaves connections open, and destroying the group waits for messages under way. A receive
+    torch has no call for it: `abort` leaves connections open, and destroying the group waits for messages in progress. A receive
     that times out closes all connections of its group; one from a rank that is gone fails before.
     """
     for other in set(range(group.size())) - {group.rank()}:

@@ -55,8 +55,8 @@ _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SYNCHRONISED = contextlib.nullcontext()
 _CALL = "call"
 """The step that runs a function; see `Engine.in_forward`."""
-_NOBODYS: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
-"""Of a sharded module: by which strategy on how many ranks, its root and what that was prepared to. This: nobody's, unusable."""
+_UNUSABLE: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
+"""Stored on a sharded module: strategy, world size, precision, root, prepared model. This value: it cannot be used again."""
 
 
 class Root(torch.nn.Module):
@@ -337,7 +337,7 @@ class Engine(Group):
         self.root = Root(module, self.context, self.moment, keeps_casts=not self.strategy.shards_parameters)
         self.root.steps = steps
         if self.strategy.shards_parameters:
-            object.__setattr__(module, "_sharded", _NOBODYS)
+            object.__setattr__(module, "_sharded", _UNUSABLE)
         with self.opening_groups(), self.accelerator.building():
             model = self.strategy.prepare(self.accelerator, self.root, module)
         if not isinstance(model, torch.nn.Module):
@@ -366,8 +366,8 @@ class Engine(Group):
             self._compiled.callback(recompute_blocks(module))
 
     def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
-        """A module that an earlier fit of this process sharded: the same strategy goes on with it, others cannot."""
-        earlier: tuple[str, int, str, Any, Any] = getattr(module, "_sharded", _NOBODYS)
+        """A module that an earlier fit of this process sharded: the same strategy continues with it, others cannot."""
+        earlier: tuple[str, int, str, Any, Any] = getattr(module, "_sharded", _UNUSABLE)
         name, world_size, converted, root, model = earlier
         if (name, world_size) != (self.strategy.name, self.world_size):
             raise ConfigurationError(
@@ -445,7 +445,7 @@ class Engine(Group):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a loss scale is at work, so that an update may be left out on overflow."""
+        """Whether a loss scale is in use, so that an update may be left out on overflow."""
         return self.scaler is not None or (
             self.strategy.scales_loss and self.precision.loss_scaler(self.device) is not None
         )

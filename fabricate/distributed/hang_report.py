@@ -28,7 +28,7 @@ _STATES = {
     "answers": "waited in vain",
     "runs": "runs code",
     "waits": "waits",
-    "stopped": "is stopped by a signal (kill -CONT lets it go on), or held by a debugger",
+    "stopped": "is stopped by a signal (kill -CONT lets it continue), or held by a debugger",
     "gone": "is gone: it ended or was killed",
     "mute": "writes no stack: it waits for a disk or a device, or the script handles SIGURG",
     "foreign": "belongs to another user, who can ask it",

@@ -66,7 +66,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a process has come. `running`: whether a fit or an evaluation is at work; `update`: the one
+    """How far a process has come. `running`: whether a fit or an evaluation is running; `update`: the one
     at work, or the last; `micro_step`: micro-batches of its rank in this epoch before the one at work; `batch`: of an evaluation, or -1."""
 
     running: bool
@@ -123,7 +123,7 @@ class Here:
         noted[0], noted[1], noted[2] = update, micro_step, batch
 
     def begun(self) -> None:
-        """A fit or an evaluation is at work, in this thread; perhaps inside of another one."""
+        """A fit or an evaluation is running, in this thread; perhaps inside of another one."""
         self._depth += 1
         self._note()
 
@@ -145,7 +145,7 @@ _here: list[Here] = []
 
 
 def here() -> Here:
-    """What this process shows of itself. The first call begins with it; a forked process begins anew."""
+    """What this process shows of itself. The first call begins with it; a forked process starts over."""
     if not _here or _here[0].address.process != os.getpid():
         _here[:] = [Here()]
     return _here[0]
@@ -298,7 +298,7 @@ def _stacks(address: Address, size: int) -> dict[int, tuple[Frame, ...]]:
 
 
 def _page(content: bytes) -> tuple[tuple[int, int, int], Reached]:
-    """Whether a fit is at work, in which thread by Python's and by the system's number; how far it has come."""
+    """Whether a fit is running, in which thread by Python's and by the system's number; how far it has come."""
     running, ident, thread = _THREAD.unpack_from(content, 0)
     return (running, ident, thread), Reached(bool(running), *_REACHED.unpack_from(content, _THREAD.size))
 

@@ -13,7 +13,7 @@ from fabricate.values import Every
 class Progress:
     """Counters of a run, the same on every rank.
 
-    step: applied updates. epoch: the pass under way, from 0; at its end it counts completed passes. position: rows of the
+    step: applied updates. epoch: the pass in progress, from 0; at its end it counts completed passes. position: rows of the
     global order consumed in this pass (batches, for iterables of batches). micro_step: micro-batches of this rank in this
     pass. samples: rows consumed by all ranks since the beginning. tokens: sum of the weights of all ranks; behind by up to
     one log interval and an update when weights are device tensors. skipped: updates that were not applied. seconds: time in `fit`.
@@ -49,7 +49,7 @@ _COUNTERS = {
 
 
 class Due:
-    """Tells at each update boundary whether an `Every` has come round since it was last asked. None never falls due.
+    """Tells at each update boundary whether an `Every` is due since it was last asked. None never falls due.
 
     Asking is one comparison, which the loop makes for several at once through `next`. Moments are multiples of the amount
     counted from the beginning of the run, so that a resumed run keeps the rhythm of one that never stopped.
@@ -58,7 +58,7 @@ class Due:
     __slots__ = ("amount", "by_clock", "counter", "next")
 
     def __init__(self, every: Every | None, progress: Progress, updates_per_epoch: int | None = None) -> None:
-        """A share of an epoch comes round by steps; `updates_per_epoch` is needed for it."""
+        """A share of an epoch falls due by steps; `updates_per_epoch` is needed for it."""
         self.counter, size = _COUNTERS[every.unit] if every is not None else ("step", 1)
         self.amount = every.amount * size if every is not None else math.inf
         if self.counter == "epoch" and self.amount < 1:

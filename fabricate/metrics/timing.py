@@ -128,7 +128,7 @@ class DeviceStopwatch(Stopwatch):
         return super().lap(step, samples, communicated)
 
     def _count(self) -> None:
-        """Add up the waits that the device has passed; what is under way counts in the lap that it ends in."""
+        """Add up the waits that the device has passed; what is in progress counts in the lap that it ends in."""
         while self._waits and self._waits[0][1].query():
             asked, there = self._waits.popleft()
             self.waited += asked.elapsed_time(there) / 1000

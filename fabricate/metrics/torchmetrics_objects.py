@@ -67,8 +67,9 @@ def load_torchmetrics_state(module: torch.nn.Module, state: dict[str, dict[str, 
 
 
 def take_over_torchmetrics_state(module: torch.nn.Module, states: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
-    """Let the torchmetrics objects inside `module` go on from what several ranks had counted, whose `states` `torchmetrics_state` gave, as
-    when they compute together; from nothing where there are none. The names of those of which one rank cannot hold that."""
+    """Let the torchmetrics objects inside `module` continue from what several ranks had counted, whose `states`
+    `torchmetrics_state` gave, as when they compute together; from nothing where there are none.
+    The names of those of which one rank cannot hold that."""
     lost = []
     for name, metric in module.named_modules():
         if not is_torchmetric(metric):

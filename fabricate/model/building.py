@@ -152,7 +152,7 @@ def build_model(module: TrainModule, seed: int) -> str:
 
 
 def check_has_values(module: torch.nn.Module) -> None:
-    """Refuse lazy layers that have not seen a batch: nobody knows the shapes of their parameters."""
+    """Refuse lazy layers that have not seen a batch: the shapes of their parameters are not known."""
     lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
     if lazy:
         raise ConfigurationError(

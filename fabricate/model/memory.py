@@ -1,6 +1,6 @@
 """Memory per rank before anything is built: what a module needs, how a strategy divides it, whether that fits.
 
-Counted are parameters, gradients, optimizer state and what the strategy keeps besides. Activations are not: they depend on
+Counted are parameters, gradients, optimizer state and what the strategy keeps in addition. Activations are not: they depend on
 the batch. Must not know: the engine, the loop.
 """
 

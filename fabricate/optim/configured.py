@@ -65,7 +65,7 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: Collection[str]) -> None:
     """Let `schedule` start from the rates that the groups of `optimizer` have now. One that is a function of the update gives the
     next update its rate, and so does one whose length is among the `changed` settings: a cosine that was at its end would go on at zero.
-    Others go on from where they are."""
+    Others continue from where they are."""
     for made in _parts(schedule.made):
         if "base_lrs" in vars(made):
             made.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -88,7 +88,7 @@ def _at_work(made: Any) -> Any:
 
 def _put_option(group: dict[str, Any], option: str, value: Any, then: str) -> None:
     if option == "lr" and "initial_lr" in group:
-        # A schedule goes on from where it was: what it made of the old rate, it makes of the new one.
+        # A schedule continues from where it was: what it made of the old rate, it makes of the new one.
         before = float(then) or 1.0  # a rate of zero was zero all along
         group["initial_lr"], value = value, float(group["lr"]) / before * float(value)
     _put(group, option, value)

@@ -138,7 +138,7 @@ ARGUMENTS = {
     "save_only_model": "save_weights_only=",
     "save_on_each_node": "run_dir= on a file system that all nodes see",
     "enable_jit_checkpoint": "nothing: SIGTERM saves and ends a fit",
-    "ignore_data_skip": "nothing: a resumed run goes on at its row without reading those before",
+    "ignore_data_skip": "nothing: a resumed run continues at its row without reading those before",
     "restore_callback_states_from_checkpoint": "nothing: what callbacks save is restored",
     "load_best_model_at_end": f"load_best=True with {_BEST}",
     "metric_for_best_model": _BEST,

@@ -127,7 +127,7 @@ class Manager(pluggy.PluginManager):
 
 
 class Calls:
-    """One attribute per hook: None when nobody listens, else a function of the hook's arguments, in order.
+    """One attribute per hook: None when there is no listener, else a function of the hook's arguments, in order.
 
     The loop tests for None and calls by position. `refresh()` renews the attributes when the manager changed; the loop does
     so at update boundaries.
@@ -162,7 +162,7 @@ class Calls:
         self.manager = manager
         self._context = context
         self.step = 0
-        """The update under way, for the note of an exception."""
+        """The update in progress, for the note of an exception."""
         self.refresh()
 
     def refresh(self) -> None:

@@ -318,7 +318,7 @@ class Strategy(Listener):
         return [(n, m) for n, m in module.named_modules() if id(m) in listed]
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
-        """Bytes that one rank holds of each kind of `whole`, for the plan; what the strategy needs besides under names of its
+        """Bytes that one rank holds of each kind of `whole`, for the plan; what the strategy needs in addition, under names of its
         own. What lies in host memory although there is a device has a name that begins with "host ". `module` may be on the
         meta device or sharded already. Pure. Default: the kinds in `divides` are divided, the others replicated."""
         return {kind: -(-count // world_size) if kind in self.divides else count for kind, count in whole.items()}

@@ -139,7 +139,7 @@ def check_plugin(
     plugins: Sequence[str | Callable[[], Any]] = (),
     timeout: float = 60.0,
 ) -> None:
-    """Check a plugin that hears hooks, beside each of `strategies` ("single" on one rank, others on two); raises `KitFailure`.
+    """Check a plugin that implements hooks, beside each of `strategies` ("single" on one rank, others on two); raises `KitFailure`.
 
     plugin: a name with options as for ``Trainer(plugins=[...])``, or a class or factory without arguments, defined at the top
     level of a file. neutral: whether a run with it is bitwise the run without it; False for a plugin that is meant to

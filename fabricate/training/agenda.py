@@ -45,7 +45,7 @@ class Wanted(NamedTuple):
     stop: bool = False
     interrupted: bool = False
     writing: bool = False
-    """Whether a save in the background is still under way on some rank."""
+    """Whether a save in the background is still in progress on some rank."""
 
     @property
     def end(self) -> bool:
@@ -110,7 +110,7 @@ class Agenda:
         return self._ranks.agree(own)
 
     def _reached(self, moment: Due) -> bool:
-        """Whether a moment has come round, as this rank sees it: a moment by the clock comes round on rank 0 only."""
+        """Whether a moment is due, as this rank sees it: a moment by the clock falls due on rank 0 only."""
         return (not moment.by_clock or moment in self._by_clock) and moment.reached(self._run.progress)
 
     def decide_again(self, wanted: Wanted, hooks_ran: bool) -> Wanted:

@@ -36,7 +36,7 @@ def _finish(run: Run, reason: str) -> None:
         weights = (
             f"the weights are saved in {run.checkpoints.newest}, from which nothing resumes (save_weights_only=True)"
         )
-        state = f"the state is saved in {run.checkpoints.newest}; the same call goes on from there"
+        state = f"the state is saved in {run.checkpoints.newest}; the same call continues from there"
         saved = weights if run.settings.save_weights_only else state
         run.module.print(
             f"{reason} by {run.requests.signal} at step {run.progress.step}: "

@@ -29,7 +29,7 @@ _WEIGHED = {
 
 
 def compare_halves(run: Run) -> str:
-    """What is to be said of the loss of the batch at work, computed whole and in halves, or nothing: they agree, or the batch
+    """What is to be said of the loss of the current batch, computed whole and in halves, or nothing: they agree, or the batch
     cannot be halved, or the parameters are not whole. This rank; in eval mode, and everything is as before afterwards."""
     batch = run.now.batch
     rows = visible_rows(batch)

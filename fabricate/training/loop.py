@@ -79,7 +79,7 @@ def _before_updates(run: Run, agenda: Agenda) -> str:
 
 
 def windows(run: Run) -> Iterator[Window]:
-    """The windows that are left of the epoch under way: all of them, or those after a checkpoint."""
+    """The windows that are left of the epoch in progress: all of them, or those after a checkpoint."""
     progress, source = run.progress, run.source
     assert source is not None
     run.now.epoch = progress.epoch
@@ -87,7 +87,7 @@ def windows(run: Run) -> Iterator[Window]:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
     freezing.compare(run)  # before the next update makes a change of it: what hooks requested since the last one
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
-    if not progress.position:  # else this epoch goes on from a checkpoint
+    if not progress.position:  # else this epoch continues from a checkpoint
         progress.micro_step = 0
     timed = run.journal.stopwatch.timed  # the time until each batch arrives
     remaining = _interruptible(run, source.windows(progress.epoch, progress.position, timed))
@@ -225,7 +225,7 @@ class LoopState:
         self.mark_whole()
 
     def mark_whole(self) -> None:
-        """No update is under way: remember the position to which one that fails falls back."""
+        """No update is in progress: remember the position to which one that fails falls back."""
         run = self.run
         assert run.source is not None
         run.now.whole = run.progress.micro_step, run.source.state
@@ -282,7 +282,7 @@ class LoopState:
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise FabricateError(
                 f"{self.skipped_in_a_row} updates in a row were skipped ({self.skip_reason}) after step {run.progress.step}: training "
-                "does not go on by itself. Lower the learning rate, look at the data, or resume from an earlier checkpoint"
+                "does not continue automatically. Lower the learning rate, look at the data, or resume from an earlier checkpoint"
             )
         if run.calls.on_step_skipped is not None:
             run.calls.on_step_skipped(run.trainer, run.module, run.progress.step, self.skip_reason)

@@ -49,7 +49,7 @@ from fabricate.training.state.run_state import Owner, Run
 
 _OVER = "the run is over, so nothing records it"
 _PROCESS = threading.RLock()
-"""Held by the thread in which a run is at work."""
+"""Held by the thread in which a run is running."""
 
 
 class Defaults:
@@ -214,7 +214,7 @@ def _set_process_up(stack: contextlib.ExitStack, settings: Settings, found: Reso
 
 
 def _agree_on_seed(engine: Engine, found: Resolved, data: Data) -> int:
-    """The seed of this run. One that nobody set is each process's own: rank 0's counts. All ranks."""
+    """The seed of this run. If it is not set, each process has its own, and rank 0's is used. All ranks."""
     seed = int(engine.broadcast_json(found.seed[0]))
     for source in (data.train, *data.validation.values()):
         if source is not None and seed != found.seed[0]:
@@ -359,7 +359,7 @@ def _report(run: Run, exc: BaseException) -> None:
 
 def _how_to_go_on(run: Run) -> str:
     if run.checkpoints.newest is not None and not run.settings.save_weights_only:
-        return f"the same command goes on from {run.checkpoints.newest}"
+        return f"the same command continues from {run.checkpoints.newest}"
     return f"{uncaught.AGAIN}: nothing is saved" if run.engine.world_size > 1 and run.source is not None else ""
 
 
@@ -379,7 +379,7 @@ def _close(run: Run) -> None:
         object.__setattr__(run.module, "_trainer", None)
         run.module._no_log = NOT_RUNNING
         with contextlib.suppress(torch.AcceleratorError):
-            for metric in run.metrics.objects.values():  # of an epoch that did not end: the next fit counts anew
+            for metric in run.metrics.objects.values():  # of an epoch that did not end: the next fit counts from zero
                 metric.reset()
         run.module._logged.clear()
         run.journal.close()

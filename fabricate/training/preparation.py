@@ -100,7 +100,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
 
 
 def _beginning(run: Run) -> dict[str, Any]:
-    """From where the fit goes on, and what makes the order of its data: `fabricate rows` computes from it."""
+    """From where the fit continues, and what makes the order of its data: `fabricate rows` computes from it."""
     assert run.source is not None
     progress, engine = run.progress, run.engine
     ranks = {"ranks": engine.data_world_size, "ranks_per_row": engine.ranks_per_row}
@@ -114,7 +114,7 @@ def _beginning(run: Run) -> dict[str, Any]:
 
 
 def _print(plan: Plan, run: Run, others: int) -> None:
-    """What `print_plan` says, on rank 0. others: the lines that are printed before the first step besides."""
+    """What `print_plan` says, on rank 0. others: further lines that are printed before the first step."""
     wanted = run.settings.print_plan
     if run.engine.rank == 0 and wanted != "none":
         print(plan if wanted == "full" else plan.summary(SUMMARY_LINES - others), flush=True)

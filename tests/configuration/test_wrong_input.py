@@ -138,7 +138,7 @@ def test_positional_arguments_are_refused_with_where_they_belong() -> None:
 
 @pytest.mark.parametrize("resume", [True, False, None])
 def test_a_resume_that_is_no_path_is_refused(resume: Any) -> None:
-    refused(f"resume={resume}: give 'auto' (go on from run_dir, the default), 'never'", fit={"resume": resume})
+    refused(f"resume={resume}: give 'auto' (continue from run_dir, the default), 'never'", fit={"resume": resume})
 
 
 def test_a_run_dir_may_begin_with_the_home_directory() -> None:

@@ -40,7 +40,7 @@ def test_a_loader_is_rebuilt_with_everything_but_its_sampler() -> None:
 def test_options_of_a_loader_that_are_not_applied_are_named() -> None:
     source = opened(in_twos(5, num_workers=1, persistent_workers=True, in_order=False))
     assert source.notes[1:] == (
-        "train: persistent_workers=True of the DataLoader is not applied: worker processes start anew in each epoch",
+        "train: persistent_workers=True of the DataLoader is not applied: worker processes start over in each epoch",
         "train: in_order=False of the DataLoader is not applied: batches come in their order",
     )
 

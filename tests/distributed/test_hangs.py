@@ -39,7 +39,7 @@ def on_rank_1() -> bool:
 
 
 def hang(folder: Path, case: str, wait: Callable[[float], object] = time.sleep) -> None:
-    """Rank 1 stays here until the test, or its end, lets it go on."""
+    """Rank 1 stays here until the test, or its end, lets it continue."""
     if on_rank_1():
         (folder / case).touch()
         while not (folder / f"{case}.go").exists() and not (folder / "over").exists():
@@ -315,7 +315,7 @@ def test_a_directory_without_a_fit_and_one_whose_fit_is_over_say_so(tmp_path: Pa
     assert doctor() == (2, f"error: '{tmp_path}' holds no ranks.json, so no fit has begun there; give its run_dir")
     gone = {"host": here().address.host, "process": os.getpid(), "began": 1, "memory": 3}
     (tmp_path / "ranks.json").write_text(json.dumps({"ranks": [gone, gone], "listeners": []}))
-    assert doctor() == (1, f"no fit is at work in {tmp_path}: the processes of its last one are gone")
+    assert doctor() == (1, f"no fit is running in {tmp_path}: the processes of its last one are gone")
     (tmp_path / "ranks.json").write_text("[]")
     assert "ranks.json is not what fabricate writes" in doctor()[1]
 

@@ -243,7 +243,7 @@ def taken_away(cluster: Cluster, run_dir: Path) -> int:
     while not (saved := list(run_dir.glob("checkpoints/step-*/manifest.json"))):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    time.sleep(1.5)  # an update goes by: training goes on
+    time.sleep(1.5)  # an update goes by: training continues
     cluster.remove_node(node, allow_graceful=False)
     return int(saved[0].parent.name.removeprefix("step-"))
 

@@ -48,7 +48,7 @@ class Draws(Callback):
 
 
 def in_two_fits(name: str, log: Any, run_dir: Path, options: str = "") -> tuple[Any, Any]:
-    """The tracker's own objects of a fit that stops after two updates, and of the one that goes on from there."""
+    """The tracker's own objects of a fit that stops after two updates, and of the one that continues from there."""
     own = []
     for steps in (2, 4):
         draws = Draws(name, log)
@@ -79,7 +79,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert second.config["rate"] == 0.125
     folders = sorted((tmp_path / "wide" / "trackers" / "wandb").glob("offline-run-*"))
     assert [folder.name.rpartition("-")[2] for folder in folders] == [first.id] * 2
-    assert 0 < steps[0] < steps[1], "the second fit goes on where the first ended"
+    assert 0 < steps[0] < steps[1], "the second fit continues where the first ended"
     for folder in folders:
         assert list(folder.rglob("*.png"))
         assert list(folder.rglob("*.html"))

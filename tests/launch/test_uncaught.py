@@ -29,8 +29,8 @@ def test_the_place_is_the_last_line_of_the_users_own_files() -> None:
 
 
 def test_the_last_note_says_what_to_do() -> None:
-    assert gist(raised("x", "while training", "the same command goes on from runs/a"), 0)[2] == (
-        "the same command goes on from runs/a"
+    assert gist(raised("x", "while training", "the same command continues from runs/a"), 0)[2] == (
+        "the same command continues from runs/a"
     )
 
 

@@ -389,14 +389,14 @@ def test_a_loss_of_several_terms_weighs_rows_and_says_so_once(capsys: pytest.Cap
     fit(module, validate_every="1 step")
     assert module.weights == [2, 2, 2, 2]
     told = capsys.readouterr().err
-    assert told.count("no plain cross-entropy (it comes from Add), so it weighs the rows") == 1
-    assert told.count("validation_step returns no plain cross-entropy") == 1
+    assert told.count("not a plain cross-entropy (it comes from Add), so its weight is the rows") == 1
+    assert told.count("validation_step does not return a plain cross-entropy") == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("changes", "as no plain cross-entropy (it comes from Add), and before as a plain cross-entropy"),
+        ("changes", "not as a plain cross-entropy (it comes from Add), and before as a plain cross-entropy"),
         ("gives at last", "returned its loss with a weight, and before as a plain cross-entropy"),
     ],
 )
@@ -441,7 +441,7 @@ def test_a_loss_that_may_not_be_a_mean_over_rows_is_noted(
         assert "the loss is a sum over its batch, or has one among its terms (it comes from NllLoss)" in noted
     else:
         assert (
-            "a batch holds whole numbers of the shape (2, 6), several per row, and the loss is no plain cross-entropy"
+            "a batch holds whole numbers of the shape (2, 6), several per row, and the loss is not a plain cross-entropy"
             in noted
         )
 

@@ -45,7 +45,7 @@ def test_a_log_boundary_begins_one_copy_and_waits_when_the_values_are_needed(the
     metrics.take([("a", put(100.0), None, "mean")], 1)
     assert metrics.complete() == (EXPECTED, [0.25, 7.0, 0.5])
     assert (there.waits, there.events) == ([], ["recorded", "waited for"])
-    assert metrics.reduce() == {"a": 100.0}, "what is added while a copy is under way belongs to the next line"
+    assert metrics.reduce() == {"a": 100.0}, "what is added while a copy is in progress belongs to the next line"
 
 
 def test_a_number_of_the_host_is_read_before_it_changes(there: Device) -> None:

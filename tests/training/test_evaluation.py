@@ -211,7 +211,7 @@ def test_states_of_two_early_stoppings_are_not_taken_for_each_other(tmp_path: Pa
     arguments: dict[str, Any] = {"val": ROWS[:2], "run_dir": tmp_path, "validate_every": 1}
     fit(Gains(), *both(), **arguments)
     with pytest.raises(
-        CheckpointError, match=r"metric='val_gain', mode='max'\) would go on from the state of EarlyStopping"
+        CheckpointError, match=r"metric='val_gain', mode='max'\) would continue from the state of EarlyStopping"
     ):
         fit(Gains(), *reversed(both()), max_steps=3, **arguments)
     again = both()

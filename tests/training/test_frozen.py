@@ -107,7 +107,7 @@ def fit(run_dir: Path | None, strategy: str = "single", module: Any = None, **op
 
 
 def job(world_size: int, directory: Path) -> dict[Any, Any]:
-    """Trains under each strategy, then goes on from the middle under the others."""
+    """Trains under each strategy, then continues from the middle under the others."""
     found: dict[Any, Any] = {}
     try:
         for strategy in (name for name, needed in STRATEGIES.items() if needed == world_size):

@@ -53,7 +53,7 @@ class Net(TrainModule):
 
 
 class Told(Callback):
-    """Hears a signal in the midst of something, and what `on_preempt` is told."""
+    """Hears a signal in the middle of something, and what `on_preempt` is told."""
 
     def __init__(self, where: str = "", *numbers: int, rank: int = 0, step: int = 3) -> None:
         self.where, self.numbers, self.rank, self.at = where, numbers, rank, step
@@ -202,7 +202,7 @@ def test_a_fit_that_is_done_in_the_same_update_is_done(tmp_path: Path) -> None:
 def test_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     fit(None, Told("step", signal.SIGINT))
     assert (
-        capfd.readouterr().err.count("Ctrl-C: the fit ends after the update or the evaluation under way; once more")
+        capfd.readouterr().err.count("Ctrl-C: the fit ends after the update or the evaluation in progress; once more")
         == 1
     )
 

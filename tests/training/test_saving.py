@@ -268,7 +268,7 @@ def test_another_module_is_named_by_what_differs(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model/head\.weight has shape \(1, 3\), the module's has \(2, 3\)"):
         fit(tmp_path, module=module)
     del module.norm
-    with pytest.raises(CheckpointError, match=r"it has besides model/norm\.bias"):
+    with pytest.raises(CheckpointError, match=r"it also has model/norm\.bias"):
         fit(tmp_path, module=module, plugins=[])
 
 

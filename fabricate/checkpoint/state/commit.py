@@ -163,7 +163,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, content: Content, path: Path, logs: list[Path], trained: Mapping[str, str]) -> None:
-        """Copy what is to be written and begin to write it. Nothing may be under way. trained: the names of parameters by
+        """Copy what is to be written and begin to write it. Nothing may be in progress. trained: the names of parameters by
         those of their chunks; a value among them that is not finite is a failure."""
         assert self._thread is None
         weights = lambda name: name in trained or name.startswith("optimizer/")  # noqa: E731
@@ -192,7 +192,7 @@ class Background:
         self._staging.before_step()
 
     def finish(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for what is under way, at most `timeout` seconds; returns why it failed. Afterwards another may start."""
+        """Wait for what is in progress, at most `timeout` seconds; returns why it failed. Afterwards another may start."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():

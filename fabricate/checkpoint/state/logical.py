@@ -314,7 +314,7 @@ def _check_complete(
     surplus += sorted(left_out.difference(*names.values()))
     if missing or surplus:
         raise CheckpointError(
-            f"checkpoint {reader.path} does not fit this module: it lacks {_some(missing)}; it has besides {_some(surplus)}; build the "
+            f"checkpoint {reader.path} does not fit this module: it lacks {_some(missing)}; it also has {_some(surplus)}; build the "
             "module with the same arguments"
         )
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes on the host: read when they are written, or copied first so that training goes on meanwhile.
+"""Tensors as bytes on the host: read when they are written, or copied first so that training continues meanwhile.
 
 Must not know: which tensors are saved, what they are called, files.
 """
@@ -34,7 +34,7 @@ class Values:
 
 
 class Staging:
-    """Host memory for copies of chunks, so that training goes on while the copies are written. One block for all of them, kept from one
+    """Host memory for copies of chunks, so that training continues while the copies are written. One block for all of them, kept from one
     save to the next: getting memory from the system takes longer than the copy."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A run directory followed while the run is at work: only what was added since the last look is read.
+"""A run directory followed while the run is running: only what was added since the last look is read.
 
 Must not know what is shown; imports no torch.
 """

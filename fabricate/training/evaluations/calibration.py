@@ -43,7 +43,7 @@ def _checked(run: Run, batches: int | None) -> Source:
     if isinstance(source.data, Iterator):
         raise ConfigurationError(
             f"train is a one-shot iterator ({type(source.data).__name__}), which is used up when the fit is complete, and "
-            "trainer.calibrate() reads it again; give an object whose __iter__ starts anew (a list, a DataLoader, a class with __iter__)"
+            "trainer.calibrate() reads it again; give an object whose __iter__ starts over (a list, a DataLoader, a class with __iter__)"
         )
     if batches is None and source.updates_per_epoch is None:
         raise ConfigurationError(

@@ -20,7 +20,7 @@ def prefix_of(stage: str) -> str:
 
 
 class Evaluated:
-    """The metrics of an evaluation under way."""
+    """The metrics of an evaluation in progress."""
 
     def __init__(self, run: Run, stage: str) -> None:
         self._run = run

@@ -254,7 +254,7 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
         why = f"{STEPS[stage]} computes {computed},"
     if why:
         run.journal.note(
-            f"{why} and {STEPS[stage]} returns no plain cross-entropy, so its metrics weigh the rows of their batches. Where rows have "
+            f"{why} and {STEPS[stage]} does not return a plain cross-entropy, so its metrics are weighted by rows. Where rows have "
             "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
         )
 

@@ -65,7 +65,7 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
     before.
 
     Yields notes for the plan. A signal that the script handles itself stays its own, and outside the main thread, where
-    Python hears no signals, nothing is changed.
+    Python receives no signals, nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield ["signals are not heard: fit runs outside the main thread; SIGTERM ends the process without a save"]
@@ -86,8 +86,8 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
         name = signal.Signals(number).name
         requests.ask(signal=name)
         if number == signal.SIGINT:
-            # Not print: a handler may run in the midst of another write.
-            os.write(2, b"Ctrl-C: the fit ends after the update or the evaluation under way; once more to end now\n")
+            # Not print: a handler may run in the middle of another write.
+            os.write(2, b"Ctrl-C: the fit ends after the update or the evaluation in progress; once more to end now\n")
             signal.signal(signal.SIGINT, signal.default_int_handler)
         else:
             _told.append(name)
@@ -102,7 +102,7 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
     requests.handled = max(ours, default=0, key=lambda number: number != signal.SIGINT)
     try:
         yield [
-            f"{number.name} is handled by the script: it does not save by itself"
+            f"{number.name} is handled by the script: it does not save automatically"
             for number in _SIGNALS
             if number not in ours and number != signal.SIGINT
         ]

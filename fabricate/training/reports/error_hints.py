@@ -24,7 +24,7 @@ _APART = ("on the same device", "is not on the expected device", "same device ty
 _LATE = (
     "a device reports what fails in its own work some calls later: the traceback, the step and the batch named here may come after those "
     "at fault. Run once with CUDA_LAUNCH_BLOCKING=1 in the environment, or a few steps on a CPU, to see the line; an index out of range "
-    "is the usual cause (a label that is no class, a token that is not in the vocabulary)"
+    "is the usual cause (a label outside of the classes, a token outside of the vocabulary)"
 )
 _MISSED = "Expected to have finished reduction in the prior iteration"
 

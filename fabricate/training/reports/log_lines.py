@@ -67,7 +67,7 @@ def _show(run: Run, on_log: Call, metrics: dict[str, float], step: int) -> None:
 
 
 def log_rest(run: Run) -> None:
-    """Log what was not logged yet when the fit came to its end. After the last save: a fit that goes on from there logs as if it
+    """Log what was not logged yet when the fit came to its end. After the last save: a fit that continues from there logs as if it
     had never ended. All ranks."""
     progress = run.progress
     begin_line(run, None, progress.epoch - (progress.position == 0 and progress.epoch > 0), rest=True)

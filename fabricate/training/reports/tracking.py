@@ -27,7 +27,7 @@ _CONFIGURED_ONCE = {"tensorboard", "mlflow"}
 
 
 def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None:
-    """Start the trackers of a fit, which goes on from the checkpoint `path`, with the values of the plan and the module's recorded
+    """Start the trackers of a fit, which continues from the checkpoint `path`, with the values of the plan and the module's recorded
     constructor arguments as hyper-parameters. All ranks."""
     engine, root = run.engine, run.run_dir.resolve() if run.run_dir is not None else None
     goes_on = path is not None and root is not None and path.resolve().parent.parent == root

@@ -19,7 +19,7 @@ _ELSEWHERE = (
     *("strategy", "precision", "seed", "global_batch_size", "gradient_accumulation_steps", "accept_changes", "run_dir"),
     *("plugins", "trackers", "progress", "fast_dev_run", "max_grad_norm", "max_time", "timeout", "save"),
 )
-"""Arguments of the Trainer that are compared by what came of them, or change nothing of how training goes on."""
+"""Arguments of the Trainer that are compared by what came of them, or change nothing of how training continues."""
 _DECIDE = ("max_grad_norm", "max_grad_value")
 """Arguments of the Trainer that make other updates."""
 
@@ -46,7 +46,7 @@ def configuration(run: Run) -> dict[str, dict[str, str]]:
 
 
 def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
-    """What changed since the checkpoint `path`, whose shared state is `tree`. `CheckpointError` for what changes how training goes on
+    """What changed since the checkpoint `path`, whose shared state is `tree`. `CheckpointError` for what changes how training continues
     and is not in `accept_changes`. Changes nothing, the same on every rank."""
     now, then = configuration(run), _saved(path, tree)
     topics = {each.name: each.topic for each in run.optim.configured}
@@ -59,8 +59,8 @@ def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
     if refused:
         needed = tuple(dict.fromkeys([*run.settings.accept_changes, *(change.override for change in refused)]))
         raise CheckpointError(
-            f"{path} was saved with other values than this run sets: {'; '.join(map(str, refused))}. To go on with the new values: "
-            f"Trainer(accept_changes={needed!r}); to go on as before, set the old ones; to begin anew, fit(..., resume='never') or "
+            f"{path} was saved with other values than this run sets: {'; '.join(map(str, refused))}. To continue with the new values: "
+            f"Trainer(accept_changes={needed!r}); to go on as before, set the old ones; to start over, fit(..., resume='never') or "
             "another run_dir"
         )
     return found

@@ -60,7 +60,7 @@ def _occupy(run: Run, directory: Path) -> str:
 
 
 def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from, verified in full, the same on every rank; None to start anew. All ranks.
+    """The checkpoint to resume from, verified in full, the same on every rank; None to start over. All ranks.
 
     "auto": the newest good one of the run directory; damaged ones are named and set aside. A path: that one, or an error.
     Each rank reads its share of the blocks, so that a large checkpoint is verified as fast as it is loaded.
@@ -245,7 +245,8 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
     if _differ("fingerprint", then, now) and "train" not in accept_changes:
         note = (
             f"{path} was saved with a train whose fingerprint is {then['fingerprint']}, this one's is {now['fingerprint']}: other rows, or "
-            "the same made anew. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) says that it is meant"
+            "the same rows computed again. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) "
+            "accepts that"
         )
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:

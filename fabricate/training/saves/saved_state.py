@@ -277,7 +277,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
 
 
 def _join_torchmetrics(run: Run, states: Sequence[dict[str, Any]], world_size: int) -> None:
-    """Let torchmetrics objects go on from what those of `world_size` ranks had counted, the first rank with all of it."""
+    """Let torchmetrics objects continue from what those of `world_size` ranks had counted, the first rank with all of it."""
     if lost := take_over_torchmetrics_state(run.module, states if run.engine.data_rank == 0 else []):
         run.journal.note(
             f"{few(lost)} had counted on {world_size} ranks, and torchmetrics cannot join that on another number: what this epoch gives is "

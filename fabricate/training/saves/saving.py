@@ -31,7 +31,7 @@ from fabricate.training.updates.optimizer_modes import meant_weights
 
 MOST_FAILED = 3
 """Saves that the file system refused, one after another, before the fit gives up."""
-_DRAIN_SECONDS = 60.0  # for a save under way when the fit fails: other ranks may be gone
+_DRAIN_SECONDS = 60.0  # for a save in progress when the fit fails: other ranks may be gone
 
 
 def checkpoints(run: Run) -> Path:
@@ -183,7 +183,7 @@ def check_weights(run: Run) -> None:
 
 
 def finish_background_save(run: Run) -> None:
-    """Wait for a save that is under way in the background, and announce it or report why it failed. At an update boundary, all
+    """Wait for a save that is in progress in the background, and announce it or report why it failed. At an update boundary, all
     ranks."""
     background = run.checkpoints.background
     if background is None or not background.busy:
@@ -201,7 +201,7 @@ def finish_background_save(run: Run) -> None:
 
 
 def drain(run: Run) -> None:
-    """Let a save under way come to its end while the fit fails. One rank; never raises what the save raised."""
+    """Let a save in progress come to its end while the fit fails. One rank; never raises what the save raised."""
     if run.checkpoints.background is not None and run.checkpoints.background.busy:
         failure = run.checkpoints.background.finish(_DRAIN_SECONDS)
         name = run.checkpoints.background.path.name if run.checkpoints.background.path is not None else ""

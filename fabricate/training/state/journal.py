@@ -1,4 +1,4 @@
-"""What a run writes and shows while it is at work: metrics.jsonl, events.jsonl, trackers, notes. docs/run-directory.md has the files.
+"""What a run writes and shows while it is running: metrics.jsonl, events.jsonl, trackers, notes. docs/run-directory.md has the files.
 
 Owns: those files, the last known value of every metric, the rates of the last log boundary. Must not know: when something is due.
 """

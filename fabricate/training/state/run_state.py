@@ -1,8 +1,8 @@
-"""One live run: what was built for a fit or an evaluation, and the objects that hold what changes while it is at work.
+"""One live run: what was built for a fit or an evaluation, and the objects that hold what changes while it is running.
 
 `Run` itself does not change. What changes has an owner each: `Progress` (counters), `Metrics` (values not yet reduced), `Journal`
 (files, the latest values, clocks), `Requests` (what was requested), `Checkpoints` (what is saved), `Optimization` (filled before the
-first update), `Now` (the batch at work).
+first update), `Now` (the current batch).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Checkpoints:
     background: Background | None = None
     """What writes beside the training, with save="async"."""
     last_save: bool = False
-    """Whether the save under way is the fit's last, which is never left to the background."""
+    """Whether the save in progress is the fit's last, which is never left to the background."""
     failed_saves: int = 0
     """How many the file system refused since the last that worked."""
     frozen_digests: dict[str, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Checkpoints:
     frozen_sums: dict[str, int] = field(default_factory=dict)
     """Of this rank's part of each of them, the sum of its bits when the fit began."""
     restored: bool = False
-    """Whether the run goes on from a checkpoint."""
+    """Whether the run continues from a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -114,27 +114,27 @@ class Now:
     stage: str = "train"
     """What runs: "train", "validate", "test" or "predict"."""
     epoch: int | None = None
-    """The pass under way, also at its end, when `Progress.epoch` counts it already; None before the first."""
+    """The pass in progress, also at its end, when `Progress.epoch` counts it already; None before the first."""
     batch: Any = None
-    """The batch at work, to describe it when a step fails."""
+    """The current batch, to describe it when a step fails."""
     batch_idx: int = 0
-    """The number of the batch of the evaluation under way."""
+    """The number of the batch of the evaluation in progress."""
     data_set: str = ""
     """The name of the data set that it is of."""
     batch_indices: Sequence[int] = ()
     """The places in the data set of the rows of that batch."""
     evaluated: Evaluated | None = None
-    """The metrics of the evaluation under way."""
+    """The metrics of the evaluation in progress."""
     complete: bool = False
     """While listeners change the weights that the fit ends with."""
     at_boundary: bool = True
-    """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are under way."""
+    """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are in progress."""
     in_update: bool = False
     """From the first micro-batch of an update until it is counted."""
     whole: tuple[int, Any] = (0, None)
     """`Progress.micro_step` and the state of the data after the last whole update; an update that fails leaves others behind."""
     owed: list[str] = field(default_factory=list)
-    """What is left to be done of the boundary under way; a run that fails in it and saves does it when it is resumed."""
+    """What is left to be done of the boundary in progress; a run that fails in it and saves does it when it is resumed."""
     failure: BaseException | None = None
     """Why the run ends, while listeners are informed of it."""
 

@@ -168,8 +168,8 @@ def _note_rows(run: Run, made: Made) -> None:
     if not why:
         return
     run.journal.note(
-        f"{why} and the loss is no plain cross-entropy (it comes from {made.operation}), so it weighs the rows of its batch. Where rows "
-        "have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was taken over} from training_step"
+        f"{why} and the loss is not a plain cross-entropy (it comes from {made.operation}), so its weight is the rows of its batch. Where "
+        "rows have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was taken over} from training_step"
     )
 
 
@@ -186,7 +186,7 @@ def changed_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationErr
     said = {
         "given": "with a weight",
         "counted": "as a plain cross-entropy, which weighs the labels that it counts",
-        "rows": f"without a weight and as no plain cross-entropy (it comes from {last_operation(loss)})",
+        "rows": f"without a weight and not as a plain cross-entropy (it comes from {last_operation(loss)})",
     }
     return ConfigurationError(
         f"training_step returned its loss {said[how]}, and before {said[known]}; the unit of the weight has to stay the same: return "

@@ -80,7 +80,7 @@ class Killed(Exception):
 
 
 def _interrupted(kind: Any, run_dir: Path, at: int) -> Any:
-    """A fit that ends with an error in the update after step `at`, and one that goes on from its last checkpoint."""
+    """A fit that ends with an error in the update after step `at`, and one that continues from its last checkpoint."""
 
     class Dies(kind):  # type: ignore[misc]
         def training_step(self, *arguments: Any) -> Any:

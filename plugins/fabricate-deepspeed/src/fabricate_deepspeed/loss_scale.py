@@ -1,6 +1,6 @@
 """DeepSpeed's loss scale, driven so that one update is divided by what its loss was multiplied with.
 
-DeepSpeed adapts the scale in the midst of the update and divides by the new one, so that an update at which the scale grows
+DeepSpeed adapts the scale in the middle of the update and divides by the new one, so that an update at which the scale grows
 would be half as large. The scale in force is therefore kept apart and brought up to date between updates. Where nothing is
 scaled it is 1. Must not know: strategies.
 """

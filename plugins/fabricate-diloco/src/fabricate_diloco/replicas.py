@@ -47,7 +47,7 @@ class Replicas:
         return {name: DTensor.from_local(own[None], mesh, [Shard(0)]) for name, own in self._own.items()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's row of `state` as the replica. On another number of ranks all go on from the mean, which is
+        """Take this rank's row of `state` as the replica. On another number of ranks all continue from the mean, which is
         what the module holds then."""
         self._own = {n: rows[dist.get_rank()] for n, rows in state.items() if len(rows) == dist.get_world_size()}
 

@@ -2,7 +2,7 @@
 
 Updates are local. Every so often the mean of what the ranks moved by is an outer gradient for Nesterov momentum. Outside
 training (evaluation, checkpoint, export) the module holds one model, the mean of the replicas; each rank's own is put
-back when training goes on, so that looking at the model does not change the run.
+back when training continues, so that looking at the model does not change the run.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Adapted(TrainModule):
         """Of the module's parts, whether they came in train mode."""
         self._data_set: str | None = None
         self._found: dict[str, float] = {}
-        """Of the evaluation under way, the values of the data sets that are done."""
+        """Of the evaluation in progress, the values of the data sets that are done."""
         self._number = 0
         self._batch: Any = None
 
@@ -294,7 +294,7 @@ class Adapted(TrainModule):
             self._trained_before = True
             self.hooks("on_train_start")
         self._epoch_began = self._in_epoch = True
-        if not trainer.progress.position:  # else a resumed run is in the midst of it
+        if not trainer.progress.position:  # else a resumed run is in the middle of it
             self.hooks("on_train_epoch_start")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:

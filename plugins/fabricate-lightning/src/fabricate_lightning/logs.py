@@ -82,16 +82,16 @@ class Logs:
         """Lightning's name of the method at work; empty outside of one."""
         self.evaluates = False
         self.muted = False
-        """Whether what is logged counts for nothing: the batch at work is there for the sake of collectives."""
+        """Whether what is logged counts for nothing: the current batch is there for the sake of collectives."""
         self.suffix = ""
         """What the names of a step end with in an evaluation of several data sets."""
         self.rows: Callable[[], int] = lambda: 1
-        """Of the batch at work."""
+        """Of the current batch."""
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.logged_metrics: dict[str, torch.Tensor] = {}
         self.progress_bar_metrics: dict[str, torch.Tensor] = {}
         self.epoch: dict[str, tuple[str, Options]] = {}
-        """Of the training epoch under way: by the name under which fabricate records it, what was logged."""
+        """Of the training epoch in progress: by the name under which fabricate records it, what was logged."""
         self._sums: dict[str, Sum] = {}
         self._objects: dict[str, tuple[Any, Options]] = {}
         """torchmetrics objects that were logged and are not computed yet."""
@@ -181,7 +181,7 @@ class Logs:
         self.epoch = {recorded: (name, Options(*options)) for recorded, (name, options) in epoch.items()}
 
     def begin_evaluation(self) -> None:
-        """What is logged from here on is of an evaluation; torchmetrics objects of the training under way wait."""
+        """What is logged from here on is of an evaluation; torchmetrics objects of the training in progress wait."""
         self.evaluates, self._waiting, self._objects = True, self._objects, {}
 
     def end_evaluation(self) -> None:
@@ -189,7 +189,7 @@ class Logs:
         self.evaluates, self._objects = False, self._waiting
 
     def reset(self) -> None:
-        """Let the torchmetrics objects that were computed begin anew: the epoch or the evaluation is over."""
+        """Let the torchmetrics objects that were computed start over: the epoch or the evaluation is over."""
         for metric in self._computed:
             metric.reset()
         self._computed = []

@@ -18,7 +18,7 @@ class Predictions:
 
     def __init__(self) -> None:
         self.current_batch_indices: Sequence[int] = []
-        """The places in the data set of the rows of the batch at work."""
+        """The places in the data set of the rows of the current batch."""
         self.epoch_batch_indices: list[list[list[int]]] = []
         """Those of every batch so far, by data set."""
         self._kept: list[list[Any]] = []

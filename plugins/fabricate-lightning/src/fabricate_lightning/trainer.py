@@ -33,7 +33,7 @@ class Trainer(TrainerView):
     first step.
 
     Processes are the launcher's (`fabricate run script.py --nproc N`). A run writes where Lightning's loggers do
-    (`lightning_logs/version_0`), or into the `dirpath` of a ModelCheckpoint or `default_root_dir`; `fit(ckpt_path="last")` goes on from
+    (`lightning_logs/version_0`), or into the `dirpath` of a ModelCheckpoint or `default_root_dir`; `fit(ckpt_path="last")` continues from
     there.
     """
 
@@ -129,8 +129,8 @@ class Trainer(TrainerView):
     ) -> FitResult:
         """Train `model`, a LightningModule, as it is. All ranks.
 
-        ckpt_path: None begins anew (what is in the way is moved aside); "last" goes on from the newest checkpoint of the run, or begins; a
-        path of a checkpoint goes on from there. Of a `.ckpt` file of Lightning's the weights are taken, and nothing else.
+        ckpt_path: None starts over (an earlier run is moved aside); "last" continues from the newest checkpoint of the run, or begins; the
+        path of a checkpoint continues from there. Of a `.ckpt` file of Lightning's the weights are taken, and nothing else.
         """
         if is_datamodule(train_dataloaders):
             train_dataloaders, datamodule = None, train_dataloaders

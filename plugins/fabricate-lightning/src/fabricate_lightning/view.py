@@ -50,10 +50,10 @@ class TrainerView:
         self.function = "fit"
         """What was called: "fit", "validate", "test" or "predict"."""
         self.evaluation = ""
-        """The stage of the evaluation under way; empty in training."""
+        """The stage of the evaluation in progress; empty in training."""
         self.sanity_checking = False
         self.predict_loop = Predictions()
-        """Of the prediction under way, or of the last one."""
+        """Of the prediction in progress, or of the last one."""
         self.loaders: dict[str, Any] = {}
         """By stage ("train", "validate", ...) the data of the fit or evaluation, as the user gave it."""
         self.clipping: tuple[float | None, str] = None, "norm"
@@ -82,7 +82,7 @@ class TrainerView:
         return self.core is not None and self.core.running
 
     def device_of(self, default: torch.device) -> torch.device:
-        """The device of the run under way, `default` where there is none."""
+        """The device of the run in progress, `default` where there is none."""
         return self._fabricates.accelerator.device if self._is_running else default
 
     @property
@@ -99,7 +99,7 @@ class TrainerView:
 
     @property
     def current_epoch(self) -> int:
-        """The pass under way, from 0; after a fit, the number of those that began."""
+        """The pass in progress, from 0; after a fit, the number of those that began."""
         ended = None if self.adapted is None else self.adapted.passes
         return self._counted("epoch") if ended is None else ended
 
@@ -181,32 +181,32 @@ class TrainerView:
 
     @property
     def training(self) -> bool:
-        """Whether the training of a fit is under way."""
+        """Whether the training of a fit is in progress."""
         return self.function == "fit" and not self.evaluation
 
     @property
     def validating(self) -> bool:
-        """Whether a validation is under way."""
+        """Whether a validation is in progress."""
         return self.evaluation == "validate" and not self.sanity_checking
 
     @property
     def testing(self) -> bool:
-        """Whether a test is under way."""
+        """Whether a test is in progress."""
         return self.evaluation == "test"
 
     @property
     def predicting(self) -> bool:
-        """Whether a prediction is under way."""
+        """Whether a prediction is in progress."""
         return self.evaluation == "predict"
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation or a test is under way."""
+        """Whether a validation or a test is in progress."""
         return self.validating or self.testing
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the batch at work is the last of the epoch."""
+        """Whether the current batch is the last of the epoch."""
         return self.adapted is not None and self.adapted.batch_idx + 1 >= self.num_training_batches
 
     # -- metrics and loggers ----------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class TrainerView:
     def take_logged(self, name: str, value: Any, **given: Any) -> None:
         """What `self.log` got."""
         if self.adapted is None:
-            raise ConfigurationError(f"self.log({name!r}): no fit or evaluation is under way")
+            raise ConfigurationError(f"self.log({name!r}): no fit or evaluation is in progress")
         self.logs.log(self.adapted.record, name, value, **given)
 
     # -- arguments --------------------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ class StrategyView:
 
     @property
     def _accelerator(self) -> Any:
-        """Of the run under way; before it, what ranks know of each other, which can wait and broadcast."""
+        """Of the run in progress; before it, what ranks know of each other, which can wait and broadcast."""
         return self._view._fabricates.accelerator if self._view._is_running else processes()
 
     @property
