@@ -105,7 +105,7 @@ def test_a_folder_that_holds_something_is_refused_and_so_are_predictions_that_ar
     (tmp_path / "rank-00000").mkdir()
     with pytest.raises(ConfigurationError, match="is not empty"):
         Trainer(progress=False, plugins=[PredictionWriter(tmp_path)]).predict(Net(), rows(), batch_size=4)
-    with pytest.raises(ConfigurationError, match="no complete predictions"):
+    with pytest.raises(ConfigurationError, match="incomplete predictions"):
         next(PredictionWriter.read(tmp_path))
     with pytest.raises(
         ConfigurationError, match="data is a mapping with 'a'; call predict for each data set separately"

@@ -161,7 +161,7 @@ def test_a_schedule_without_an_end_needs_no_number_of_updates() -> None:
     optimizer = optimizer_of_one()
     for text in ("constant", "constant:warmup=3", "inverse_sqrt:warmup=3", "constant:warmup=0.3,total=9"):
         assert named_schedule("here", optimizer, text, None, "")[1] == text
-    with pytest.raises(ConfigurationError, match=r"not known \(no length\); say it: 'constant:total=1000'"):
+    with pytest.raises(ConfigurationError, match=r"not known \(no length\); give it: 'constant:total=1000'"):
         named_schedule("here", optimizer, "constant:warmup=0.3", None, "no length")
 
 
@@ -264,7 +264,7 @@ def test_a_named_schedule_needs_to_know_how_long_it_is() -> None:
     with pytest.raises(ConfigurationError, match=r"not known \(train has no length\); give it: 'cosine:total=1000'"):
         Trainer(max_epochs=1, progress=False).fit(module, stream)
     both = Module(lambda trainer, optimizer: {"a": (optimizer, "wsd"), "b": torch.optim.SGD(module.parameters(), 0.1)})
-    with pytest.raises(ConfigurationError, match=r"several optimizers share the updates\); say it: 'wsd:total=1000'"):
+    with pytest.raises(ConfigurationError, match=r"several optimizers share the updates\); give it: 'wsd:total=1000'"):
         Trainer(max_epochs=1, progress=False).fit(both, ROWS, batch_size=2)
 
 

@@ -66,7 +66,7 @@ def test_a_metric_of_a_validation_that_never_comes_keeps_no_checkpoint(tmp_path:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ("val_accuracy", "keep: validation gives val_error, val_loss, and not 'val_accuracy'"),
+        ("val_accuracy", "keep: validation gives val_error, val_loss, but not 'val_accuracy'"),
         ("error", "keep: the best checkpoints are chosen by 'error', but validation gives val_error; use this name"),
     ],
 )

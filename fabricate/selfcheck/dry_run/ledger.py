@@ -16,7 +16,7 @@ import torch
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 BUFFERS, BATCH, KEPT = "buffers", "batch", "kept between updates"
-GATHERED, SENT, ACTIVATIONS = "gathered units", "gradients in progress", "activations"
+GATHERED, SENT, ACTIVATIONS = "gathered units", "gradients in flight", "activations"
 KINDS = (PARAMETERS, GRADIENTS, STATE, KEPT, BUFFERS, BATCH, GATHERED, SENT, ACTIVATIONS)
 """In the order in which they are shown. Activations are what is nothing else: what backward needs, and temporaries."""
 

@@ -227,19 +227,19 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
         if key in then and now[key] != then[key] and argument not in accept_changes:
             raise CheckpointError(
                 f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
-                f"Use the same {argument}, or say that it is meant: Trainer(accept_changes=({argument!r},))"
+                f"Use the same {argument}, or accept the change: Trainer(accept_changes=({argument!r},))"
             )
     if _differ("batches_per_update", then, now) and "global_batch_size" not in accept_changes:
         raise CheckpointError(
             f"{path} was saved with updates of {then['batches_per_update']} batches of train, those of this run have "
             f"{now['batches_per_update']} (ranks x gradient_accumulation_steps): the batches of an update would be others. Choose "
-            "gradient_accumulation_steps so that it is the same, or say that it is meant: Trainer(accept_changes=('global_batch_size',))"
+            "gradient_accumulation_steps so that it is the same, or accept the change: Trainer(accept_changes=('global_batch_size',))"
         )
     if _differ("indices", then, now) and "train" not in accept_changes:
         raise CheckpointError(
             f"{path} was saved with other rows of the data set than train has now: the indices of its Subset or sampler are others, so "
             "rows that were kept back for validation would be trained on. Draw the same ones, random_split(..., "
-            "generator=torch.Generator().manual_seed(0)) for instance; for another fold take another run_dir; or say that it is meant: "
+            "generator=torch.Generator().manual_seed(0)) for instance; for another fold take another run_dir; or accept the change: "
             "Trainer(accept_changes=('train',))"
         )
     if _differ("fingerprint", then, now) and "train" not in accept_changes:
