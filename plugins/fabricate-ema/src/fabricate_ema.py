@@ -39,9 +39,7 @@ class EMA(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.strategy.replicas_drift:
-            raise ConfigurationError(
-                f"ema: weights differ between ranks under {trainer.strategy.name!r}; use strategy='ddp'"
-            )
+            raise ConfigurationError(f"ema: weights differ between ranks under {trainer.strategy.name!r}; use 'ddp'")
         from fabricate import StochasticWeightAveraging  # here, because looking for plugins imports this file
 
         if any(isinstance(plugin, StochasticWeightAveraging) for plugin in trainer.settings.plugins):
