@@ -91,6 +91,10 @@ class BatchOrder:
         return [len(self._batches[begin + share.start]) if share.rows else 0 for share in shares]
 
 
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
 Draw = Callable[[int, int], RowOrder | BatchOrder]  # an epoch's order, from (seed, epoch)
 
 
@@ -114,10 +118,20 @@ class Indexed(Source):
         resumes = "exactly, by position"
         super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=shuffle)
         self.data = dataset
+        self._length = _length(dataset)
         self._draw = draw
         self._options = options
         self.in_workers = options["num_workers"] > 0
         self.exact_rows = options["collate_fn"] in (None, default_collate)
+
+    def grown(self) -> str:
+        now = _length(self.data)
+        if now == self._length:
+            return ""
+        return (
+            f"train has {now} rows now and had {self._length} when the fit began, which decide what an epoch reads: what came since is "
+            "not read. For data that grows give an iterable that yields what there is, or call fit again"
+        )
 
     def probe(self) -> str:
         """As `Source.probe`. A data set that worker processes read may open files where it is read first: not here. One whose rows

@@ -163,6 +163,10 @@ class Source(ABC):
             if batch_size:
                 self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
 
+    def grown(self) -> str:
+        """What is to be said of data that has another number of rows than when it was opened, or nothing."""
+        return ""
+
     @property
     def rows_differ(self) -> bool:
         """Whether the last window of an epoch is known to be shorter than the others."""

@@ -85,6 +85,8 @@ def windows(run: Run) -> Iterator[Window]:
     run.now.epoch = progress.epoch
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
+    if text := source.grown():
+        run.journal.note(text)
     freezing.compare(run)  # before the next update makes a change of it: what hooks requested since the last one
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
     if not progress.position:  # else this epoch continues from a checkpoint

@@ -163,6 +163,28 @@ def test_wrong_training_data_is_refused_before_the_first_step(train: Any, fit: d
     refused(message, train=train, fit=fit)
 
 
+class Growing(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    rows = 4
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Any:
+        return ROWS[index % len(ROWS)]
+
+
+def test_data_that_grows_during_a_fit_gets_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    class Grow(Callback):
+        def on_epoch_end(self) -> None:
+            data.rows = 6
+
+    data = Growing()
+    result = Trainer(max_epochs=3, progress=False, plugins=[Grow()]).fit(Regression(), data, batch_size=2)
+    assert result.steps == 6
+    text = "note: train has 6 rows now and had 4 when the fit began, which decide what an epoch reads"
+    assert capsys.readouterr().err.count(text) == 1
+
+
 def test_an_iterator_that_gives_nothing_is_an_error() -> None:
     refused("train has no rows: check the path", train=iter([]))
 
@@ -409,6 +431,11 @@ def test_gradients_that_are_cleared_between_micro_batches_are_refused() -> None:
     Trainer(max_steps=2, progress=False).fit(
         answering(_own_zero_grad), ROWS, batch_size=2
     )  # nothing is lost without accumulation
+
+
+def test_a_step_that_returns_nothing_for_a_later_batch_is_refused() -> None:
+    module = answering(lambda self, loss: loss if self.trainer.step == 0 else None)
+    refused("Wrong.training_step returned nothing; return the loss", module=module, forwards=2, max_steps=2)
 
 
 def test_a_module_that_stays_in_eval_mode_gets_a_note_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,7 +243,10 @@ class WindowLosses:
         """Take what training_step returned for `batch`. After the last, all ranks, the sums over ranks that `normalise` needs begin: they
         travel beside its backward. Not in a first window, where ranks that weigh by different things would meet in different collectives.
         No wait for the device."""
-        loss, given, chosen = (output, None, None) if isinstance(output, torch.Tensor) else unpack(output)
+        loss, given, chosen = output, None, None
+        if not isinstance(output, torch.Tensor):
+            loss, given, chosen = unpack(output)
+            check_loss(self._losses.run, loss)
         if chosen is not None or self.optimizer is None:
             self.optimizer = choose(self._losses.run, self.optimizer, chosen, len(self.values))
             if not self.values:
