@@ -426,11 +426,16 @@ class Engine(Group):
         """What `function()` returns inside the forward that steps run in: in the precision, with gathered weights. All ranks where the
         strategy's forward has collectives, which `function` then has to run alike."""
         self.root.steps[_CALL] = lambda batch, batch_idx: function()
+        inside = self.moment.forward
         try:
             found: T = self.evaluate(_CALL, None, 0)
             return found
         finally:
             del self.root.steps[_CALL]
+            if (
+                not inside
+            ):  # what was gathered would stay whole, and neither a save nor a hook finds the parameters in it
+                self.strategy.after_evaluation(self.model)
 
     # -- one update ----------------------------------------------------------------------------------------------------
 

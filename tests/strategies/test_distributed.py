@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -464,3 +465,45 @@ def test_shards_that_went_different_ways_are_an_error_on_every_rank(
     for (message,) in answer(answers, 2, "routed"):
         assert message.startswith("ranks ran different layers in the update to step 3")
         assert "or use strategy='ddp'" in message
+
+
+class Asked(TrainModule):
+    """A hook runs the model once more after an evaluation, and then changes a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.scale
+
+    def training_step(self, batch: Any) -> Any:
+        return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+    def on_eval_end(self, trainer: Trainer) -> None:
+        answer = trainer.in_forward(lambda: self(torch.ones(1, 4)))
+        self.answers = [*getattr(self, "answers", []), answer.item()]
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def ask(strategy: str, run_dir: str) -> list[float]:
+    torch.manual_seed(0)
+    module, data = Asked(), rows(8)
+    trainer = Trainer(
+        strategy=strategy, max_steps=3, validate_every=1, save_every=1, run_dir=run_dir, seed=0, progress=False
+    )
+    trainer.fit(module, data, data, batch_size=4)
+    return module.answers
+
+
+def test_a_hook_that_runs_the_model_leaves_shards_that_are_saved_and_changed(tmp_path: Path) -> None:
+    wanted, found = (run_ranks(ask, 2, name, str(tmp_path / name))[0] for name in ("ddp", "fsdp"))
+    assert len(found) == 3
+    assert found == pytest.approx(wanted)
