@@ -336,7 +336,8 @@ class TrainModule(torch.nn.Module, Listener):
 
     @_OfTheClass
     def load_from_checkpoint(cls: Any, /, path: str | Path, **overrides: Any) -> Any:
-        """A module with the weights of the checkpoint at `path` (or of the newest one in a run directory), on the CPU.
+        """A module with the weights of the checkpoint at `path` (or of the newest one in a run directory, which need not be the best),
+        on the CPU.
 
         The module is built from the constructor arguments recorded in the checkpoint; `overrides` replace them. Raises
         `CheckpointError` when there is no checkpoint, when it is damaged, or when an argument was not recorded (JSON cannot hold

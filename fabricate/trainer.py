@@ -98,7 +98,8 @@ class Trainer:
     keep: which checkpoints to keep: the last so many (an int), "all", or {"last": 2, "best": 1, "metric": "val_loss", "mode":
     "min"}; for a metric whose name suggests that higher is better (accuracy, f1, ...), give the mode explicitly.
     load_best: True: when the fit is complete, load the weights of its best checkpoint into the module and write them to model/;
-    `keep` has to contain "best" and its metric.
+    `keep` has to contain "best" and its metric. `load_from_checkpoint(run_dir)` still loads the newest checkpoint: pass
+    `FitResult.best_checkpoint` for the best.
     save_frozen: False leaves frozen weights out of checkpoints; a resume then checks by digest that the module has the same ones.
     save_weights_only: True: checkpoints hold the weights and nothing else, a third of the size with AdamW; nothing resumes from them.
     validate_first: validate once before the first step. sanity_batches: if validate_first is False, run validation on this many

@@ -246,7 +246,8 @@ class WindowLosses:
         loss, given, chosen = output, None, None
         if not isinstance(output, torch.Tensor):
             loss, given, chosen = unpack(output)
-            check_loss(self._losses.run, loss)
+            if not isinstance(loss, torch.Tensor):
+                check_loss(self._losses.run, loss)
         if chosen is not None or self.optimizer is None:
             self.optimizer = choose(self._losses.run, self.optimizer, chosen, len(self.values))
             if not self.values:
