@@ -96,19 +96,19 @@ def test_the_cache_of_blocks_is_bounded(tmp_path: Path) -> None:
             return super().read_into(source, start, buffer)
 
     staging = stage(tmp_path, 500, "9f3a")
-    record = write_tensors(staging / "data.safetensors", [chunk("w", np.zeros(12 * 2**20, dtype=np.uint8))])
+    record = write_tensors(staging / "data.safetensors", [chunk("w", np.zeros(20 * 2**20, dtype=np.uint8))])
     with Reader(commit(staging, manifest([record], aliases={})), Counting()) as reader:
         counted.clear()
         whole = reader.read("w")
-        assert counted == list(range(13))
+        assert counted == list(range(21))
         reader.close()
         counted.clear()
         for _ in range(2):
-            for block in range(11):
+            for block in range(19):
                 assert reader.read("w", block * 2**20, 9) == whole[:9]
-            assert counted == list(range(11)), "eight of eleven are kept, so going round finds none of them"
+            assert counted == list(range(19)), "sixteen of nineteen are kept, so going round finds none of them"
             counted.clear()
-        assert reader.read("w", 10 * 2**20, 9) == whole[:9]
+        assert reader.read("w", 18 * 2**20, 9) == whole[:9]
         assert counted == []
 
 

@@ -314,6 +314,7 @@ def save_copies(group: Group, folder: Path, shards: int) -> None:
         start, end = (len(tensor) * number // shards for number in (shard, shard + 1))
         held = Part(tensor[start:end], start, (301,), shards == 1, copy, group.world_size // shards)
         saver.part(name, held)
+        saver.whole(f"{name}/steps", torch.tensor(4.0))
     content = Content(saver.chunks, {}, {}, saver.tensors, dict(MANIFEST), [])
     commit.write(group, content, folder / "step-00000005", [])
 
@@ -322,19 +323,23 @@ def save_copies(group: Group, folder: Path, shards: int) -> None:
 def test_of_many_ranks_that_hold_the_same_eight_write_and_each_opens_their_files_once(
     tmp_path: Path, shards: int
 ) -> None:
+    start = 301 * (shards - 1) // shards
     for size in SIZES:
         folder = tmp_path / str(size)
         on_each(size, lambda ranks, folder=folder: save_copies(ranks, folder, shards))
         (path,) = committed(folder)
         files = Asked()
         with Reader(path, files) as reader:
-            writers = min(8, size // shards) * shards
-            assert sum(len(record.chunks) for record in reader.manifest.files) == writers * len(WEIGHTS)
+            writers = min(8, size // shards)
+            assert sum(len(record.chunks) for record in reader.manifest.files) == (writers * shards + 1) * len(WEIGHTS)
             for name, tensor in WEIGHTS.items():
-                assert torch.equal(read(reader, name, 0, 301 // shards), tensor[: 301 // shards])
+                assert torch.equal(read(reader, name, start), tensor[start:])
+                assert read_whole(reader, f"{name}/steps") == 4
         del files.opened["manifest.json"]
         assert set(files.opened.values()) == {1}
-        assert len(files.opened) == writers // shards
+        assert len(files.opened) == writers + (shards > 1), (
+            "rank 0 writes what is whole, and is the first of the copies"
+        )
         with Reader(path) as reader:
             assert all(torch.equal(read_whole(reader, name), tensor) for name, tensor in WEIGHTS.items())
 

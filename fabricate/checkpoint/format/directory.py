@@ -74,8 +74,8 @@ __all__ = [
     "write_tensors",
 ]
 
-_KEPT: Final = 8
-"""Blocks that a reader keeps in memory, and files that it keeps open."""
+_KEPT: Final = 16
+"""Blocks that a reader keeps in memory, and files that it keeps open. Tensors that are read one after another lie in the same few files."""
 _WEIGHTS: Final = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
 _STEP_NAME: Final = re.compile(r"step-(\d{8,18})")
 _TARGET_NAME: Final = re.compile(r"[A-Za-z0-9_][^/\0]{0,199}")

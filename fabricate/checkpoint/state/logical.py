@@ -50,8 +50,8 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 Groups = list[dict[str, torch.nn.Parameter]]
 """The parameters of an optimizer by name, group by group."""
 _WRITERS = 8
-"""At most so many of the ranks that hold the same write a slice of it: each that resumes opens the files of all of them, and the manifest
-has a record for each. A reader keeps as many files and blocks at hand."""
+"""At most so many of the ranks that hold the same write a slice of it, the first among them: each that resumes opens the files of all of
+them, and the manifest has a record for each. A reader keeps more files and blocks than that at hand."""
 
 
 def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
@@ -125,7 +125,7 @@ class Saver:
         self._know(name, part.dtype, part.shape)
         copy, copies = (self.rank, self.world_size) if part.replicated else (part.copy, part.copies)
         writers = min(copies, _WRITERS)
-        begin, end = (part.count * (number * writers // copies) // writers for number in (copy, copy + 1))
+        begin, end = (part.count * -(-number * writers // copies) // writers for number in (copy, copy + 1))
         if not part.in_place:
             self.exchanged.append(part)
         if begin < end or (self.rank == 0 and 0 in part.shape):
