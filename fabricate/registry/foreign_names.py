@@ -29,7 +29,7 @@ _FINDER = "fit(..., batch_size=BatchSizeFinder())"
 _RESUME = "fit(..., resume='path of a checkpoint'); with a run_dir, the same call resumes"
 _UPLOAD = "on_export(self, path), which may upload the folder"
 _SAMPLER = "a sampler in a DataLoader"
-_LIGER = "AutoLigerKernelForCausalLM of liger_kernel, in the module"
+_LIGER = "use_liger(model) of the package fabricate-text, in configure_model"
 _TRACKIO = "trackers=['trackio:...'], whose options go to trackio.init"
 _GENERATE = "model.generate in validation_step, with what it takes; the tokens go under 'outputs' to compute_metrics"
 _VERBOSITY = "nothing: the script says, transformers.logging.set_verbosity(...)"
@@ -96,7 +96,7 @@ ARGUMENTS = {
     "overwrite_output_dir": "fit(..., resume='never'), which moves what is there aside",
     "remove_unused_columns": "nothing: every column is passed on; leave some out in collate_fn",
     "label_names": "nothing: training_step takes from the batch what it needs",
-    "neftune_noise_alpha": "a forward hook on the embedding, in the module",
+    "neftune_noise_alpha": "NEFTune(alpha) of the package fabricate-text, in plugins=",
     "learning_rate": "configure_optimizers",
     "lr": "configure_optimizers",
     "weight_decay": _OPTIMIZER,
@@ -195,7 +195,7 @@ ARGUMENTS = {
     "use_cache": "nothing: the model's config says, model.config.use_cache",
     "torch_empty_cache_steps": "on_step in a callback that calls torch.accelerator.empty_cache()",
     "average_tokens_across_devices": "nothing: a cross-entropy weighs the labels that it counts, over all ranks",
-    "label_smoothing_factor": "cross_entropy(..., label_smoothing=) in training_step",
+    "label_smoothing_factor": "next_token_loss(..., label_smoothing=) of the package fabricate-text, or cross_entropy with it",
     "full_determinism": "deterministic=True and seed=",
     "data_seed": "seed=",
     "deepspeed": "strategy='zero2' or 'zero3', with 'zero3:config=FILE' for a DeepSpeed file",
