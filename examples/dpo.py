@@ -84,10 +84,11 @@ class PadPairs(Pad):
 
 
 def to_pairs(rows: datasets.Dataset, tokenizer: Any) -> datasets.Dataset:
-    def tokens(row: dict[str, Any]) -> dict[str, Any]:
-        return {side: tokenize_completion(tokenizer, row["prompt"], row[side]) for side in ("chosen", "rejected")}
-
-    return rows.map(tokens, remove_columns=rows.column_names)
+    sides = ("chosen", "rejected")
+    return rows.map(
+        lambda row: {side: tokenize_completion(tokenizer, row["prompt"], row[side]) for side in sides},
+        remove_columns=rows.column_names,
+    )
 
 
 def main() -> None:
@@ -102,11 +103,8 @@ def main() -> None:
     options = parser.parse_args()
     hush_libraries()
     datasets.disable_progress_bars()
-    module = DPO(
-        options.model,
-        reference=options.reference,
-        lr=options.learning_rate or (1e-3 if options.model == "tiny" else 1e-6),
-    )
+    lr = options.learning_rate or (1e-3 if options.model == "tiny" else 1e-6)
+    module = DPO(options.model, reference=options.reference, lr=lr)
     train = to_pairs(preferences(options.dataset), module.tokenizer)
     trainer = Trainer(
         max_steps=options.max_steps, max_grad_norm=1.0, seed=0, run_dir=options.run_dir, save_frozen=False
