@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fabricate.callbacks.early_stopping import EarlyStopping
     from fabricate.callbacks.generate_samples import GenerateSamples
     from fabricate.callbacks.gradient_norms import GradientNorms
+    from fabricate.callbacks.hub_push import HubPush
     from fabricate.callbacks.learning_rate_finder import LearningRateFinder
     from fabricate.callbacks.model_summary import ModelSummary
     from fabricate.callbacks.prediction_writer import PredictionWriter
@@ -52,6 +53,7 @@ _HOME = {
     "FitResult": "values",
     "GenerateSamples": "callbacks.generate_samples",
     "GradientNorms": "callbacks.gradient_norms",
+    "HubPush": "callbacks.hub_push",
     "LearningRateFinder": "callbacks.learning_rate_finder",
     "ModelSummary": "callbacks.model_summary",
     "Plan": "configuration.plan",
@@ -90,6 +92,7 @@ __all__ = [
     "FitResult",
     "GenerateSamples",
     "GradientNorms",
+    "HubPush",
     "LearningRateFinder",
     "ModelSummary",
     "Plan",

@@ -38,13 +38,14 @@ from fabricate.registry.hook_calls import Calls
 from fabricate.training import loop
 from fabricate.training.batch_size import facts_of, first_size, found_size
 from fabricate.training.evaluations import calibration, evaluation
-from fabricate.training.finish import finish_fit
+from fabricate.training.finish import finish_fit, write_model
 from fabricate.training.interruptions.preemption import told_to_end
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
 from fabricate.training.preparation import prepare_fit
 from fabricate.training.saves import resuming, saving
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing
+from fabricate.training.updates.optimizer_modes import meant_weights
 from fabricate.values import Every, FitResult
 
 if TYPE_CHECKING:
@@ -376,6 +377,19 @@ class Trainer:
             saving.write_now(run, target)
             return target
         run.requests.ask(path=str(target))
+        return target
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write what `RUN_DIR/model/` of a complete fit holds into the new folder `path`, of the weights as they are now. All ranks, when
+        no update is under way: `on_saved`, `on_eval_end`, `on_epoch_end`, `on_fit_end`. Raises `CheckpointError` where `path` exists, and
+        `FabricateError` during an update."""
+        run, target = self._live(), Path(path)
+        if not run.now.at_boundary:
+            raise FabricateError(f"export({str(path)!r}): an update is under way; call it in on_saved, say")
+        if run.engine.rank == 0 and target.exists():
+            raise CheckpointError(f"export({str(path)!r}): this exists already; give a new path")
+        with meant_weights(run):
+            write_model(run, target)
         return target
 
     @foreign_names.translated(foreign_names.FIT)

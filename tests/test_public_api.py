@@ -25,6 +25,7 @@ PUBLIC = [
     "FitResult",
     "GenerateSamples",
     "GradientNorms",
+    "HubPush",
     "LearningRateFinder",
     "ModelSummary",
     "Plan",

@@ -19,6 +19,7 @@ from fabricate.cli.doctor import doctor
 from fabricate.cli.dry_run import dry_run_of
 from fabricate.cli.launch import Launching, launching, prepared
 from fabricate.cli.plugins import PluginCommands, plugins
+from fabricate.cli.push import push
 from fabricate.cli.report import report
 from fabricate.cli.rows import rows
 from fabricate.cli.self_checks import check_invariance, verify_resume
@@ -145,3 +146,4 @@ main.add_command(report)
 main.add_command(rows)
 main.add_command(diff)
 main.add_command(watch)
+main.add_command(push)

@@ -204,6 +204,8 @@ def _outputs(settings: Settings, validates: bool) -> Iterator[Setting]:
         yield Setting("save", settings.save, "copied, and written beside the training")
     if settings.save_weights_only and settings.run_dir is not None:
         yield Setting("save_weights_only", True, "argument; nothing resumes from such checkpoints")
+    if settings.load_best:
+        yield Setting("load_best", True, "argument; the fit ends with the weights of its best checkpoint")
     if not settings.save_frozen:
         yield Setting("save_frozen", False, "argument; a resume needs the same frozen weights")
     yield Setting("save_every", str(settings.save_every) if settings.save_every and written else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 from fabricate.errors import ConfigurationError
 from fabricate.launch.commands import tell_preempted
@@ -82,10 +83,18 @@ def _load_best(run: Run) -> None:
 
 
 def _export(run: Run) -> None:
-    """Write RUN_DIR/model/ beside the old one, then put it in its place. All ranks."""
+    """Write RUN_DIR/model/. All ranks."""
     if run.run_dir is None:
         return
-    final, staging = run.run_dir / "model", run.run_dir / ".model-new"
+    final = run.run_dir / "model"
+    write_model(run, final)
+    if run.calls.on_export is not None:
+        run.calls.on_export(run.trainer, run.module, final)
+
+
+def write_model(run: Run, final: Path) -> None:
+    """Write what RUN_DIR/model/ holds beside the old `final`, then put it in its place. All ranks."""
+    staging, old = (final.with_name(f".{final.name.lstrip('.')}-{which}") for which in ("new", "old"))
     if run.engine.rank == 0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -96,12 +105,9 @@ def _export(run: Run) -> None:
         export_model(run.module, run.engine.strategy, staging, main=run.engine.rank == 0)
     run.engine.barrier()
     if run.engine.rank == 0:
-        old = run.run_dir / ".model-old"
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)
         staging.rename(final)
         shutil.rmtree(old, ignore_errors=True)
     run.engine.barrier()
-    if run.calls.on_export is not None:
-        run.calls.on_export(run.trainer, run.module, final)

@@ -17,6 +17,7 @@ from fabricate import (
     EarlyStopping,
     GenerateSamples,
     GradientNorms,
+    HubPush,
     LearningRateFinder,
     ModelSummary,
     PredictionWriter,
@@ -29,6 +30,7 @@ from fabricate import (
     UnfreezeAt,
 )
 from fabricate.testing import run_ranks
+from tests.support.hub import TOKEN, serving
 
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 ALL = ("ddp", "fsdp", "powersgd", "diloco:every=2", "zero1", "zero2", "zero3")
@@ -109,8 +111,8 @@ def reports(directory: Path) -> dict[str, Any]:
     return found
 
 
-def others(directory: Path) -> dict[str, Any]:
-    """By strategy: what the callbacks came to that do not report: rates tried, predictions written, texts, weights averaged."""
+def others(directory: Path, hub: str) -> dict[str, Any]:
+    """By strategy: what the callbacks came to that do not report: rates tried, predictions written, texts, weights averaged, pushes."""
     found: dict[str, Any] = {}
     for strategy in ALL:
         folder = directory / strategy.partition(":")[0]
@@ -120,11 +122,12 @@ def others(directory: Path) -> dict[str, Any]:
         fit(strategy, None, finder)
         drifts = "averaging" if "diloco" in strategy else ""
         refused = _refused(strategy, averaging) if drifts else ""
-        fit(strategy, None, samples, *(() if drifts else (averaging,)))
+        push = HubPush(f"me/{folder.name}", at="saves", endpoint=hub, token=TOKEN)
+        fit(strategy, directory / f"run-{folder.name}", samples, push, *(() if drifts else (averaging,)))
         returned = Trainer(strategy=strategy, progress=False, plugins=[writer]).predict(Net(), ROWS, batch_size=2)
         written = list(PredictionWriter.read(folder)) if returned is not None else []
         few = Trainer(strategy=strategy, progress=False, limit_predict_batches=1).predict(Net(), ROWS, batch_size=2)
-        tried = {type(plugin).__name__ for plugin in (finder, samples, averaging, writer)}
+        tried = {type(plugin).__name__ for plugin in (finder, samples, averaging, writer, push)}
         found[strategy] = (
             finder.results["lr"],
             samples.texts,
@@ -189,7 +192,11 @@ def test_gradient_norms_of_ranks_are_those_of_one_process(found: tuple[Path, lis
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(others, 2, tmp_path_factory.mktemp("others"), timeout=300)
+    with serving(tmp_path_factory.mktemp("hub")) as hub:
+        ranks = run_ranks(others, 2, tmp_path_factory.mktemp("others"), hub.url, timeout=300)
+    pushed = [["README.md", "model.safetensors"]] * len(ALL)
+    assert [sorted(files) for files in hub.repositories.values()] == pushed
+    return ranks
 
 
 @pytest.mark.parametrize("strategy", ALL)

@@ -1,0 +1,182 @@
+"""README.md beside the weights: what a model is, from the files of its run.
+
+Owns the text and the metadata of a model card. Must not know: how it gets to the hub, a run that is at work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricate.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCardData
+
+_BEGIN, _END = "<!-- fabricate: begin -->", "<!-- fabricate: end -->"
+"""What stands between them is written anew each time; what stands around them stays."""
+_TASKS = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+    "ForSpeechSeq2Seq": "automatic-speech-recognition",
+}
+"""The task of the hub, by how the name of a transformers model ends."""
+_SETTINGS = (
+    *("module", "parameters_trainable", "parameters_frozen", "strategy", "precision", "world_size", "device"),
+    *("train", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "total_steps"),
+    *("learning_rate", "clipping", "seed", "deterministic", "compile"),
+)
+"""Of plan.json, in the order of the table. Paths are left out."""
+
+
+def write_card(
+    run_dir: Path, folder: Path, repo: str, *, license: str | None = None, datasets: Sequence[str] = ()
+) -> None:
+    """Write `folder`/README.md about the weights in `folder`, from plan.json, metrics.jsonl and events.jsonl of `run_dir`.
+
+    repo: "user/name" on the hub. license, datasets: identifiers of the hub ("apache-2.0"; "stanfordnlp/imdb"). A README.md that is
+    there already (peft writes one) keeps its text and metadata; what it lacks is added.
+    """
+    from huggingface_hub import ModelCard
+
+    settings = {name: each["value"] for name, each in _plan(run_dir)["settings"].items()}
+    starts = [event for event in _lines(run_dir / "events.jsonl") if event["event"] == "started"]
+    started = starts[-1] if starts else {}
+    measured = _measured(run_dir, settings, started)
+    file, name = folder / "README.md", repo.rpartition("/")[2]
+    data = _metadata(folder, name, settings, measured, datasets)
+    text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), _END])
+    if file.exists():
+        card = ModelCard.load(file, ignore_metadata_errors=True)
+        metadata: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
+        for key, value in metadata.items():
+            if key == "model-index" or not card.data.get(key):
+                card.data[key] = value
+        before, _, rest = card.text.partition(_BEGIN)
+        parts = (before, text, rest.partition(_END)[2])
+        card.text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    else:
+        card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{text}\n")
+    if license is not None:
+        card.data["license"] = license
+    card.save(file)
+
+
+def _plan(run_dir: Path) -> dict[str, Any]:
+    try:
+        plan: dict[str, Any] = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(f"{str(run_dir)!r} has no plan.json that can be read ({exc}); give a run_dir") from exc
+    return plan
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl; the last one may be under way."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def _measured(run_dir: Path, settings: dict[str, Any], started: dict[str, Any]) -> dict[str, Any] | None:
+    """The line of the validation of these weights: the last one, under `load_best` the best one."""
+    lines = [line for line in _lines(run_dir / "metrics.jsonl") if line["stage"] == "validate"]
+    if settings.get("load_best"):
+        keep = started["keep"]
+        sign = 1 if keep["mode"] == "min" else -1
+        scored = [line for line in lines if isinstance(line["metrics"].get(keep["metric"]), int | float)]
+        return min(scored, key=lambda line: sign * line["metrics"][keep["metric"]], default=None)
+    return lines[-1] if lines else None
+
+
+def _configuration(folder: Path, name: str) -> dict[str, Any]:
+    file = folder / name
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _metadata(
+    folder: Path, name: str, settings: dict[str, Any], measured: dict[str, Any] | None, datasets: Sequence[str]
+) -> ModelCardData:
+    from huggingface_hub import ModelCardData
+
+    model, adapter = _configuration(folder, "config.json"), _configuration(folder, "adapter_config.json")
+    architecture = next(iter(model.get("architectures") or ()), "")
+    task = next((task for ending, task in _TASKS.items() if architecture.endswith(ending)), None)
+    base = str(adapter.get("base_model_name_or_path") or "")
+    return ModelCardData(
+        model_name=name,
+        library_name="peft" if adapter else "transformers" if model else "pytorch",
+        pipeline_tag=task,
+        base_model=base if base and not Path(base).exists() else None,
+        datasets=list(datasets) or None,
+        tags=["fabricate"],
+        eval_results=_results(measured, task or "other", datasets) or None,
+    )
+
+
+def _results(measured: dict[str, Any] | None, task: str, datasets: Sequence[str]) -> list[EvalResult]:
+    from huggingface_hub import EvalResult
+
+    data = datasets[0] if datasets else "unknown"
+    return [
+        EvalResult(
+            task_type=task,
+            dataset_type=data,
+            dataset_name=data if datasets else "validation data of the run",
+            metric_type=name.removeprefix("val_"),
+            metric_name=name,
+            metric_value=value,
+        )
+        for name, value in (measured["metrics"] if measured else {}).items()
+        if isinstance(value, int | float)
+    ]
+
+
+def _body(
+    folder: Path, repo: str, settings: dict[str, Any], started: dict[str, Any], measured: dict[str, Any] | None
+) -> list[str]:
+    lines = ["Trained with fabricate.", "", *_usage(folder, repo)]
+    if measured is not None:
+        lines += ["", f"## Validation, step {measured['step']}", "", "| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {_cell(value)} |" for name, value in measured["metrics"].items()]
+    lines += ["", "## Training", "", "| setting | value |", "|---|---|"]
+    lines += [
+        f"| {name.replace('_', ' ')} | {_cell(settings[name])} |"
+        for name in _SETTINGS
+        if settings.get(name) is not None
+    ]
+    data = {name: value for name, value in started.get("data", {}).items() if value is not None}
+    for title, table in (("Data", data), ("Versions", started.get("versions", {}))):
+        if table:
+            lines += ["", f"## {title}", "", f"| {title.lower()} | |", "|---|---|"]
+            lines += [f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in table.items()]
+    return lines
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if value >= 10_000 else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _usage(folder: Path, repo: str) -> list[str]:
+    """How the weights are read."""
+    if (folder / "adapter_config.json").exists():
+        code = ["from peft import AutoPeftModel", "", f'model = AutoPeftModel.from_pretrained("{repo}")']
+    elif architecture := next(iter(_configuration(folder, "config.json").get("architectures") or ()), None):
+        code = [f"from transformers import {architecture}", "", f'model = {architecture}.from_pretrained("{repo}")']
+    elif (folder / "model.safetensors").exists():
+        code = ["from huggingface_hub import hf_hub_download", "from safetensors.torch import load_file", ""]
+        code += [f'weights = load_file(hf_hub_download("{repo}", "model.safetensors"))  # a state dict']
+    else:
+        return []
+    return ["```python", *code, "```"]

@@ -1,0 +1,250 @@
+"""HubPush and `fabricate push` against a hub on the loopback address, through huggingface_hub as it is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from huggingface_hub import constants
+from safetensors.torch import load, load_file, save_file
+
+from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, HubPush, Trainer, TrainModule
+from fabricate.cli.main import main
+from fabricate.testing import run_ranks
+from tests.support.hub import TOKEN, Hub, serving
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # huggingface_hub, when it sends through LFS
+ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.layer(batch) - 1).square().mean()
+
+    def validation_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class InParts(Net):
+    """Exports two files of weights, and a card of its own."""
+
+    def export(self, path: Path) -> None:
+        for name, tensor in self.state_dict().items():
+            save_file({name: tensor}, path / f"{name}.safetensors")
+        (path / "README.md").write_text("---\nlicense: mit\ntags: [mine]\n---\n\n# My words\n")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with serving(tmp_path / "storage") as started:
+        yield started
+
+
+@pytest.fixture
+def plain_lfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # what the variable of this name sets at import
+
+
+def fit(hub: str, run_dir: Path, module: TrainModule | None = None, *plugins: Any, **options: Any) -> HubPush:
+    push = HubPush("tiny", endpoint=hub, token=options.pop("token", TOKEN), **options)
+    trainer = Trainer(
+        max_epochs=2, run_dir=run_dir, save_every="2 steps", plugins=[push, *plugins], seed=1, progress=False
+    )
+    trainer.fit(module or Net(), ROWS, ROWS, batch_size=4)
+    return push
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+@pytest.mark.parametrize("through", ["xet", "lfs"])
+def test_the_model_is_pushed_at_the_end_with_a_card(
+    hub: Hub, tmp_path: Path, request: pytest.FixtureRequest, through: str
+) -> None:
+    if through == "lfs":
+        request.getfixturevalue("plain_lfs")
+    run_dir = tmp_path / "run"
+    fit(hub.url, run_dir, license="apache-2.0", datasets=["me/rows"], private=True)
+    assert hub.created[0] == {"name": "tiny", "organization": None, "visibility": "private"}
+    assert sorted(hub.repositories["me/tiny"]) == ["README.md", "model.safetensors"]
+    assert (hub.objects == {}) is (through == "xet")
+    if through == "lfs":
+        assert list(hub.objects.values()) == [(run_dir / "model" / "model.safetensors").read_bytes()]
+    assert [line["url"] for line in events(run_dir, "pushed")] == [f"{hub.url}/me/tiny/commit/{1:040x}"]
+
+    card = hub.texts["README.md"].decode()
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["license"] == "apache-2.0"
+    assert (metadata["datasets"], metadata["tags"], metadata["library_name"]) == (["me/rows"], ["fabricate"], "pytorch")
+    (result,) = metadata["model-index"][0]["results"]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    line = [line for line in lines if line["stage"] == "validate"][-1]
+    assert (result["dataset"]["type"], result["metrics"][0]["name"]) == ("me/rows", "val_loss")
+    assert result["metrics"][0]["value"] == line["metrics"]["val_loss"]
+    started = events(run_dir, "started")[-1]
+    for row in (
+        "| precision | fp32 |",
+        "| global batch size | 4 |",
+        "| learning rate | 0.1 |",
+        f"| fingerprint | {started['data']['fingerprint']} |",
+        f"| torch | {started['versions']['torch']} |",
+    ):
+        assert row in card
+    assert str(tmp_path) not in card
+
+
+def test_a_push_that_failed_half_way_goes_on_where_it_was(
+    hub: Hub, tmp_path: Path, plain_lfs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    hub.refuse, hub.allow = "/storage/", 1
+    with pytest.raises(FabricateError, match="storage is full") as caught:
+        fit(hub.url, run_dir, InParts())
+    assert f"`fabricate push {run_dir} me/tiny` goes on with it" in str(caught.value)
+    assert (len(hub.sent), hub.commits) == (1, [])
+    assert load_file(run_dir / "model" / "layer.bias.safetensors")["layer.bias"].shape == (1,)
+    assert (run_dir / "checkpoints" / "step-00000008").is_dir()
+
+    hub.refuse = ""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # what HF_ENDPOINT sets at import
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    done = CliRunner().invoke(main, ["push", str(run_dir), "me/tiny", "--message", "again"])
+    assert done.exit_code == 0, done.output
+    assert f"{hub.url}/me/tiny/commit/" in done.output
+    assert len(hub.sent) == len(set(hub.sent)) == 2
+    assert [(message, sorted(paths)) for message, paths in hub.commits] == [
+        ("again", ["README.md", "layer.bias.safetensors", "layer.weight.safetensors"])
+    ]
+    card = hub.texts["README.md"].decode()
+    assert "# My words" in card
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["mine"]
+
+    assert CliRunner().invoke(main, ["push", str(run_dir), "me/tiny", "--license", "gpl-3.0"]).exit_code == 0
+    assert len(hub.sent) == 2
+    again = hub.texts["README.md"].decode()
+    assert again == card.replace("license: mit", "license: gpl-3.0"), "the text does not grow"
+
+
+class Repairs(Callback):
+    """Waits until a push has ended, so that the next save finds none under way, and repairs the hub after the first save."""
+
+    def __init__(self, hub: Hub, run_dir: Path) -> None:
+        self.hub, self.run_dir = hub, run_dir
+        self.weights: dict[int, torch.Tensor] = {}
+
+    def on_step(self, module: Any, step: int) -> None:
+        self.weights[step] = module.layer.weight.detach().clone()
+        if step % 2:
+            while len(events(self.run_dir, "pushed") + events(self.run_dir, "push_failed")) < step // 2:
+                time.sleep(0.01)
+        if step == 3:
+            self.hub.refuse = ""
+
+
+def test_saves_are_pushed_and_one_that_fails_is_a_note_and_pushed_with_the_next(
+    hub: Hub, tmp_path: Path, plain_lfs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, hub.refuse = tmp_path / "run", "/storage/"
+    repairs = Repairs(hub, run_dir)
+    fit(hub.url, run_dir, None, repairs, at="saves")
+    assert [line["step"] for line in events(run_dir, "push_failed")] == [2]
+    assert "note: step 2: pushing" in capsys.readouterr().err
+    messages = [message for message, _ in hub.commits]
+    assert messages == ["step 4", "step 6", "step 8"], "at the end all of it is there already"
+    found = []
+    for digest in dict.fromkeys(hub.sent):
+        found.append(load(hub.objects[digest])["layer.weight"])
+    for step, weight in zip((4, 6, 8), found, strict=True):
+        torch.testing.assert_close(weight, repairs.weights[step], rtol=0, atol=0)
+    assert not (run_dir / ".hub-model").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("offline", "HF_HUB_OFFLINE is set"),
+        ("no token", "LocalTokenNotFoundError"),
+        ("a wrong token", "Invalid user token"),
+        ("no answer", "127.0.0.1:9 is not possible"),
+        ("no run_dir", "set Trainer\\(run_dir"),
+        ("no right to create it", "storage is full"),
+    ],
+)
+def test_what_cannot_be_pushed_is_an_error_before_the_first_step(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, text: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", case == "offline")
+    hub.refuse = "/repos/create" if case.startswith("no right") else ""
+    token = None if case == "no token" else "hf_other" if case == "a wrong token" else TOKEN
+    url = "http://127.0.0.1:9" if case == "no answer" else hub.url
+    module, run_dir = Net(), None if case == "no run_dir" else tmp_path / "run"
+    push = HubPush("me/tiny", endpoint=url, token=token)
+    before = module.layer.weight.detach().clone()
+    with pytest.raises(ConfigurationError, match=text):
+        Trainer(max_steps=1, run_dir=run_dir, plugins=[push], progress=False).fit(module, ROWS, batch_size=4)
+    torch.testing.assert_close(module.layer.weight.detach(), before, rtol=0, atol=0)
+
+
+def test_wrong_arguments_are_errors_that_name_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"HubPush\(at='end of fit'\)"):
+        HubPush("me/tiny", at="end of fit")
+    with pytest.raises(ConfigurationError, match="give a list of names"):
+        HubPush("me/tiny", datasets="me/rows")
+    with pytest.raises(ConfigurationError, match="repo=''"):
+        HubPush("")
+    done = CliRunner().invoke(main, ["push", str(tmp_path), "me/tiny"])
+    assert (done.exit_code, "has no model/" in done.output) == (2, True)
+
+
+def on_two_ranks(hub: str, run_dir: Path) -> str:
+    try:
+        fit(hub, run_dir, at="saves")
+    except FabricateError as exc:
+        return str(exc)
+    return ""
+
+
+def test_of_two_ranks_one_pushes_and_a_failure_ends_both(hub: Hub, tmp_path: Path) -> None:
+    assert run_ranks(on_two_ranks, 2, hub.url, tmp_path / "one") == ["", ""]
+    assert len(hub.created) == 1
+    assert hub.commits[-1][0].endswith("step 4")
+    hub.refuse = "/preupload"
+    failed = run_ranks(on_two_ranks, 2, hub.url, tmp_path / "two")
+    assert "storage is full" in failed[0]
+    assert "rank 0 could not push the model" in failed[1]
+
+
+class Exports(Callback):
+    def on_saved(self, trainer: Trainer) -> None:
+        trainer.export(trainer.run_dir / "now")
+
+
+def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(max_steps=1, run_dir=tmp_path / "run", plugins=[Exports()], progress=False)
+    trainer.fit(Net(), ROWS, batch_size=4)
+    for folder in ("now", "model"):
+        assert load_file(tmp_path / "run" / folder / "model.safetensors")["layer.weight"].shape == (1, 4)
+    trainer = Trainer(max_steps=2, run_dir=tmp_path / "run", plugins=[Exports()], progress=False)
+    with pytest.raises(CheckpointError, match="exists already"):
+        trainer.fit(Net(), ROWS, batch_size=4)
