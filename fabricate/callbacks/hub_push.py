@@ -112,10 +112,10 @@ class HubPush(Callback):
             url = self.repository.push(folder, message)
         except Exception as exc:
             self._failure = exc if isinstance(exc, FabricateError) else FabricateError(f"{type(exc).__name__}: {exc}")
-            event(run_dir, "push_failed", step=step, reason=str(self._failure))
+            event("push_failed", run_dir, step=step, reason=str(self._failure))
             print(f"note: {message}: {self._failure}", file=sys.stderr, flush=True)
         else:
-            event(run_dir, "pushed", step=step, url=url, seconds=round(time.monotonic() - began, 3))
+            event("pushed", run_dir, step=step, url=url, seconds=round(time.monotonic() - began, 3))
 
     def _under_way(self, trainer: Trainer, module: TrainModule) -> bool:
         """Whether rank 0 is pushing. All ranks."""
@@ -141,7 +141,7 @@ class HubPush(Callback):
         self._thread = None
 
 
-def event(run_dir: Path, kind: str, **fields: Any) -> None:
+def event(kind: str, run_dir: Path, **fields: Any) -> None:
     """Append to events.jsonl."""
     with (run_dir / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": kind, **fields, "time": time.time()}) + "\n")
