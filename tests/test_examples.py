@@ -30,10 +30,12 @@ def test_every_example_is_short_and_run_here() -> None:
         "demo_text.py",
         "digits.py",
         "dpo.py",
+        "export_onnx.py",
         "gan.py",
         "generate.py",
         "llama.py",
         "regression.py",
+        "serve.py",
         "sft.py",
         "sweep.py",
     ]
