@@ -101,7 +101,8 @@ class Trainer:
     load_best: True: when the fit is complete, load the weights of its best checkpoint into the module and write them to model/;
     `keep` has to contain "best" and its metric. `load_from_checkpoint(run_dir)` still loads the newest checkpoint: pass
     `FitResult.best_checkpoint` for the best.
-    save_frozen: False leaves frozen weights out of checkpoints; a resume then checks by digest that the module has the same ones.
+    save_frozen: False leaves frozen weights out of checkpoints; a resume then checks by digest that the module has the same ones. Unset:
+    they are saved, unless some are quantised; checkpoints never hold quantised weights.
     save_weights_only: True: checkpoints hold the weights and nothing else, a third of the size with AdamW; nothing resumes from them.
     validate_first: validate once before the first step. sanity_batches: if validate_first is False, run validation on this many
     batches of each set before the first step, to find mistakes early; its results are discarded, and plugins get no events of it.
@@ -149,7 +150,7 @@ class Trainer:
         save_every: str | float | Every | None = "1 epoch",
         keep: int | str | Mapping[str, Any] = 3,
         load_best: bool = False,
-        save_frozen: bool = True,
+        save_frozen: bool | None = None,
         save_weights_only: bool = False,
         validate_every: str | float | Every | None = "1 epoch",
         validate_first: bool = False,

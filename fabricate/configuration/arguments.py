@@ -239,7 +239,7 @@ class Settings:
     save_every: Annotated[Every | None, _or_never]
     keep: Annotated[dict[str, Any], parse_keep]
     load_best: Annotated[bool, _boolean]
-    save_frozen: Annotated[bool, _boolean]
+    save_frozen: Annotated[bool | None, _or_none(_boolean)]
     save_weights_only: Annotated[bool, _boolean]
     validate_every: Annotated[Every | None, _or_never]
     validate_first: Annotated[bool, _boolean]

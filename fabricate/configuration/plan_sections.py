@@ -7,6 +7,7 @@ is printed or stored (`plan`), the engine or the loop.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from fabricate.registry.hook_calls import Origin
 from fabricate.registry.validation import lines as lines_of
 from fabricate.registry.validation import ranks_per_row
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.quantised import quantised_weights
 
 
 def make_plan(
@@ -149,9 +151,19 @@ def _of_optimizer(topic: str, name: str) -> str:
 
 
 def _parameters(strategy: Strategy, module: torch.nn.Module) -> Iterator[Setting]:
+    quantised = list(quantised_weights(module).values())
+    stand_for = {each.weight: each.shape for each in quantised}  # codes may be packed
     for topic, trainable in (("parameters_trainable", True), ("parameters_frozen", False)):
         parameters = (p for p in module.parameters() if p.requires_grad is trainable)
-        yield Setting(topic, sum(math.prod(strategy.local_part(p).shape) for p in parameters), "module")
+        count = sum(math.prod(stand_for.get(p) or strategy.local_part(p).shape) for p in parameters)
+        yield Setting(topic, count, "module")
+    if quantised:
+        kinds = Counter(each.kind for each in quantised)
+        yield Setting(
+            "quantised_weights",
+            [f"{number} by {kind}" for kind, number in kinds.items()],
+            "frozen; checkpoints hold what is trained, and a digest of what is not",
+        )
 
 
 def _update(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
@@ -206,7 +218,7 @@ def _outputs(settings: Settings, validates: bool) -> Iterator[Setting]:
         yield Setting("save_weights_only", True, "argument; nothing resumes from such checkpoints")
     if settings.load_best:
         yield Setting("load_best", True, "argument; the fit ends with the weights of its best checkpoint")
-    if not settings.save_frozen:
+    if settings.save_frozen is False:
         yield Setting("save_frozen", False, "argument; a resume needs the same frozen weights")
     yield Setting("save_every", str(settings.save_every) if settings.save_every and written else None)
     yield Setting("validate_every", str(settings.validate_every) if settings.validate_every and validates else None)

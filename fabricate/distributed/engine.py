@@ -35,6 +35,7 @@ from fabricate.module import TrainModule, step_function
 from fabricate.precisions.base import Precision
 from fabricate.registry.validation import ranks_per_row, reasons
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.quantised import kept_unpacked, refuse_quantised
 from fabricate.strategies.recomputing import recompute_blocks
 from fabricate.strategies.sharding import is_sharded
 
@@ -325,7 +326,9 @@ class Engine(Group):
         the strategy has cut it where it holds a part."""
         steps = {stage: step_function(module, stage) for stage in stages}
         self.notes.extend(set_modes(module) if "train" in steps else [])
+        refuse_quantised(module, self.strategy)
         self._module = module
+        self._compiled.callback(kept_unpacked(module))
         move_torchmetrics(module, self.device)
         if "_sharded" in module.__dict__ or any(is_sharded(p) for p in module.parameters()):
             return self._reuse(module, steps)

@@ -132,6 +132,30 @@ def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
     }
 
 
+def adapter_record(module: torch.nn.Module) -> dict[str, Any] | None:
+    """Of the one peft model inside `module`, over a transformers model: what its names begin with, the adapters' configurations as peft
+    writes them, and from where and how the base was loaded. None where there is none, or several."""
+    found = {name: child for name, child in module.named_modules() if child in adapted_models(module)}
+    models = _pretrained(module)
+    if len(found) != 1 or len(models) != 1:
+        return None
+    ((name, adapted),), (base,) = found.items(), models.values()
+    quantization = getattr(base.config, "quantization_config", None)
+    record = {
+        "prefix": f"{name}." if name else "",
+        "adapters": {label: config.to_dict() for label, config in adapted.peft_config.items()},
+        "base": str(base.name_or_path),
+        "class": type(base).__name__.removeprefix("FSDP"),  # sharding renames the class
+        "dtype": str(base.config.dtype or torch.float32).removeprefix("torch."),
+        "quantization": None if quantization is None else quantization.to_dict(),
+    }
+    text = json.dumps(
+        record, default=lambda value: sorted(value) if isinstance(value, set) else str(value), sort_keys=True
+    )
+    plain: dict[str, Any] = json.loads(text)
+    return plain
+
+
 def build_model(module: TrainModule, seed: int) -> str:
     """Run `configure_model` once, on the meta device where it can; values come later, see `materialise` and `fill`.
 

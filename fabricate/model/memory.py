@@ -20,10 +20,12 @@ from fabricate.model.building import build_on_meta
 from fabricate.model.host_memory import host_memory
 from fabricate.module import TrainModule, overrides, takes_turns
 from fabricate.optim.optimizers import read_optimizers
-from fabricate.optim.trial import State, inner_tensors, tried_state
+from fabricate.optim.trial import State, tried_state
 from fabricate.precisions.base import Precision
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.strategies.base import CAST_COPIES, Strategy
+from fabricate.strategies.quantised import SCALES, TORCHAO, quantised_weights
+from fabricate.strategies.sharding import inner_tensors, is_wrapper
 
 ADAM_BYTES = 8
 """Bytes of optimizer state per trainable parameter where the optimizer cannot be tried out: two float32 averages."""
@@ -137,7 +139,7 @@ def need(
     """What training `module` takes. `optimizers`: None for an evaluation, or why they are not known. `shape`: of the whole of
     a parameter that may be sharded."""
     parameters: dict[torch.Tensor, torch.Tensor] = {p: _meta(p, shape(p)) for p in module.parameters()}
-    whole = {"parameters": sum(_bytes(empty) for empty in parameters.values())}
+    whole = _bytes_of_weights(module, parameters)
     multiplied = _multiplied(module, parameters)
     if optimizers is None:
         return Need(module, whole, "no gradients, no optimizer", {}, multiplied)
@@ -158,11 +160,20 @@ def need(
     return Need(module, whole, counted, {}, multiplied)
 
 
+def _bytes_of_weights(module: torch.nn.Module, parameters: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, int]:
+    """By kind; of quantised weights, what they are made of."""
+    quantised = quantised_weights(module).values()
+    inside = {id(each.weight): sum(map(_bytes, each.tensors())) for each in quantised if each.kind == TORCHAO}
+    scales = {tensor.data_ptr(): _bytes(tensor) for each in quantised for tensor in each.scales}  # some share a table
+    whole = {"parameters": sum(inside.get(id(p), _bytes(empty)) for p, empty in parameters.items())}
+    return {**whole, SCALES: sum(scales.values())} if scales else whole
+
+
 def _multiplied(module: torch.nn.Module, parameters: Mapping[torch.Tensor, torch.Tensor]) -> int:
     """Elements of the weights in float32 that layers multiply by. An embedding only looks up rows of its own."""
     looked_up = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = (layer for layer in module.modules() if not isinstance(layer, looked_up))
-    weights = {parameters[p] for layer in layers for p in layer.parameters(recurse=False)}
+    weights = {parameters[p] for layer in layers for p in layer.parameters(recurse=False) if not is_wrapper(p)}
     return sum(w.numel() for w in weights if w.ndim > 1 and w.dtype == torch.float32)
 
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-
-from fabricate.strategies.sharding import is_wrapper
 
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -41,15 +39,6 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
     made.grad = torch.empty_like(made) if tensor.requires_grad else None
     return made
-
-
-def inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that hold the values of `tensor`: itself, or what a tensor subclass is made of."""
-    if not is_wrapper(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from inner_tensors(getattr(tensor, name))
 
 
 def rebuilt(like: torch.Tensor, inner: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:

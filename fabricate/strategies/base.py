@@ -75,6 +75,9 @@ class Strategy(Listener):
     """Whether ranks that hold the same weights may hold other values of them between updates, and meet now and then."""
     divides: ClassVar[tuple[str, ...]] = ()
     """The kinds of memory of which a rank holds a part: "parameters", "gradients", "optimizer state", "master weights"."""
+    quantised: ClassVar[tuple[str, ...]] = ()
+    """The kinds of quantised weights (`fabricate.strategies.quantised`) that a module may have beside what is trained; every rank has
+    loaded them itself, with their scales."""
     several_optimizers: ClassVar[bool] = True
     """Whether a module may train with more than one optimizer."""
     scales_loss: ClassVar[bool] = False

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import GROUPS, Strategy
+from fabricate.strategies.quantised import EVERY_KIND
+from fabricate.strategies.sharding import is_wrapper
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,7 @@ class DDP(Strategy):
     sync_batchnorm: bool = False
     name: ClassVar[str] = "ddp"
     distributed_types: ClassVar[tuple[str, ...]] = GROUPS
+    quantised: ClassVar[tuple[str, ...]] = EVERY_KIND
 
     def __post_init__(self) -> None:
         if self.find_unused_parameters and self.static_graph:
@@ -102,7 +105,12 @@ class DDP(Strategy):
             self._undo = synchronise_batch_norm(module)
         placed = super().prepare(accelerator, root, module)
         self._parameters = dict(module.named_parameters())  # on their device, where they may be other objects
-        return self._wrap(placed, init_sync=True)
+        wrappers = any(is_wrapper(parameter) for parameter in self._parameters.values())
+        if wrappers:  # torch does not broadcast them; ranks have loaded the same ones
+            for tensor in (*self._parameters.values(), *module.buffers()):
+                if not is_wrapper(tensor):
+                    self.broadcast(tensor)
+        return self._wrap(placed, init_sync=not wrappers)
 
     def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
         # DDP knows the parameters that required a gradient when it was made, no others.

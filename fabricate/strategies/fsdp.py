@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import CAST_COPIES, Strategy
+from fabricate.strategies.quantised import FOUR_BIT, SCALES, quantised_weights
 from fabricate.strategies.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class FSDP(Strategy):
     lockstep: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
     distributed_types: ClassVar[tuple[str, ...]] = ("FSDP",)
+    quantised: ClassVar[tuple[str, ...]] = (FOUR_BIT,)
 
     def __post_init__(self) -> None:
         if self.offload not in (None, "cpu"):
@@ -153,11 +155,13 @@ class FSDP(Strategy):
         every = sum(p.numel() * p.element_size() for p in parameters)
         part = self._shard_bytes(parameters, cuts, self._shards(world_size))
         place = "host " if self.offload else ""
-        whole, copies = dict(whole), whole.get(CAST_COPIES, 0)
-        whole.pop(CAST_COPIES, None)
+        whole = dict(whole)
+        copies, scales = whole.pop(CAST_COPIES, 0), whole.pop(SCALES, 0)
         found = {f"{place}{kind}": -(-count * part // (every or 1)) for kind, count in whole.items()}
         if copies and self._gathered in (None, "fp32"):  # kept for backward, and not FSDP's to free
             found[CAST_COPIES] = copies
+        if scales:
+            found[SCALES] = scales
         found["gathered"] = self._gathered_bytes(module, cuts)
         if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
             here = sum(self._bytes(p, cuts, p.element_size()) for p in parameters)
@@ -216,6 +220,7 @@ class FSDP(Strategy):
 
         _refuse_hooks(module)
         refuse_sparse(module)
+        self._refuse_quantised(module)
         self._device, self._division = accelerator.device, self._divide(module)
         options = self._options(module, accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
@@ -253,6 +258,22 @@ class FSDP(Strategy):
         self._attach(root, module, units)
         # Placement is done; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
         return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
+
+    def _refuse_quantised(self, module: torch.nn.Module) -> None:
+        """Refuse quantised weights whose codes would be cast, or cut by columns."""
+        weights = quantised_weights(module)
+        if weights and self.tp > 1:
+            raise ConfigurationError(
+                f"fsdp: tp={self.tp}: {next(iter(weights))} is quantised, and its codes cannot be divided by columns; leave tp out"
+            )
+        gathered = _DTYPES[self._gathered] if self._gathered not in (None, "fp32") else None
+        for name, each in weights.items():
+            storage = str(each.weight.dtype).removeprefix("torch.")
+            if each.weight.is_floating_point() and gathered not in (None, storage):
+                raise ConfigurationError(
+                    f"strategy='fsdp' gathers in {gathered}, and the codes of {name} are stored as {storage}, so that it would round them: "
+                    f"load with bnb_4bit_quant_storage=torch.uint8 (the default) or torch.{gathered}"
+                )
 
     def _broadcast_values(self, module: torch.nn.Module) -> None:
         """Give every rank the values of rank 0: fully_shard keeps each rank's own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
@@ -206,3 +207,13 @@ def is_wrapper(value: object) -> bool:
     """Whether `value` is a tensor subclass that is made of other tensors, as those of low-bit optimizers are. Its shape is not that of
     what it holds."""
     return hasattr(value, "__tensor_flatten__") and not is_sharded(value)
+
+
+def inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors that hold the values of `tensor`: itself, or what a tensor subclass is made of."""
+    if not is_wrapper(tensor):
+        if tensor is not None:  # what a kind of subclass may leave out
+            yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))

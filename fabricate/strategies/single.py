@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.quantised import EVERY_KIND
 
 
 @dataclasses.dataclass(eq=False)
@@ -15,3 +16,4 @@ class Single(Strategy):
     name: ClassVar[str] = "single"
     max_world_size: ClassVar[int | None] = 1
     distributed_types: ClassVar[tuple[str, ...]] = ("NO",)
+    quantised: ClassVar[tuple[str, ...]] = EVERY_KIND

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fabricate.checkpoint.state.logical import digest
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.opened_data import Data, settle
 from fabricate.configuration.resolve import Resolved
@@ -39,6 +40,8 @@ from fabricate.module import NOT_RUNNING, TrainModule, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
 from fabricate.seeding import rng_state, seed_everything, set_rng_state
+from fabricate.strategies.quantised import quantised_weights
+from fabricate.strategies.sharding import is_sharded
 from fabricate.training.interruptions.overdue import overdue_waits_end
 from fabricate.training.interruptions.preemption import Watch, signals_heard
 from fabricate.training.interruptions.requests import Requests
@@ -285,12 +288,25 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
         engine,
         dict(run.calls.manager.table()),
         module,
-        {"seed": seed, "run_dir": str(run.settings.run_dir), "total steps": run.total_steps},
+        {
+            "seed": seed,
+            "run_dir": str(run.settings.run_dir),
+            "total steps": run.total_steps,
+            **(_base(module) if engine.world_size > 1 else {}),
+        },
     )
     engine.prepare(module, stages, seed)
     if engine.ranks_per_row > 1:
         run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
     run.notes.extend(engine.notes)
+
+
+def _base(module: TrainModule) -> dict[str, str]:
+    """By name, a digest of each quantised weight, which every rank has loaded itself. Of one in shards, of its scales."""
+    found = quantised_weights(module)
+    sharded = {name for name, each in found.items() if is_sharded(each.weight)}
+    held = {name: each.scales if name in sharded else each.tensors() for name, each in found.items()}
+    return {f"the quantised {name}": " ".join(map(digest, tensors)) for name, tensors in held.items()}
 
 
 def _check_data(run: Run) -> None:

@@ -92,8 +92,7 @@ def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike
         resuming.resume(run, path)
     train_mode(run)
     compare(run)  # what `on_fit_start` or `on_load` changed on one rank only
-    if run.run_dir is not None and not settings.save_frozen:
-        leave_out_frozen_weights(run)
+    leave_out_frozen_weights(run)
     remember(run)
     run.journal.start()
     run.journal.event("started", seconds=round(time.monotonic() - began, 3), **_beginning(run))

@@ -14,7 +14,7 @@ from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from fabricate import DDP, FSDP, ConfigurationError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.model.memory import need
-from fabricate.optim.trial import inner_tensors
+from fabricate.strategies.sharding import inner_tensors
 from fabricate.training.preparation import unsaved_state
 
 LOW_BIT = [AdamW8bit, AdamW4bit, AdamWFp8]

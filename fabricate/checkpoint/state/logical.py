@@ -25,7 +25,8 @@ from fabricate.checkpoint.state.staging import Values, bytes_of, held
 from fabricate.errors import CheckpointError, ConfigurationError
 from fabricate.optim.trial import State, rebuilt, tried_state
 from fabricate.strategies.base import Strategy
-from fabricate.strategies.sharding import is_sharded, is_wrapper
+from fabricate.strategies.quantised import Quantised, quantised_weights
+from fabricate.strategies.sharding import inner_tensors, is_sharded, is_wrapper
 from fabricate.strategies.single import Single
 
 _CODES = {
@@ -243,9 +244,19 @@ def optimizer_groups(
     return groups
 
 
-def frozen_digests(frozen: Mapping[str, torch.Tensor], strategy: Strategy) -> dict[str, str]:
-    """By name, a digest of the whole values. All ranks gather; one whole tensor exists at a time."""
-    return {name: digest(strategy.gather(parameter)) for name, parameter in frozen.items()}
+def frozen_digests(module: torch.nn.Module, frozen: Mapping[str, torch.Tensor], strategy: Strategy) -> dict[str, str]:
+    """By name, a digest of the whole values; of quantised weights, of codes and scales. All ranks gather; one whole tensor exists at a
+    time."""
+    quantised = quantised_weights(module)
+    return {
+        name: _quantised_digest(quantised[name], strategy) if name in quantised else digest(strategy.gather(parameter))
+        for name, parameter in frozen.items()
+    }
+
+
+def _quantised_digest(weight: Quantised, strategy: Strategy) -> str:
+    values = [digest(tensor) for tensor in inner_tensors(strategy.gather(weight.weight))]
+    return xxhash.xxh3_128_hexdigest(" ".join([weight.form, *values, *map(digest, weight.scales)]).encode())
 
 
 def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> None:
@@ -254,12 +265,14 @@ def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) 
     parameters, _, others = named_tensors(module)
     left_out = _left_out(reader)
     names = {others.get(name, name): name for name in left_out}
-    digests = frozen_digests({name: parameters[name] for name in names if name in parameters}, strategy)
+    digests = frozen_digests(module, {name: parameters[name] for name in names if name in parameters}, strategy)
     wrong = [name for name, value in digests.items() if value != left_out[names[name]]]
     if wrong:
+        adapted = shared_state(reader)["module"].get("adapted")
+        base = f" (then loaded from {adapted['base']!r})" if isinstance(adapted, dict) and "base" in adapted else ""
         raise CheckpointError(
             f"checkpoint {reader.path} was saved without the weights that were not trained (save_frozen=False), and this module has "
-            f"others than it was trained with: {_some(wrong)}; load the same pretrained weights, in the same precision"
+            f"others than it was trained with: {_some(wrong)}; load the same pretrained weights{base}, in the same precision"
         )
 
 

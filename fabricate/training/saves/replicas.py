@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from fabricate.errors import RankError, few
-from fabricate.strategies.sharding import is_sharded
+from fabricate.strategies.sharding import is_sharded, is_wrapper
 from fabricate.training.state.run_state import Run
 
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,6 +61,8 @@ def _sums(run: Run) -> dict[tuple[str, int], int]:
 
 def _held(run: Run) -> Iterator[tuple[str, int, torch.Tensor]]:
     for name, parameter in run.module.named_parameters():
+        if is_wrapper(parameter):  # quantised: compared before the fit, and at each save with what it was then
+            continue
         part = run.engine.strategy.local_part(parameter)
         if not is_sharded(parameter) and parameter.shape == part.shape:
             yield name, 0, parameter.detach()  # whole on every rank; of what ZeRO trains, not the master

@@ -38,9 +38,10 @@ from fabricate.metrics.torchmetrics_objects import (
     take_over_torchmetrics_state,
     torchmetrics_state,
 )
-from fabricate.model.building import eval_modes, pretrained_record
+from fabricate.model.building import adapter_record, eval_modes, pretrained_record
 from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
+from fabricate.strategies.quantised import quantised_weights
 from fabricate.training.saves.changes import configuration
 from fabricate.training.saves.replicas import bits
 from fabricate.training.state.run_state import Run
@@ -71,14 +72,28 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
 
 
 def leave_out_frozen_weights(run: Run) -> None:
-    """Remember what checkpoints leave out under save_frozen=False: by digest, for a resume, and whether it changes. All ranks."""
-    run.checkpoints.frozen_digests = frozen_digests(run.optim.frozen, run.engine.strategy)
-    run.checkpoints.frozen_sums = _frozen_sums(run)
+    """Remember what checkpoints leave out, under save_frozen=False or because some of it is quantised: by digest, for a resume, and
+    whether it changes. All ranks."""
+    quantised, save_frozen = quantised_weights(run.module), run.settings.save_frozen
+    if quantised and save_frozen:
+        raise ConfigurationError(
+            f"save_frozen=True, and {few(list(quantised))} are quantised, which checkpoints do not hold; leave save_frozen out, and they "
+            "hold a digest of all that is frozen"
+        )
+    if quantised or (save_frozen is False and run.run_dir is not None):
+        # What peft trains a copy of is not used, and may come from the random generator.
+        left_out = {n: p for n, p in run.optim.frozen.items() if save_frozen is False or ".original_module." not in n}
+        run.checkpoints.frozen_digests = frozen_digests(run.module, left_out, run.engine.strategy)
+        run.checkpoints.frozen_sums = _frozen_sums(run)
 
 
-def _frozen_sums(run: Run) -> dict[str, int]:
-    parts = ((name, run.engine.strategy.local_part(parameter).memory) for name, parameter in run.optim.frozen.items())
-    return {name: int(bits(part).sum(dtype=torch.int64)) for name, part in parts}
+def _frozen_sums(run: Run) -> dict[str, list[int]]:
+    quantised, frozen = quantised_weights(run.module), run.optim.frozen
+    held = {
+        name: quantised[name].tensors() if name in quantised else [run.engine.strategy.local_part(frozen[name]).memory]
+        for name in run.checkpoints.frozen_digests
+    }
+    return {name: [int(bits(tensor).sum(dtype=torch.int64)) for tensor in tensors] for name, tensors in held.items()}
 
 
 def _check_frozen(run: Run) -> None:
@@ -89,7 +104,7 @@ def _check_frozen(run: Run) -> None:
     if changed := [name for name, value in run.checkpoints.frozen_sums.items() if now[name] != value]:
         raise ConfigurationError(
             f"{few(changed)} changed since the fit began, and save_frozen=False leaves out of checkpoints what requires no gradient, so "
-            "that a resumed run would begin with the old values; use save_frozen=True"
+            "that a resumed run would begin with the old values; use save_frozen=True, or leave alone what is quantised"
         )
 
 
@@ -171,6 +186,7 @@ def _module_state(run: Run, saver: Saver) -> dict[str, Any]:
         "frozen": run.checkpoints.frozen_digests,
         "modes": [run.optim.modes, eval_modes(run.module)],
         "pretrained": saver.encode(pretrained_record(run.module), "module.pretrained", saver.whole),
+        "adapted": saver.encode(adapter_record(run.module), "module.adapted", saver.whole),
     }
 
 

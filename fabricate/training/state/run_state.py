@@ -101,7 +101,7 @@ class Checkpoints:
     """How many the file system refused since the last that worked."""
     frozen_digests: dict[str, str] = field(default_factory=dict)
     """The digests of the parameters that checkpoints leave out, by name."""
-    frozen_sums: dict[str, int] = field(default_factory=dict)
+    frozen_sums: dict[str, list[int]] = field(default_factory=dict)
     """Of this rank's part of each of them, the sum of its bits when the fit began."""
     restored: bool = False
     """Whether the run continues from a checkpoint."""

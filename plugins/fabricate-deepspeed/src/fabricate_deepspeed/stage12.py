@@ -15,6 +15,8 @@ from fabricate_deepspeed.strategy import ZeRO
 class _WholeParameters(ZeRO):
     """What both stages do alike."""
 
+    quantised: ClassVar[tuple[str, ...]] = ("bitsandbytes 4-bit", "bitsandbytes 8-bit")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._places: dict[int, torch.Tensor] = {}

@@ -1,0 +1,339 @@
+"""Adapters over quantised weights of bitsandbytes and torchao: the losses of a loop by hand, checkpoints without the base, exact resumes,
+strategies that take them or refuse them by name, and the merged model, which transformers reads alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from bitsandbytes.nn import Linear4bit
+from click.testing import CliRunner
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+from torchao.quantization.granularity import PerGroup
+
+from fabricate import CheckpointError, ConfigurationError, RankError, Trainer, TrainModule
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.cli.main import main
+from fabricate.seeding import rng_state, set_rng_state
+from fabricate.strategies.quantised import quantised_weights
+from fabricate.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning",
+    "ignore:MatMul8bitLt. inputs will be cast",
+    "ignore:.*register_constant.. on Enum subclasses",
+)
+BITSANDBYTES = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+KINDS = [*BITSANDBYTES, "torchao-int8", "torchao-int4"]
+TOKENS = torch.randint(1, 64, (16, 12), generator=torch.Generator().manual_seed(1))
+ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
+STEPS = 4
+
+
+def quantization(kind: str, **options: Any) -> Any:
+    if kind in BITSANDBYTES:
+        compute = {"bnb_4bit_compute_dtype": torch.float32} if kind == "nf4" else {}
+        return transformers.BitsAndBytesConfig(**BITSANDBYTES[kind], **compute, **options)
+    four = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2) if kind == "torchao-int8" else four)
+
+
+def llama(folder: Path, seed: int = 0) -> Path:
+    """A tiny Llama, saved; its linear layers have 64 rows or columns, the least that blocks of codes want."""
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("base"))
+
+
+class Adapted(TrainModule):
+    def __init__(self, base: Path, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.base, self.kind, self.options = base, kind, options
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.base, quantization_config=quantization(self.kind, **self.options), device_map={"": "cpu"}
+        )
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        before = rng_state()
+        torch.manual_seed(7)
+        config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        self.model = peft.get_peft_model(model, config)
+        set_rng_state(before)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_step(self, loss: torch.Tensor) -> None:
+        self.losses.append(float(loss))
+
+
+def fit(base: Path, kind: str, run_dir: Path | None = None, steps: int = STEPS, **options: Any) -> Adapted:
+    strategy, rows = options.pop("strategy", "single"), options.pop("rows", 4)
+    module = Adapted(base, kind, **options.pop("quantised", {}))
+    settings: dict[str, Any] = {"precision": "fp32", "progress": False, "seed": 1, "print_plan": "none"} | options
+    val = ROWS[:4] if "validate_every" in options else None
+    trainer = Trainer(max_steps=steps, run_dir=run_dir, strategy=strategy, **settings)
+    trainer.fit(module, ROWS, val, batch_size=rows, shuffle=False)
+    return module
+
+
+def adapters(run_dir: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(run_dir / "model" / "adapter_model.safetensors")
+
+
+def by_hand(base: Path, kind: str) -> list[float]:
+    module = Adapted(base, kind)
+    module.configure_model()
+    module.train()
+    for child in module.modules():
+        if isinstance(child, torch.nn.Dropout):
+            child.p = 0.0
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        batch = TOKENS[4 * step : 4 * step + 4]
+        loss = module.model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class WithoutDropout(Adapted):
+    def configure_model(self) -> None:
+        super().configure_model()
+        for child in self.modules():
+            if isinstance(child, torch.nn.Dropout):
+                child.p = 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_a_loop_by_hand(kind: str, base: Path) -> None:
+    module = WithoutDropout(base, kind)
+    Trainer(max_steps=STEPS, precision="fp32", progress=False, seed=1).fit(module, ROWS, batch_size=4, shuffle=False)
+    distance = max(abs(a - b) for a, b in zip(module.losses, by_hand(base, kind), strict=True))
+    print(f"{kind}: {distance:.1e}")
+    assert distance < 1e-6
+    assert module.losses[-1] != module.losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_hold_adapters_and_a_digest_and_a_resumed_run_ends_as_one_that_never_stopped(
+    kind: str, base: Path, tmp_path: Path
+) -> None:
+    straight = fit(base, kind, tmp_path / "straight")
+    first = fit(base, kind, tmp_path / "halves", steps=2)
+    second = fit(base, kind, tmp_path / "halves")
+    assert straight.losses == first.losses + second.losses
+    ends = adapters(tmp_path / "straight"), adapters(tmp_path / "halves")
+    assert len(ends[0]) == 8
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    with Reader(tmp_path / "halves" / "checkpoints" / "step-00000004") as reader:
+        weights = [name for name in reader.manifest.tensors if name.startswith("model/") and "rotary" not in name]
+        state: Any = reader.json("state.json")
+    assert len(weights) == 8
+    assert all("lora_" in name for name in weights)
+    assert any(name.endswith("q_proj.base_layer.weight") for name in state["module"]["frozen"])
+    assert (tmp_path / "straight" / "model" / "adapter_config.json").exists()
+
+
+class Killed(Adapted):
+    def on_step(self, step: int, loss: torch.Tensor) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(base: Path, run_dir: Path) -> None:
+    trainer = Trainer(max_steps=STEPS, run_dir=run_dir, precision="fp32", progress=False, seed=1, save_every=1)
+    trainer.fit(Killed(base, "nf4"), ROWS, batch_size=4, shuffle=False)
+
+
+def test_a_run_that_is_killed_and_started_again_ends_as_one_that_never_stopped(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(killed, 1, base, tmp_path / "killed", timeout=600)
+    assert sorted(os.listdir(tmp_path / "killed" / "checkpoints")) == ["step-00000001", "step-00000002"]
+    module = Adapted(base, "nf4")
+    trainer = Trainer(max_steps=STEPS, run_dir=tmp_path / "killed", precision="fp32", progress=False, seed=1)
+    trainer.fit(module, ROWS, batch_size=4, shuffle=False)
+    straight = fit(base, "nf4", tmp_path / "straight", save_every=1)
+    assert module.losses == straight.losses[2:]
+    ends = adapters(tmp_path / "straight"), adapters(tmp_path / "killed")
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def on_ranks(base: Path, folder: Path, kind: str, strategy: str) -> Any:
+    """The losses of a run in two halves; or why it was refused, before its first step."""
+    try:
+        straight = fit(base, kind, folder / "straight", strategy=strategy, rows=2)
+        first = fit(base, kind, folder / "halves", steps=2, strategy=strategy, rows=2)
+        second = fit(base, kind, folder / "halves", strategy=strategy, rows=2)
+    except ConfigurationError as error:
+        return str(error)
+    assert straight.losses == first.losses + second.losses
+    ends = adapters(folder / "straight"), adapters(folder / "halves")
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    return straight.losses
+
+
+TAKEN = [("ddp", "nf4"), ("ddp", "int8"), ("ddp", "torchao-int8"), ("fsdp", "nf4"), ("zero2", "nf4")]
+REFUSED = [("fsdp", "int8"), ("fsdp", "torchao-int8"), ("zero2", "torchao-int8"), ("zero3", "nf4")]
+
+
+def every_case(base: Path, folder: Path) -> dict[Any, Any]:
+    return {case: on_ranks(base, folder / "-".join(case), case[1], case[0]) for case in [*TAKEN, *REFUSED]}
+
+
+def test_two_ranks_train_and_resume_or_are_refused_by_name(base: Path, tmp_path: Path) -> None:
+    found, other = run_ranks(every_case, 2, base, tmp_path, timeout=600)
+    assert found == other
+    for case in TAKEN:
+        assert len(found[case]) == STEPS, (case, found[case])
+        assert found[case] == pytest.approx(found["ddp", case[1]], abs=1e-4)
+    names = {"nf4": "bitsandbytes 4-bit", "int8": "bitsandbytes 8-bit", "torchao-int8": "torchao"}
+    for strategy, kind in REFUSED:
+        assert found[strategy, kind].startswith(f"strategy='{strategy}' takes "), found[strategy, kind]
+        assert f"q_proj.base_layer.weight and 13 more are quantised by {names[kind]}" in found[strategy, kind]
+        assert not list((tmp_path / f"{strategy}-{kind}").glob("*/checkpoints/step-*"))
+
+
+def refused(bases: list[Path]) -> list[str]:
+    """The error where ranks have bases of their own, and where codes are stored in a dtype that FSDP would cast."""
+    rank = int(os.environ["RANK"])
+    storage = {"bnb_4bit_quant_storage": torch.float16}
+    with pytest.raises(RankError) as unlike:
+        fit(bases[rank], "nf4", strategy="ddp", rows=2)
+    with pytest.raises(ConfigurationError) as rounded:
+        fit(bases[0], "nf4", strategy="fsdp", rows=2, precision="bf16", quantised=storage)
+    return [str(unlike.value), str(rounded.value)]
+
+
+def test_ranks_with_unlike_bases_and_codes_that_would_be_rounded_are_refused(base: Path, tmp_path: Path) -> None:
+    unlike, rounded = run_ranks(refused, 2, [base, llama(tmp_path / "other", seed=5)], timeout=600)[0]
+    assert "other settings than rank 0: the quantised model." in unlike
+    assert "strategy='fsdp' gathers in bfloat16, and the codes of model." in rounded
+    assert "are stored as float16" in rounded
+
+
+def test_another_base_on_resume_is_an_error_that_names_it(base: Path, tmp_path: Path) -> None:
+    fit(base, "nf4", tmp_path / "run", steps=2)
+    with pytest.raises(CheckpointError, match=r"others than it was trained with: .*then loaded from '.*base0'"):
+        fit(llama(tmp_path / "other", seed=5), "nf4", tmp_path / "run")
+
+
+def test_other_scales_beside_the_same_codes_are_another_base(base: Path, tmp_path: Path) -> None:
+    class Scaled(Adapted):
+        def configure_model(self) -> None:
+            super().configure_model()
+            layer = next(layer for layer in self.modules() if isinstance(layer, Linear4bit))
+            layer.weight.quant_state.offset += 0.5
+
+    fit(base, "nf4", tmp_path, steps=2)
+    trainer = Trainer(max_steps=STEPS, run_dir=tmp_path, precision="fp32", progress=False, seed=1)
+    with pytest.raises(CheckpointError, match=r"others than it was trained with: \S*q_proj\.base_layer\.weight;"):
+        trainer.fit(Scaled(base, "nf4"), ROWS, batch_size=4, shuffle=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_quantised_bytes_and_the_parameters_that_they_stand_for(
+    kind: str, base: Path, tmp_path: Path
+) -> None:
+    module = fit(base, kind, tmp_path, steps=1)
+    plan = {n: line["value"] for n, line in json.loads((tmp_path / "plan.json").read_text())["settings"].items()}
+    quantised = quantised_weights(module)
+    assert len(quantised) == 14
+    plain = [p for name, p in module.named_parameters() if name not in quantised]
+    held = {t.data_ptr(): t.nbytes for each in quantised.values() for t in each.tensors()}
+    memory = plan["memory_per_rank"]
+    counted = memory["parameters"] + memory.get("scales of quantised weights", 0)
+    assert counted == sum(held.values()) + sum(p.nbytes for p in plain)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert plan["parameters_frozen"] == whole.num_parameters()
+    assert plan["quantised_weights"][0].startswith("14 by ")
+
+
+def test_a_validation_leaves_the_weights_as_they_are(base: Path, tmp_path: Path) -> None:
+    alone = fit(base, "nf4")
+    validated = fit(base, "nf4", tmp_path, validate_every=1, validate_first=True, save_every=1)
+    assert alone.losses == validated.losses
+    layers = [layer for layer in validated.modules() if isinstance(layer, Linear4bit)]
+    assert not any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers)
+
+
+def test_save_frozen_is_refused_because_no_checkpoint_holds_them(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"save_frozen=True, and .* are quantised, which checkpoints do not hold"
+    ):
+        fit(base, "nf4", tmp_path, save_frozen=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_model_is_what_was_trained_and_transformers_reads_it_alone(
+    kind: str, base: Path, tmp_path: Path
+) -> None:
+    fit(base, kind, tmp_path / "run")
+    done = CliRunner().invoke(main, ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged")])
+    assert done.exit_code == 0, done.output
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert type(merged) is transformers.LlamaForCausalLM
+    assert not hasattr(merged.config, "quantization_config")
+    trained = Adapted(base, kind)
+    trained.configure_model()
+    model: Any = peft.PeftModel.from_pretrained(trained.model.unload(), tmp_path / "run" / "model").eval()
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False  # which rounds its scales
+    before: Any = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+    with torch.no_grad():
+        expected, found, untrained = (each(TOKENS).logits for each in (model, merged, before))
+    distance, change = ((found - each).abs().max().item() for each in (expected, untrained))
+    print(f"{kind}: {distance:.1e} from what was trained, {change:.1e} from the base")
+    assert distance < (1e-5 if kind != "int8" else 0.02)  # bitsandbytes rounds activations to 8 bits as well
+    assert change > 0.1
+
+
+def test_a_merge_over_another_base_or_without_one_is_refused(base: Path, tmp_path: Path) -> None:
+    fit(base, "nf4", tmp_path / "run", steps=1)
+    other = llama(tmp_path / "other", seed=5)
+    for place, text in ((other, "others than it was trained with"), (tmp_path / "none", "say where it is now: --base")):
+        arguments = ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged"), "--base", str(place)]
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code != 0
+        assert text in done.output + str(done.exception)
+        assert not (tmp_path / "merged").exists()
