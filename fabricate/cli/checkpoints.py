@@ -1,4 +1,4 @@
-"""`fabricate ckpt`: list, verify, look into, compare, export, import and prune checkpoints.
+"""`fabricate ckpt`: list, verify, look into, compare, export, merge, import and prune checkpoints.
 
 Owns what is printed and the exit codes: 1 where a check fails or two checkpoints differ, 2 for a wrong command. Must not
 know the loop; imports no torch except for torch's own formats.
@@ -269,6 +269,29 @@ def export(checkpoint: Path, out: Path, kind: str) -> None:
     from fabricate.checkpoint.convert.exporting import export as write
 
     remarks = write(checkpoint, out, kind)
+    click.echo(f"wrote {out}")
+    for remark in remarks:
+        click.echo(f"note: {remark}", err=True)
+
+
+@ckpt.command()
+@click.argument("checkpoint", metavar="CKPT", type=_DIRECTORY)
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--base", metavar="NAME", help="Where the base model is now; default: from where the run loaded it.")
+def merge(checkpoint: Path, out: Path, base: str | None) -> None:
+    """Write the base model of CKPT with its peft adapters merged as the new folder OUT, dequantised, for transformers alone.
+
+    The base is loaded on the CPU as the run loaded it, quantised if it was, and compared by digest with the one that the adapters were
+    trained over.
+
+    \b
+    Examples:
+      fabricate ckpt merge runs/first merged
+      fabricate ckpt merge runs/first/checkpoints/step-00000500 merged --base ../models/llama
+    """
+    from fabricate.checkpoint.convert.merging import merge as write
+
+    remarks = write(checkpoint, out, base)
     click.echo(f"wrote {out}")
     for remark in remarks:
         click.echo(f"note: {remark}", err=True)

@@ -6,18 +6,19 @@ time is in memory. Must not know: runs, ranks, how a checkpoint came about.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fabricate.checkpoint.convert.export_source import ExportSource
 from fabricate.checkpoint.format.directory import Reader, find, write_plain_safetensors
 from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
 
-__all__ = ["FORMATS", "export"]
+__all__ = ["FORMATS", "export", "new_path"]
 
 _PICKLE = "this format is pickle by nature: whoever opens the file has to trust it"
 
@@ -32,28 +33,37 @@ def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
     """
     if kind not in FORMATS:
         raise ConfigurationError(f"--format {kind!r}{did_you_mean(kind, FORMATS)}; known: {', '.join(FORMATS)}")
+    with new_path(out, _SINGLE.get(kind)) as staging, Reader(find(checkpoint)) as reader:
+        source = ExportSource(reader)
+        remarks = FORMATS[kind](source, staging)
+        if plugins := [name for name in source.state.get("beside_weights", ()) if name != "module"]:
+            remarks.append(
+                f"these are the weights that were trained, without what the plugin {', '.join(plugins)} keeps beside them; "
+                "RUN_DIR/model/ of a complete run has both"
+            )
+    return remarks
+
+
+@contextlib.contextmanager
+def new_path(out: Path, single: str | None = None) -> Iterator[Path]:
+    """A folder to write into. At the end it, or its file `single`, becomes `out` at once, durable; nothing is left where that fails.
+
+    Raises CheckpointError where `out` exists or cannot be written.
+    """
     if os.path.lexists(out):
         raise CheckpointError(f"{str(out)!r} exists already and is never overwritten; give a new path")
     staging = out.absolute().parent / f".export-{secrets.token_hex(4)}"
     try:
         staging.mkdir(parents=True)
-        with Reader(find(checkpoint)) as reader:
-            source = ExportSource(reader)
-            remarks = FORMATS[kind](source, staging)
-            if plugins := [name for name in source.state.get("beside_weights", ()) if name != "module"]:
-                remarks.append(
-                    f"these are the weights that were trained, without what the plugin {', '.join(plugins)} keeps beside them; "
-                    "RUN_DIR/model/ of a complete run has both"
-                )
+        yield staging
         for path in (*staging.rglob("*"), staging):
             _make_durable(path)
-        (staging / _SINGLE[kind] if kind in _SINGLE else staging).rename(out)
+        (staging / single if single else staging).rename(out)
         _make_durable(out.absolute().parent)
     except OSError as exc:
         raise CheckpointError(f"cannot write {str(out)!r}: {exc.strerror or exc}; nothing is left of it") from exc
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return remarks
 
 
 def _make_durable(path: Path) -> None:
