@@ -72,10 +72,27 @@ def test_two_ranks_resume_to_the_last_bit_and_train_what_one_trains(tmp_path: Pa
             torch.testing.assert_close(weights[name], value)
 
 
-def refused(folder: Path, optimizer: str) -> str:
+def refused(folder: Path, optimizer: str, strategy: str = "fsdp") -> str:
     with pytest.raises(ConfigurationError) as caught:
-        fit(folder, 1, optimizer, "fsdp")
+        fit(folder, 1, optimizer, strategy)
     return str(caught.value)
+
+
+def test_slices_refuse_blocks_before_the_first_step_even_where_untested_optimizers_are_allowed(tmp_path: Path) -> None:
+    for message in run_ranks(refused, 2, tmp_path, "AdamW8bit", "zero2:allow_untested_optimizer=true", timeout=600):
+        assert "AdamW8bit keeps its state in blocks with a scale each" in message
+
+
+def goes_on(folder: Path) -> dict[str, torch.Tensor]:
+    return fit(folder / "two", 5, "AdamW8bit", "ddp", 2)
+
+
+def test_the_state_of_one_process_goes_on_on_two_ranks(tmp_path: Path) -> None:
+    straight = fit(tmp_path / "one", 5, "AdamW8bit")
+    fit(tmp_path / "two", 2, "AdamW8bit")
+    for weights in run_ranks(goes_on, 2, tmp_path, timeout=600):
+        for name, value in straight.items():
+            torch.testing.assert_close(weights[name], value, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW"])

@@ -28,6 +28,11 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, allow_unt
     """Raise `ConfigurationError` for an optimizer that would do something else on flat slices of the parameters."""
     kind = type(optimizer)
     known = kind.__name__ in _ELEMENTWISE and kind.__module__.partition(".")[0] in ("torch", "deepspeed")
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes
+        raise ConfigurationError(
+            f"strategy={strategy!r} trains flat slices of the parameters, and {kind.__name__} keeps its state in blocks with a scale each, "
+            "which slices cut; use one of torch's, or strategy='ddp'"
+        )
     if not known and not allow_untested:
         raise ConfigurationError(
             f"strategy={strategy!r} trains flat slices of the parameters, and {kind.__name__} is not known to treat every element by "
