@@ -272,7 +272,7 @@ def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) 
         base = f" (then loaded from {adapted['base']!r})" if isinstance(adapted, dict) and "base" in adapted else ""
         raise CheckpointError(
             f"checkpoint {reader.path} was saved without the weights that were not trained (save_frozen=False), and this module has "
-            f"others than it was trained with: {_some(wrong)}; load the same pretrained weights{base}, in the same precision"
+            f"others than it was trained with: {_some(wrong)}; load the same pretrained weights, in the same precision{base}"
         )
 
 
