@@ -34,6 +34,8 @@ def test_every_example_is_short_and_run_here() -> None:
         "gan.py",
         "generate.py",
         "llama.py",
+        "lora_classifier.py",
+        "qlora.py",
         "regression.py",
         "serve.py",
         "sft.py",

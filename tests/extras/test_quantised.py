@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fabricate.cli.main import main
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.strategies.quantised import quantised_weights
 from fabricate.testing import run_ranks
+from tests.support.scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing:FutureWarning",
@@ -337,3 +339,25 @@ def test_a_merge_over_another_base_or_without_one_is_refused(base: Path, tmp_pat
         assert done.exit_code != 0
         assert text in done.output + str(done.exception)
         assert not (tmp_path / "merged").exists()
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_example_of_qlora_learns_and_leaves_adapter_and_tokenizer(tmp_path: Path) -> None:
+    printed = run_script(EXAMPLES / "qlora.py", "--max-steps", "20", "--run-dir", "here", directory=tmp_path)
+    found = re.search(r"step 20: validation loss (\S+);", printed)
+    before = re.search(r"step 0  val_loss (\S+)", printed)
+    assert found is not None
+    assert before is not None
+    assert float(found[1]) < float(before[1]) - 0.03
+    names = {path.name for path in (tmp_path / "here" / "model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+
+
+def test_the_example_of_a_classifier_learns(tmp_path: Path) -> None:
+    printed = run_script(EXAMPLES / "lora_classifier.py", "--max-epochs", "1", "--run-dir", "here", directory=tmp_path)
+    found = re.search(r"accuracy (\S+);", printed)
+    assert found is not None
+    assert float(found[1]) > 0.9
+    assert (tmp_path / "here" / "model" / "adapter_config.json").exists()
