@@ -96,7 +96,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             where += ".md"
         return os.path.relpath(where, os.path.dirname(source) or ".")
 
-    return _LINK.sub(target, markdown)
+    return _LINK.sub(target, markdown.replace("```python no-run\n", "```python\n"))
 
 
 class ParametersAsLists(griffe.Extension):

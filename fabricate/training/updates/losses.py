@@ -243,11 +243,8 @@ class WindowLosses:
         """Take what training_step returned for `batch`. After the last, all ranks, the sums over ranks that `normalise` needs begin: they
         travel beside its backward. Not in a first window, where ranks that weigh by different things would meet in different collectives.
         No wait for the device."""
-        loss, given, chosen = output, None, None
-        if not isinstance(output, torch.Tensor):
-            loss, given, chosen = unpack(output)
-            if not isinstance(loss, torch.Tensor):
-                check_loss(self._losses.run, loss)
+        is_loss = isinstance(output, torch.Tensor)
+        loss, given, chosen = (output, None, None) if is_loss else self._unpacked(output)
         if chosen is not None or self.optimizer is None:
             self.optimizer = choose(self._losses.run, self.optimizer, chosen, len(self.values))
             if not self.values:
@@ -269,6 +266,12 @@ class WindowLosses:
         if is_last and self._adds_up and self._losses.sum_beside_backward and self._first is None:
             self._sums = self._begin_sums()
         return Weighed(for_backward, loss, weight, logged_weight)
+
+    def _unpacked(self, output: Any) -> tuple[Any, Any, Any]:
+        loss, given, chosen = unpack(output)
+        if not isinstance(loss, torch.Tensor):
+            check_loss(self._losses.run, loss)
+        return loss, given, chosen
 
     def _settle(self, loss: torch.Tensor, given: Any, rows: int | None) -> None:
         """Check the losses of optimizers that never had a window; the first decides what weighs them."""
