@@ -324,7 +324,7 @@ def test_several_ranks_share_the_cores_and_one_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("base", "settings", "message"),
     [
-        ({"FABRICATE_STRATEGY": "ddp"}, {"strategy": "fsdp"}, "'ddp', this command 'fsdp'"),
+        ({"FABRICATE_STRATEGY": "ddp"}, {"strategy": "fsdp"}, "'ddp' and this command 'fsdp'"),
         ({}, {"plugins": ["ema;wandb"]}, "repeat --plugin for each of them"),
         ({}, {"plugins": ["ema,wandb"]}, "'ema,wandb' is not a name; put ; between plugins"),
         ({"FABRICATE_PLUGINS": "ema,wandb"}, {"plugins": ["x"]}, "'ema,wandb' is not a name; put ; between plugins"),

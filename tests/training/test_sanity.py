@@ -136,7 +136,7 @@ def test_a_mistake_in_validation_shows_before_the_first_step(returned: Any, plug
 
 
 def test_checkpoints_kept_by_a_metric_that_validation_lacks_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="keep: validation gives val_loss, and not 'val_acc'"):
+    with pytest.raises(ConfigurationError, match="keep: validation gives val_loss, but not 'val_acc'"):
         Trainer(
             max_epochs=1, progress=False, run_dir=tmp_path, keep={"best": 1, "metric": "val_acc", "mode": "max"}
         ).fit(_Validates(), ROWS, ROWS, batch_size=2)
