@@ -28,6 +28,7 @@ def test_every_example_is_short_and_run_here() -> None:
         "chats.py",
         "demo.py",
         "demo_text.py",
+        "diffusion.py",
         "digits.py",
         "dpo.py",
         "export_onnx.py",
@@ -52,6 +53,14 @@ def test_regression_learns_the_function_and_reports_it(tmp_path: Path) -> None:
     assert losses[0] > 2
     assert losses[390] < 0.1
     assert f"390 steps, validation loss {losses[390]:.4f}" in printed
+
+
+def test_a_diffusion_model_learns_the_noise_and_draws_digits(tmp_path: Path) -> None:
+    printed = run("diffusion.py", "--run-dir", "here", "--max-epochs", "5", directory=tmp_path).splitlines()
+    losses = list(metrics(tmp_path / "here", "train", "loss").values())
+    assert losses[-1] < 0.5 * losses[0]
+    drawn = [line for line in printed if len(line) == 4 * 16 + 3 * 3]
+    assert len(drawn) >= 8
 
 
 def test_digits_are_recognised_and_training_is_shown_in_tensorboard(tmp_path: Path) -> None:

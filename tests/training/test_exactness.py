@@ -373,7 +373,8 @@ def test_a_strategy_that_keeps_gradients_to_itself_refuses_clipping_by_value() -
         exposes_gradients = False
 
     with pytest.raises(
-        ConfigurationError, match=r"max_grad_value=1: strategy='closed' does not give access to gradients.*use max_grad_norm="
+        ConfigurationError,
+        match=r"max_grad_value=1: strategy='closed' does not give access to gradients.*use max_grad_norm=",
     ):
         Trainer(strategy=Closed(), max_steps=1, max_grad_value=1).plan(Steep())
 
