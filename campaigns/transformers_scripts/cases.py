@@ -13,8 +13,8 @@ COMMON = """
 TOLERANCE = 1e-5
 """How far apart a loss may be, relative to it."""
 _WEIGHTS = (
-    "the loss of the evaluation: transformers takes the mean of the means of batches, fabricate weighs the labels that each "
-    "batch counts"
+    "the loss of the evaluation: transformers takes the mean of the means of batches, fabricate weights each batch by the labels "
+    "that it counts"
 )
 
 
@@ -80,7 +80,7 @@ CASES = {
         f"{_BEST} --gradient_accumulation_steps 2",
         metrics=("loss", "accuracy"),
         unequal=("loss",),
-        reason="transformers adds the micro-batches of an update up instead of taking their mean, because BERT's forward takes any keyword",
+        reason="transformers adds up the micro-batches of an update instead of taking their mean, because BERT's forward takes any keyword",
         factor=2.0,
     ),
 }

@@ -84,13 +84,13 @@ def section(text: str, source: Path) -> str:
     version = found[1] if found else "?"
     return f"""
 `python -m campaigns.transformers_scripts --source CHECKOUT --out docs/from-transformers.md` wrote this table: transformers
-{transformers.__version__}, the scripts of the repository at {version}, one process on a CPU. `examples/transformers` has each script
-again, with the same command line.
+{transformers.__version__}, the scripts of the repository at {version}, one process on a CPU. `examples/transformers` has a version of each
+script for fabricate, with the same command line.
 
-All sides get one command line, one model (tiny, without dropout) and the same data in the same order: `transformers.Trainer` on what our
-script made, and transformers' own script, unmodified. Masks of `run_mlm` are drawn from the tokens of a batch on every side. Differences
-are relative, the largest over all updates. Lines are all of the file, and of `trainer_qa.py` and `utils_qa.py`, which `run_qa` needs;
-`tiny.py`, which builds the tiny models, is not counted.
+Three programs are compared: our script; `transformers.Trainer` with the model and data of our script; and transformers' own script,
+unmodified. All get the same command line, the same model (tiny, without dropout) and the same data in the same order; in `run_mlm`, all
+draw the masks from the tokens of a batch. Differences are relative, the largest over all updates. Lines are those of the whole file, for
+`run_qa` with `trainer_qa.py` and `utils_qa.py`, which it needs; `tiny.py`, which builds the tiny models, is not counted.
 
 {text}
 """

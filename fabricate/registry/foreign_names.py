@@ -31,8 +31,8 @@ _UPLOAD = "plugins=[HubPush('user/name')], or fabricate push RUN_DIR user/name"
 _SAMPLER = "a sampler in a DataLoader"
 _LIGER = "use_liger(model) of the package fabricate-text, in configure_model"
 _TRACKIO = "trackers=['trackio:...'], whose options go to trackio.init"
-_GENERATE = "model.generate in validation_step, with what it takes; the tokens go under 'outputs' to compute_metrics"
-_VERBOSITY = "nothing: the script says, transformers.logging.set_verbosity(...)"
+_GENERATE = "model.generate(..., with these options) in validation_step; return the tokens under 'outputs' for compute_metrics"
+_VERBOSITY = "nothing: call transformers.logging.set_verbosity(...) in the script"
 _RECOMPUTED = "nothing: blocks are computed again as in torch's non-reentrant checkpoints"
 
 ARGUMENTS = {
@@ -130,8 +130,8 @@ ARGUMENTS = {
     "generation_max_length": _GENERATE,
     "generation_num_beams": _GENERATE,
     "generation_config": _GENERATE,
-    "bf16_full_eval": "precision=, which evaluations have too",
-    "fp16_full_eval": "precision=, which evaluations have too",
+    "bf16_full_eval": "precision=, which evaluations use too",
+    "fp16_full_eval": "precision=, which evaluations use too",
     "save_strategy": "save_every=",
     "save_steps": "save_every='500 steps'",
     "save_total_limit": "keep=",
@@ -192,9 +192,9 @@ ARGUMENTS = {
     "activation_checkpointing_kwargs": _RECOMPUTED,
     "use_liger_kernel": _LIGER,
     "liger_kernel_config": _LIGER,
-    "use_cache": "nothing: the model's config says, model.config.use_cache",
+    "use_cache": "nothing: set model.config.use_cache",
     "torch_empty_cache_steps": "on_step in a callback that calls torch.accelerator.empty_cache()",
-    "average_tokens_across_devices": "nothing: a cross-entropy weighs the labels that it counts, over all ranks",
+    "average_tokens_across_devices": "nothing: a cross-entropy is weighted by the labels that it counts, over all ranks",
     "label_smoothing_factor": "next_token_loss(..., label_smoothing=) of the package fabricate-text, or cross_entropy with it",
     "full_determinism": "deterministic=True and seed=",
     "data_seed": "seed=",
@@ -207,9 +207,9 @@ ARGUMENTS = {
     "ddp_broadcast_buffers": "nothing: buffers of rank 0 are sent before each forward, as in torch by default",
     "ddp_backend": "nothing: the device decides, NCCL or gloo",
     "ddp_timeout": "timeout='30 minutes'",
-    "local_rank": "nothing: the launcher says",
+    "local_rank": "nothing: the launcher sets it",
     "parallelism_config": "strategy='fsdp' or 'fsdp:tp=N'",
-    "accelerator_config": "batch_size=, which is per rank; every row is used once, and nothing else of it has a meaning here",
+    "accelerator_config": "batch_size=, which is per rank; every row is used once, and the other options have no counterpart",
     "do_train": "nothing: call trainer.fit",
     "do_eval": "nothing: call trainer.validate",
     "do_predict": "nothing: call trainer.predict or trainer.test",
@@ -319,7 +319,7 @@ TRANSFORMERS_TRAINER = {
     "save_metrics": "metrics.jsonl in run_dir, which has every value",
     "save_state": "trainer.save(path); metrics.jsonl has every value",
     "push_to_hub": _UPLOAD,
-    "create_model_card": "module.export(self, path), which writes what model/ shall hold",
+    "create_model_card": "module.export(self, path), which writes the files of model/",
     "init_hf_repo": _UPLOAD,
     "hyperparameter_search": "several fits, see examples/sweep.py",
     "get_train_dataloader": "the data that was passed to fit",
