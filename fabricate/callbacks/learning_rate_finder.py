@@ -85,7 +85,7 @@ class LearningRateFinder(Callback):
         if updates is not None and updates < self.num_training_steps and not trainer.settings.fast_dev_run:
             raise ConfigurationError(
                 f"LearningRateFinder(num_training_steps={self.num_training_steps!r}): the fit has {updates} updates, so the rates up to "
-                f"max_lr would not be tried; set max_steps={self.num_training_steps}, or fewer steps"
+                f"max_lr would not be tried; set max_steps={self.num_training_steps}, or a smaller num_training_steps"
             )
         self.results, self._mean, self._complete = {"lr": [], "loss": []}, 0.0, False
         tensors = [*module.parameters(), *module.buffers()]

@@ -50,6 +50,6 @@ def _raise_difference(topic: str, everyone: list[Mapping[str, Any]]) -> NoReturn
     rank, other = different[0], everyone[different[0]]
     name = next(n for n in (*zero, *other) if zero.get(n) != other.get(n))
     raise RankError(
-        f"ranks {different} have other {topic} than rank 0: {name} is {str(zero.get(name))[:200]} on rank 0 and "
+        f"ranks {different} differ from rank 0 in {topic}: {name} is {str(zero.get(name))[:200]} on rank 0 and "
         f"{str(other.get(name))[:200]} on rank {rank}; start every rank with the same script, plugins and packages"
     )

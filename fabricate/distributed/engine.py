@@ -396,7 +396,7 @@ class Engine(Group):
         if len(optimizers) > 1 and not self.strategy.several_optimizers:
             raise ConfigurationError(
                 f"strategy={self.strategy.name!r} trains with one optimizer and there are {len(optimizers)} ({', '.join(optimizers)}); "
-                "put the parameters into groups of one, or use strategy='ddp' or 'fsdp'"
+                "put all parameters into the groups of one optimizer, or use strategy='ddp' or 'fsdp'"
             )
         with self.opening_groups(), self.accelerator.building():
             model = self.strategy.prepare_optimizers(self.model, optimizers)

@@ -89,7 +89,7 @@ class Failures:
             return answer[0]
         return RankError(
             f"rank {self._rank} on {self._host(self._rank)} lost rank 0 on {self._host(0)}, where ranks meet: that process or "
-            f"host is gone (look at its output). Here: {_reason(exc)}"
+            f"host is gone (look at its output). On this rank: {_reason(exc)}"
         )
 
     def meet(self, place: str) -> bool:
@@ -173,7 +173,7 @@ class Failures:
         names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in found["silent"])
         return RankError(
             f"{names} did not answer rank {found['by']} on {self._host(found['by'])}: dead, unreachable or stuck (look at its output; a "
-            f"rank that only needs longer gets it with Trainer(timeout=...)). Here: {reason}{seen}"
+            f"rank that only needs longer gets it with Trainer(timeout=...)). On this rank: {reason}{seen}"
         )
 
     def _ask_neighbours(self, silent: Iterable[int]) -> None:

@@ -128,7 +128,7 @@ class Group:
         except RuntimeError as exc:
             raise RankError(
                 f"rank {self.rank} on {socket.gethostname()} could not open connections to the other ranks; ranks need a network on which "
-                f"all ports of their hosts are open to each other. Here: {exc}"
+                f"all ports of their hosts are open to each other. On this rank: {exc}"
             ) from exc
 
     def _exchange_hosts(self, connections: Connections) -> Failures:

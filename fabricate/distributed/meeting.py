@@ -101,7 +101,7 @@ def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.ti
     except dist.DistError as exc:
         raise RankError(
             f"rank {rank} on {socket.gethostname()} did not meet all of {world_size} ranks at {address} within {timeout}: start one "
-            f"process per rank, with an address that every host reaches, and a free port. Here: {str(exc).partition(_NEWLINE)[0]}"
+            f"process per rank, with an address that every host reaches, and a free port. On this rank: {str(exc).partition(_NEWLINE)[0]}"
         ) from exc
     met: Store = store
     return met

@@ -90,6 +90,6 @@ def _check_accelerator(accelerator: dict[str, Any], mixed_precision: str) -> Non
         plugins.append("dynamo_plugin")
     if plugins:
         raise ConfigurationError(
-            f"Accelerator({plugins[0]}=...) was built before the fit, which would ignore it: pass its options to the strategy "
-            f"(Trainer(strategy='fsdp:offload=cpu'), 'zero3:config=FILE', compile=), and leave it out there, {_FORGET}"
+            f"Accelerator({plugins[0]}=...) was built before the fit, which would ignore it: pass its options to the Trainer "
+            f"(strategy='fsdp:offload=cpu', strategy='zero3:config=FILE' or compile=) and remove it from that Accelerator, {_FORGET}"
         )

@@ -69,7 +69,7 @@ def verify_resume(
     killed = starts.run("killed", runs="killed", kill=True)
     marks = list(killed.glob("fit-*/killed-*"))
     if not marks:
-        raise FabricateError(f"the second start never came to step {at}, which the first did: {folder / 'killed.log'}")
+        raise FabricateError(f"the second run did not reach step {at}, but the first did; see {folder / 'killed.log'}")
     fit = marks[0].parent.name
     if drift := _before_the_kill(whole / fit, killed / fit):
         return Verdict(steps, 0, "before the kill", drift)

@@ -108,8 +108,8 @@ def refuse_quantised(module: torch.nn.Module, strategy: Strategy) -> None:
     packed = [name for name, each in weights.items() if _is_packed(each)]
     if packed:
         raise ConfigurationError(
-            f"bitsandbytes packed {packed[0]} and {len(packed) - 1} others for inference on this CPU, in a forward in eval mode, which "
-            "rounds their scales and gives no gradient; load the model anew, and run nothing with it before the fit"
+            f"bitsandbytes packed {packed[0]} and {len(packed) - 1} others for inference on this CPU during a forward in eval mode, "
+            "which rounds their scales, and packed weights give no gradient; load the model again, and do not run it before the fit"
         )
 
 

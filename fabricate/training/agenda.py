@@ -200,8 +200,9 @@ class ManyRanks:
         if most != -minus_least:
             before = f" or the {self._updates - 1} before it" if self._updates > 1 else ""
             raise RankError(
-                f"ranks ran different layers in the update to step {run.progress.step}{before}, which strategy={engine.strategy.name!r} "
-                "turns into wrong weights; let every rank run every layer (add 0 * output of one that is not needed), or use strategy='ddp'"
+                f"ranks ran different layers in the update to step {run.progress.step}{before}, which gives wrong weights under "
+                f"strategy={engine.strategy.name!r}; run every layer on every rank (add 0 * output of a layer that is not needed), "
+                "or use strategy='ddp'"
             )
         self._plan_next(slowest, bool(uses_trainer))
         wanted = Wanted(*map(bool, flags))

@@ -111,7 +111,7 @@ SOURCES: dict[str, tuple[str, Make, str]] = {
     "a module instead of its state": ("w.pt", saved(lambda mark: torch.nn.Linear(1, 1)), "would run code"),
     "a file that was cut": ("w.pt", cut, "cannot be read as tensors"),
     "compressed records": ("w.pt", squeezed, "is compressed, which torch.save does not do"),
-    "more than is stored": ("w.pt", expanded, "claims the shape (1152921504606846976,), and 4 bytes are stored"),
+    "more than is stored": ("w.pt", expanded, "claims the shape (1152921504606846976,), but only 4 bytes are stored"),
     "a header of 2^60 bytes": ("w.safetensors", file(length=2**60), "its header claims 1152921504606846976 bytes"),
     "a header longer than the file": ("w.safetensors", file(length=1000), "its header claims 1000 bytes"),
     "a header that is no JSON": ("w.safetensors", file(text="{" * 200), "header: not valid JSON"),

@@ -99,7 +99,7 @@ def test_a_script_shows_the_rows_themselves_and_trains_nothing(
 
 def test_data_that_is_not_the_runs_is_refused(seen: tuple[Path, list[list[int]]], script: Path) -> None:
     refused = rows(seen[0], "--step", 1, script, "--weighted")
-    assert (refused.exit_code, "passes other data to fit" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "passes different data to fit" in refused.stderr) == (2, True)
 
 
 def test_a_script_without_a_fit_is_refused(seen: tuple[Path, list[list[int]]], tmp_path: Path) -> None:

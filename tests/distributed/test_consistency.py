@@ -69,10 +69,10 @@ def _told(case: str) -> str:
     [
         (
             "plugin",
-            "ranks [2] have other listeners of hooks than rank 0: on_step is ['Hears', 'HearsToo'] on rank 0 and ['Hears'] on rank 2",
+            "ranks [2] differ from rank 0 in listeners of hooks: on_step is ['Hears', 'HearsToo'] on rank 0 and ['Hears'] on rank 2",
         ),
         ("order", "on_step is ['Hears', 'HearsToo'] on rank 0 and ['HearsToo', 'Hears'] on rank 2"),
-        ("steps", "ranks [2] have other settings than rank 0: total steps is 3 on rank 0 and 2 on rank 2"),
+        ("steps", "ranks [2] differ from rank 0 in settings: total steps is 3 on rank 0 and 2 on rank 2"),
         ("frozen", "layer.bias is [[1], True] on rank 0 and [[1], False] on rank 2"),
     ],
 )

@@ -178,7 +178,7 @@ def test_ranks_compare_digests_when_a_run_begins() -> None:
 def test_what_differs_travels_and_is_named_on_every_rank() -> None:
     answers, traffic = on_each(64, lambda group: alike(group, {"seed": int(group.rank in (40, 50))}))
     assert {type(answer) for answer in answers} == {RankError}
-    wanted = "ranks [40, 50] have other settings than rank 0: seed is 0 on rank 0 and 1 on rank 40; start every rank"
+    wanted = "ranks [40, 50] differ from rank 0 in settings: seed is 0 on rank 0 and 1 on rank 40; start every rank"
     assert all(str(answer).startswith(wanted) for answer in answers)
     assert max(each.bytes for each in traffic[1:]) < 64 * 1000, "the table of parameters, which is the same, is longer"
 

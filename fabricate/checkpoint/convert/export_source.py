@@ -30,8 +30,8 @@ class ExportSource:
         if frozen := module.get("frozen"):
             raise CheckpointError(
                 f"checkpoint {reader.path} holds the trained weights only (save_frozen=False: {len(frozen)} others are left out), which is "
-                "not a whole model; RUN_DIR/model/ has what was trained as its library writes it, and `fabricate ckpt merge` puts adapters "
-                "into their base"
+                "not a whole model; RUN_DIR/model/ has the trained weights in the format of their library, and `fabricate ckpt merge` "
+                "merges adapters into their base"
             )
         left_out = set(module.get("transient", ()))
         model = [n for n in reader.manifest.tensors if n.startswith("model/")]

@@ -339,7 +339,7 @@ def _fill(weights: _Weights, path: Path, tensors: Mapping[str, torch.Tensor]) ->
             raise CheckpointError(f"{path}: {name!r} is not a plain tensor; make it dense and save it again")
         if math.prod(tensor.shape) * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(
-                f"{path}: {name!r} claims the shape {tuple(tensor.shape)}, and {tensor.untyped_storage().nbytes()} bytes are stored for it"
+                f"{path}: {name!r} claims the shape {tuple(tensor.shape)}, but only {tensor.untyped_storage().nbytes()} bytes are stored"
             )
         place = (
             tensor.untyped_storage().data_ptr(),

@@ -83,7 +83,7 @@ def _check(tree: Any, shape: Any, where: str) -> None:
         _kind(tree, dict, where)
         for key, below in shape.items():
             if key not in tree:
-                raise CheckpointError(f"{where} lacks {key!r}: fabricate did not write it so")
+                raise CheckpointError(f"{where} lacks {key!r}: not as fabricate writes it")
             _check(tree[key], below, f"{where}: {key}")
     elif isinstance(shape, _Each):
         _kind(tree, dict, where)
@@ -101,4 +101,4 @@ def _kind(value: Any, kinds: Any, where: str) -> None:
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if type(value) not in kinds:
         named = " or ".join(kind.__name__ for kind in kinds)
-        raise CheckpointError(f"{where} is {reprlib.repr(value)}, not {named}: fabricate did not write it so")
+        raise CheckpointError(f"{where} is {reprlib.repr(value)}, not {named}: not as fabricate writes it")

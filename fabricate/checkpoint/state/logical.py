@@ -221,7 +221,7 @@ def decode_mapping(reader: Reader, tree: object, what: str) -> dict[str, Any]:
     """As `decode_with`, of what was saved as a mapping. `CheckpointError` for anything else."""
     value = decode_with(reader, tree)
     if not isinstance(value, dict):
-        raise CheckpointError(f"checkpoint {reader.path}: {what} is no mapping: fabricate did not write it so")
+        raise CheckpointError(f"checkpoint {reader.path}: {what} is not a mapping: not as fabricate writes it")
     return value
 
 
@@ -280,7 +280,7 @@ def _left_out(reader: Reader) -> dict[str, str]:
     """Digests by name of the frozen parameters that the checkpoint does not hold."""
     digests = shared_state(reader)["module"].get("frozen", {})
     if not isinstance(digests, dict):
-        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: frozen: fabricate did not write it so")
+        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: frozen: not as fabricate writes it")
     return digests
 
 

@@ -68,8 +68,8 @@ def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) 
     for name, there in (("rows", "units"), ("order", "drawn")):
         if now[there] != recorded[there]:
             raise ConfigurationError(
-                f"{script} passes other data to fit than the run was trained on ({name}: {now[there]}, and {recorded[there]} then); give "
-                "it the same arguments as then"
+                f"{script} passes different data to fit than the run was trained on ({name}: {now[there]} now, {recorded[there]} in the "
+                "run); start it with the arguments of the run"
             )
     return source
 

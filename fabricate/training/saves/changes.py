@@ -83,7 +83,7 @@ def _saved(path: Path, tree: Any) -> dict[str, dict[str, str]]:
     then = tree.get("configuration", {"optimizers": {}, "trainer": {}})
     topics = [then.get(topic) for topic in ("optimizers", "trainer")] if isinstance(then, dict) else [None]
     if not all(isinstance(topic, dict) and all(type(text) is str for text in topic.values()) for topic in topics):
-        raise CheckpointError(f"checkpoint {path}: state.json: configuration: fabricate did not write it so")
+        raise CheckpointError(f"checkpoint {path}: state.json: configuration: not as fabricate writes it")
     return dict(then)
 
 

@@ -250,7 +250,7 @@ def _restore_modes(run: Run, reader: Reader, saved: Any) -> None:
     """Put the submodules into the modes that hooks had changed since the fit began; unless the script begins with other modes now."""
     names = isinstance(saved, list) and len(saved) == 2 and all(isinstance(each, list) for each in saved)
     if not names or not all(type(name) is str for each in saved for name in each):
-        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: modes: fabricate did not write it so")
+        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: modes: not as fabricate writes it")
     began, then = saved
     if began != then and began == run.optim.modes:
         for name, child in run.module.named_modules():

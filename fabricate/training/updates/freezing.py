@@ -21,7 +21,7 @@ def request(run: Run, parameters: Iterable[torch.nn.Parameter], *, trained: bool
         raise FabricateError(f"trainer.{method} is for a fit; in an evaluation nothing is trained")
     if not strategy.exposes_gradients:
         raise ConfigurationError(
-            f"trainer.{method}: strategy={strategy.name!r} trains what was trainable when the fit began, throughout; use strategy='ddp' or "
+            f"trainer.{method}: strategy={strategy.name!r} cannot freeze or unfreeze parameters during a fit; use strategy='ddp' or "
             "'fsdp'"
         )
     held = {

@@ -50,7 +50,7 @@ def check_not_negative(weight: Any) -> None:
     """A mean cannot be taken over less than nothing. Waits for the device if `weight` is there."""
     if weight is not None and float(weight) < 0:
         raise ConfigurationError(
-            f"a step returned the weight {float(weight):g}; a weight is what the mean of the loss was taken over, so it cannot be "
+            f"a step returned the weight {float(weight):g}; a weight is the number of items that the mean was taken over, so it cannot be "
             "negative. To train against a loss return -loss"
         )
 
