@@ -137,7 +137,7 @@ def _check_can_fork() -> None:
     if not sys.platform.startswith("linux"):
         why = "processes are forked safely on Linux only"
     elif dist.is_initialized():
-        why = "this process already has a process group, of an earlier fit or the script; run the fit with the BatchSizeFinder first"
+        why = "this process has a process group already, of an earlier fit or the script; run the fit with the BatchSizeFinder first"
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         why = "this process has already used a GPU, so a forked one cannot; leave the module on the CPU before the fit"
     if why:
