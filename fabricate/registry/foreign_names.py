@@ -31,7 +31,9 @@ _UPLOAD = "plugins=[HubPush('user/name')], or fabricate push RUN_DIR user/name"
 _SAMPLER = "a sampler in a DataLoader"
 _LIGER = "use_liger(model) of the package fabricate-text, in configure_model"
 _TRACKIO = "trackers=['trackio:...'], whose options go to trackio.init"
-_GENERATE = "model.generate(..., with these options) in validation_step; return the tokens under 'outputs' for compute_metrics"
+_GENERATE = (
+    "model.generate(..., with these options) in validation_step; return the tokens under 'outputs' for compute_metrics"
+)
 _VERBOSITY = "nothing: call transformers.logging.set_verbosity(...) in the script"
 _RECOMPUTED = "nothing: blocks are computed again as in torch's non-reentrant checkpoints"
 
