@@ -16,6 +16,7 @@ from fabricate.module import STEPS, TrainModule
 from fabricate.strategies.assigning import ASSIGN
 from fabricate.strategies.sharding import is_sharded
 
+_OURS = ("torch.distributed.", "deepspeed.", "fabricate.", "bitsandbytes.")
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
 """Names that end like those of functions that write."""
 
@@ -92,7 +93,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _called_by_us() -> bool:
-    """Whether the strategy called the function, which gathers and frees parameters while a step runs."""
+    """Whether the strategy called the function, which gathers and frees parameters while a step runs; or bitsandbytes, whose layers lay
+    their codes out anew."""
     frame: FrameType | None = inspect.currentframe()
     for _ in range(2):  # this function and `__torch_function__`
         frame = frame and frame.f_back
@@ -102,7 +104,7 @@ def _called_by_us() -> bool:
         and not _module(frame).startswith("torch.distributed.")
     ):
         frame = frame.f_back
-    return frame is not None and _module(frame).startswith(("torch.distributed.", "deepspeed.", "fabricate."))
+    return frame is not None and _module(frame).startswith(_OURS)
 
 
 def _module(frame: FrameType) -> str:
