@@ -1,5 +1,8 @@
-# CI runs `make test test-extras`. PYTHON chooses the interpreter that creates .venv.
-PYTHON ?= python3.11
+# CI runs `make test test-extras`. PYTHON chooses the interpreter that creates .venv; by default the first Python >= 3.11 on the PATH.
+ifndef PYTHON
+PYTHON := $(shell for name in python3.11 python3 python3.12 python3.13 python3.14 python; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
+endif
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -17,6 +20,7 @@ env: $(INSTALLED)
 
 # torch first: whichever build the machine offers then satisfies the pin, and nothing later replaces it.
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+	test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "no Python >= 3.11 on the PATH; install one, or: make PYTHON=/path/to/python3" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[tensorboard,metrics,optimi,peft,demo,examples,test]'

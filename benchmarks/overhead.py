@@ -35,7 +35,7 @@ from benchmarks.loops import LOOPS, forget_accelerator
 from benchmarks.peers import Loop, available
 from benchmarks.works import WORKS, Clock, Work
 
-ROUNDS = {"quiet": 15, "listeners": 15, "accumulation": 15, "output": 7, "gpt": 7}
+ROUNDS = {"quiet": 15, "rows": 15, "listeners": 15, "accumulation": 15, "output": 7, "gpt": 7}
 
 
 def hold_heap() -> None:

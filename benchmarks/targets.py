@@ -76,22 +76,29 @@ def _written(ours: str, theirs: str, most: float) -> Callable[[Found], tuple[str
 
 
 TARGETS = (
-    Target("a micro-batch, quiet, over bare", "+10 us and 1.05", "overhead", _over_bare("quiet", 10, 1.05)),
-    Target("the same, of Accelerate's overhead", "under a tenth", "overhead", _of_accelerate),
-    Target("the same with listeners", "+10 us and 1.05", "overhead", _over_bare("listeners", 10, 1.05)),
-    Target("with a run directory", "+40 us", "overhead", _over_bare("output", 40)),
-    Target("accumulation, clipping, schedule", "+10 us", "overhead", _over_bare("accumulation", 10)),
-    Target("small language model, of bare", "1.00 within noise", "overhead", _language),
+    Target("quiet case, over bare PyTorch, per micro-batch", "+10 us and 1.05", "overhead", _over_bare("quiet", 10, 1.05)),
+    Target("quiet case with rows read one by one, over bare PyTorch", "+20 us", "overhead", _over_bare("rows", 20)),
+    Target("quiet case, share of Accelerate's overhead", "under a tenth", "overhead", _of_accelerate),
+    Target("quiet case with two listeners, over bare PyTorch", "+10 us and 1.05", "overhead", _over_bare("listeners", 10, 1.05)),
+    Target("case with a run directory, over bare PyTorch", "+40 us", "overhead", _over_bare("output", 40)),
+    Target("case with accumulation, clipping and schedule, over bare PyTorch", "+10 us", "overhead", _over_bare("accumulation", 10)),
+    Target("small language model, ratio to bare PyTorch", "1.00 within noise", "overhead", _language),
     Target("`import fabricate`", "0.1 s", "startup", _import("import fabricate", None)),
     Target(
         "`from fabricate import Trainer, TrainModule`, over `import accelerate`", "+0.1 s", "startup",
         _import("from fabricate import Trainer, TrainModule", "import accelerate"),
     ),
-    Target("first step, over bare", "+0.3 s", "startup", _first_step),
+    Target("first step, over bare PyTorch", "+0.3 s", "startup", _first_step),
     Target("frames above `training_step`", "5", "startup", _frames),
     Target("first batch of a resumed epoch of 1M rows", "under 0.05 s anywhere", "startup", _resume),
-    Target("`save=\"async\"`: the loop stops, of copying the state", "1.25", "checkpoint", _written("async: the loop stops", "copy", 1.25)),
-    Target("until durable, of plain safetensors", "1.1", "checkpoint", _written("checkpoint", "safetensors, durable", 1.1)),
+    Target(
+        "`save=\"async\"`: time that the loop stops, ratio to a copy of the state", "1.25", "checkpoint",
+        _written("async: the loop stops", "copy", 1.25),
+    ),
+    Target(
+        "a checkpoint until durable, ratio to durable safetensors", "1.1", "checkpoint",
+        _written("checkpoint", "safetensors, durable", 1.1),
+    ),
 )  # fmt: skip
 
 

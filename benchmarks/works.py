@@ -81,9 +81,23 @@ class Clock:
         return (counted[-1] - counted[0]) / (len(counted) - 1) / 1000
 
 
+class Rows(Dataset[Any]):
+    """A data set as users write it: one row per `__getitem__`, on the CPU."""
+
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(column[index] for column in self.columns)
+
+
 @dataclass(frozen=True)
 class Work:
-    """One case. `steps` are micro-batches; `output`: progress bar, metrics file, TensorBoard and checkpoints are on."""
+    """One case. `steps` are micro-batches; `output`: progress bar, metrics file, TensorBoard and checkpoints are on;
+    `row_by_row`: the data set is of the user's own class, so that no framework reads a batch with one index."""
 
     name: str
     network: Callable[[Clock], torch.nn.Module]
@@ -93,6 +107,7 @@ class Work:
     cosine: bool = False
     output: bool = False
     listeners: bool = False
+    row_by_row: bool = False
     compile: bool = False
     log_every: int = 50
     save_every: int = 500
@@ -110,7 +125,7 @@ class Work:
         rows = self.steps * self.batch_size
         if self.network is Network:
             x = torch.randn(rows, 10, generator=generator)
-            return TensorDataset(x, x.sum(1, keepdim=True).sin())
+            return (Rows if self.row_by_row else TensorDataset)(x, x.sum(1, keepdim=True).sin())
         tokens = torch.randint(4096, (rows, 65), generator=generator)
         return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
@@ -143,6 +158,7 @@ WORKS: Mapping[str, Work] = {
     work.name: work
     for work in (
         Work("quiet", Network, steps=440),
+        Work("rows", Network, steps=440, row_by_row=True),
         Work("listeners", Network, steps=440, listeners=True),
         Work("output", Network, steps=1040, output=True),
         Work("accumulation", Network, steps=640, accumulation=4, clip=1.0, cosine=True),

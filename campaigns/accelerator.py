@@ -44,9 +44,13 @@ TYPES = {"single": "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP", "zero2": "DEEPSPEED
 RIGHT, ABSENT = "right", "absent"
 HEADING = "## Every name\n"
 INTRODUCTION = """
-In `on_step` unless another place is named. "right": compared with the truth (weights and norms from the same updates by hand in plain
-PyTorch, rows from the data). "error": with the text in the last column. "absent": as in Accelerate, where only DeepSpeed has it. "-":
-not observed there (a strategy that needs two ranks, or a hook that it refuses).
+Each name was read or called in `on_step`, unless the row names another place.
+
+- "right": the answer equals the expected one. Expected weights and norms come from the same updates in plain PyTorch,
+  expected rows from the data.
+- "error": the call raises the error in the last column.
+- "absent": the attribute does not exist, as in Accelerate, where only DeepSpeed sets it.
+- "-": not observed, because the strategy needs two ranks or refuses the hook.
 """
 
 

@@ -35,27 +35,33 @@ STRATEGIES = {"single": (1,), **dict.fromkeys(("ddp", "fsdp", "zero1", "zero2", 
 """By name, the numbers of ranks it runs on."""
 PEERS = ("Accelerate", "transformers.Trainer")
 
-PAGE = f"""# Invariance: one global batch, however it is split
+PAGE = f"""# Invariance: the same update for every split of the global batch
 
-`python -m campaigns.invariance --out docs/invariance.md` wrote this page, on CPU ranks over gloo. {GLOBAL_BATCH} rows = ranks x
-micro-batch x accumulation, in every way with 1, 2 and 3 ranks; {ROWS} rows, so that every third window has {ROWS % GLOBAL_BATCH}; {EPOCHS}
-epochs; rows with 0 to {TOKENS} labels, and micro-batches with none at all. Each line is compared with one loop written by hand in float64,
-which takes whole global batches in one process: the largest relative difference of an update's loss, and the distance of all weights
-at the end, relative to the way they went. Training is in float32, whose own rounding is some 1e-7; above {TOLERANCE:g} the command fails.
+`python -m campaigns.invariance --out docs/invariance.md` wrote this page, on CPU ranks over gloo. A global batch of {GLOBAL_BATCH}
+rows is split into ranks x micro-batch x accumulation, in all possible ways with 1, 2 and 3 ranks. The data has {ROWS} rows
+and is read for {EPOCHS} epochs, so every third window has only {ROWS % GLOBAL_BATCH} rows.
+Each row has 0 to {TOKENS} labels, and some micro-batches have none.
 
-"Tagger": two layers, AdamW, the global gradient clipped, a linear schedule. "GPT-2": transformers' model and its own loss, of which
-`training_step` returns nothing but the loss; SGD with momentum.
+The reference for each line is one loop written by hand in float64, which processes whole global batches in one process.
+"Loss" is the largest relative difference of an update's loss. "Weights" is the distance between the final weights,
+relative to the distance between the reference's initial and final weights. Training is in float32, whose rounding error
+is about 1e-7. If a figure is above {TOLERANCE:g}, the command fails.
+
+"Tagger" has two layers and trains with AdamW, clipping of the gradient's norm and a linear schedule. "GPT-2" is
+transformers' model with its own loss, and trains with SGD with momentum; `training_step` returns only this loss,
+without a weight.
 """
 BESIDE = f"""
-## The same with others
+## The same with Accelerate and transformers.Trainer
 
-GPT-2 again, in the way their documentation shows: `accelerator.accumulate`, `backward`, `step` with a prepared `DataLoader` (Accelerate
-{accelerate.__version__}); `gradient_accumulation_steps` of `transformers.Trainer` ({transformers.__version__}). The distance of all weights
-at the end, as above.
+The table repeats GPT-2 with two other frameworks, used as their documentation shows: Accelerate {accelerate.__version__} with
+`accelerator.accumulate`, `backward`, `step` and a prepared `DataLoader`, and `transformers.Trainer` {transformers.__version__} with
+`gradient_accumulation_steps`. The figures are distances between final weights, as above.
 
-What differs: Accelerate averages the means of micro-batches and ranks, whatever they were taken over; divides by the accumulation
-steps where the last window has fewer; and on several ranks repeats rows at the end of the data, so that all have as many batches.
-transformers.Trainer counts the labels of the whole window, and is exact except for the rows that are repeated.
+Accelerate averages the means of micro-batches and ranks without weighting them by their number of labels. In a shorter
+last window, it still divides by the configured number of accumulation steps. On several ranks, it repeats rows at the
+end of the data, so that all ranks have the same number of batches. transformers.Trainer counts the labels of the whole
+window. Its result is exact except for the repeated rows.
 """
 
 
@@ -336,7 +342,7 @@ def main() -> int:
             worst = max(worst, *found)
             lines.append([f"`{strategy}`", *split.cells(), *(f"{value:.1e}" for value in found)])
             print(*lines[-1], flush=True)
-    text = f"{markdown(lines)}\nThe largest of all: {worst:.1e}.\n"
+    text = f"{markdown(lines)}\nThe largest figure in the table is {worst:.1e}.\n"
     if not options.no_peers:
         others = [["ranks", "micro-batch", "accumulation", *PEERS]]
         for split in (split for ranks in (1, 2, 3) for split in splits(ranks)):

@@ -57,18 +57,26 @@ COMPUTES_IN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": 
 WHOLE, SHARDED = ("single", "ddp", "diloco"), ("fsdp", "zero1", "zero2", "zero3")
 NOWHERE = ("tp=2", "cp=2")
 """What no strategy does."""
-PAGE = """# Strategy and precision: what runs, and what is refused
+PAGE = """# Which strategies run with which precisions
 
-`python -m campaigns.matrix --out docs/matrix.md` wrote this page from real fits on CPU ranks. A cell of what runs: the dtype that
-comes out of a linear layer, the dtype of the parameters it computed with, the shares of parameters and optimizer state
-that rank 0 keeps between updates, the optimizer that steps, the device. A refused cell says why; no step ran.
-DeepSpeed leaves small parameters whole under `zero3` (`stage3_param_persistence_threshold`), all of this small net among them.
+`python -m campaigns.matrix --out docs/matrix.md` wrote this page from real fits on CPU ranks. If a combination ran, its
+cell gives
+
+- the dtype of a linear layer's output;
+- the dtype of the parameters that the layer computed with;
+- the shares of the parameters and of the optimizer state that rank 0 keeps between updates;
+- the class of the optimizer, and the device.
+
+If a combination is refused, its cell has the error, which was raised before the first step. Under `zero3`, DeepSpeed
+does not shard small parameters (`stage3_param_persistence_threshold`), and all parameters of this small net are below
+that threshold.
 """
 LAUNCHES = """
 ## By launcher
 
-What a launcher tells and what the script asks for, as plans in the environment that the launcher makes: strategy, precision, device
-and ranks in effect, or why it is refused. `tests/extras/test_launchers.py` starts real ranks with each launcher.
+Each row combines a launcher with a `strategy=` of the script. A plan was resolved in the environment that the launcher
+sets. The cell gives the resulting strategy, precision, device and number of ranks, or the error.
+`tests/extras/test_launchers.py` starts real ranks with each launcher.
 """
 
 

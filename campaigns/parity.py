@@ -29,12 +29,15 @@ ROWS, UPDATES, ACCUMULATION, MAX_GRAD_NORM, TOLERANCE = 24, 20, 2, 0.5, 1e-5
 STRATEGIES = {"single": (1,), **dict.fromkeys(("ddp", "fsdp", "zero1", "zero2", "zero3"), (1, 2, 3))}
 """By name, the numbers of ranks it runs on."""
 
-PAGE = f"""# Parity: every strategy equals the loop written by hand
+PAGE = f"""# Parity: every strategy trains like a loop written by hand
 
-`python -m campaigns.parity --out docs/parity.md` wrote this page: a small transformer and a convolutional net, {UPDATES} updates of
-{ROWS} rows, accumulation {ACCUMULATION}, the global gradient clipped to {MAX_GRAD_NORM}, float32, on CPU ranks over gloo.
-Each line compares the losses of all updates (largest relative difference) and the weights at the end
-(largest difference, relative to the tensor's largest value) with a single-process loop in plain PyTorch that takes the whole batch at once.
+`python -m campaigns.parity --out docs/parity.md` wrote this page. It trains a small transformer and a convolutional net
+on CPU ranks over gloo, in float32: {UPDATES} updates of {ROWS} rows, with {ACCUMULATION} accumulation steps, and
+the norm of the whole gradient clipped to {MAX_GRAD_NORM}.
+
+The reference is a single-process loop in plain PyTorch, which processes each batch of {ROWS} rows at once. "Losses differ
+by" is the largest relative difference over all updates. "Weights differ by" is the largest difference at the end,
+relative to the largest value of the tensor.
 """
 
 

@@ -39,9 +39,9 @@ from fabricate.testing.ranks import close_pools
 
 PHASES = {
     "start": "a run starts",
-    "agree": "ranks agree on numbers",
+    "agree": "an agreement of the ranks (stop, save, evaluate)",
     "log": "a log boundary",
-    "log over rank 0": "the same among more than 64 ranks",
+    "log over rank 0": "a log boundary, as among more than 64 ranks",
     "save": "a checkpoint",
     "resume": "a run resumes",
 }
@@ -50,50 +50,61 @@ FAR = (8, 64, 1024, 10_000)
 
 PAGE = """# Scale
 
-What ranks send each other, read and write, by their number; for each count a model of cost, its measured points, and what grows.
+This page shows how many messages, bytes and files a rank sends, reads and writes, depending on the number of ranks: as
+measured on one machine, and as a cost model predicts for larger numbers. The last section lists the costs that grow
+faster than the number of ranks.
 
-`python -m campaigns.scale --ranks {measured} --out docs/scale.md` wrote this page: a fit of a small model (8 linear layers of 64 x 64,
-AdamW) under `{strategy}` on real ranks, processes of one machine with two cores (CPU, gloo) that are forked from one which has imported
-torch, counted where messages and file operations leave fabricate. Columns marked *measured* were counted. The others come from a model: a
-constant, something per other rank, and something that ranks share, fitted to the measured points; "-" where it says nothing.
+`python -m campaigns.scale --ranks {measured} --out docs/scale.md` wrote this page. It fits a small model (8 linear
+layers of 64 x 64, AdamW) under `{strategy}` on real ranks. The ranks are processes on one machine with two cores (CPU, gloo),
+forked from a process that has already imported torch. Messages and file operations are counted where fabricate issues
+them.
 
-- *Messages*: sent and received by a rank, one per other rank that it exchanges with. Gradients and gathers of a strategy are not among
-  them: they are in the [dry run](dry-run.md).
-- *Bytes*: of the messages, and of what is read of the checkpoint.
-- *Store*: requests to torch's store at MASTER_ADDR. A rank that waits for others asks it twice a second, so on a slow machine it is asked
-  more often; a run that starts needs about 10 per rank.
-- *Files*: files of the checkpoint that a rank creates, opens, or whose size it asks for.
+Columns marked *measured* contain these counts. The other columns come from the cost model, which has three terms: a
+constant, a cost per other rank, and a cost that the ranks share. It is fitted to the measured points. "-" means that
+the model does not cover the value.
+
+- *Messages*: the messages that a rank sends and receives, one for each rank that it communicates with. The gradients
+  and gathered parameters of a strategy are not included; the [dry run](dry-run.md) shows them.
+- *Bytes*: the bytes of these messages, and the bytes that are read from the checkpoint.
+- *Store*: requests to torch's store at MASTER_ADDR. A starting run needs about 10 per rank. A rank that waits for
+  others sends two requests per second, so a slow machine shows more.
+- *Files*: how many files of the checkpoint a rank creates, opens, or reads the size of.
 """
 
 CLOSING = """
-Ranks beyond the cores wait for each other, and other programs ran beside them: the seconds say nothing of a cluster.
+The machine has fewer cores than ranks, and other programs ran at the same time. So the seconds do not predict the times
+on a cluster.
 
 ## What the numbers say
 
-- Between updates a rank other than 0 exchanges two short messages with rank 0, whatever the number of ranks; rank 0 two with each.
-  Agreements, comparisons at the start (data, parameters, settings) and of replicas are digests in such a round; what differs travels only
-  where something does.
-- At a log boundary the values of all ranks are added up on rank 0 among more than 64 ranks, and on every rank among fewer, where that
-  takes fewer messages one after the other.
-- A save adds one tensor file and one JSON file per rank; rank 0 collects the records and writes `manifest.json`, whose files it then
-  looks at.
-- When a run resumes, ranks share the verification: each looks at the sizes of its share of the files and reads its share of the blocks.
-- Of the ranks that hold the same (`ddp`, copies of `fsdp:shard=N`) at most eight write a slice of a tensor, and a rank that resumes opens
-  each of their files once. With `--strategy ddp`, a run that resumes on 8, 16 and 32 ranks opened, created or asked for the size of 21,
-  22 and 22 files per rank. (A model of these points would be wrong beyond them: they do not lie on a line.)
+- Between updates, each rank other than 0 exchanges two short messages with rank 0, for any number of ranks. In such a
+  round the ranks compare digests: when they agree on an action, when they compare data, parameters and settings at the
+  start, and when they compare replicas. The compared values themselves are sent only if the digests differ.
+- At a log boundary, the values of all ranks are summed. With more than 64 ranks, rank 0 does this. With up to 64 ranks,
+  every rank does it, because that needs fewer messages in sequence.
+- A save adds one tensor file and one JSON file per rank; rank 0 collects the records, writes `manifest.json`, and then
+  checks the listed files.
+- When a run resumes, the ranks divide the verification: each checks the sizes of its share of the files, and reads its
+  share of the blocks.
+- If several ranks hold the same values (`ddp`, copies of `fsdp:shard=N`), at most eight of them write a slice of each
+  tensor. A resuming rank opens each of these files once. With `--strategy ddp`, on 8, 16 and 32 ranks, a resumed run
+  accessed 21, 22 and 22 files per rank. (The cost model does not fit these points, because they are not on a line.)
 
-## What grows with the product of ranks, and is known
+## Known costs that grow faster than the number of ranks
 
-Something that every rank does once per rank costs n x n operations in all. These are left:
+If every one of n ranks does something once per rank, all ranks together do it n x n times. These cases remain:
 
-- **The manifest under full shards.** It has a record per tensor and rank that holds a part of it, about 75 bytes each, and every rank
-  reads it. A model of 500 tensors with AdamW on 1,024 ranks under `fsdp`: 1,500 x 1,024 records, 115 MB. The limit of a JSON file, 512
-  MiB, is reached at about 4,500 ranks, where a save ends with an error. `fsdp:shard=8` and `ddp` have at most 64 and 8 records per tensor
-  on any number of ranks: 7 MB and less than 1 MB. Copies are also what sends few bytes between nodes.
-- **Connections.** gloo connects each two ranks of a group, and fabricate has up to three groups of all ranks: 3 x 1,024 open connections
-  per rank on 1,024. A rank raises its limit of open files for that, or says that `ulimit -Hn` is too small.
-- **Fewer ranks after many.** A rank that resumes from shards of more ranks than sixteen times its own number opens their files again for
-  each tensor, and may read a block of 1 MiB for a small slice.
+- **The manifest under full sharding.** The manifest has one record of about 75 bytes for each tensor and each rank that
+  holds a part of it, and every rank reads the whole manifest. For a model of 500 tensors with AdamW on 1,024 ranks
+  under `fsdp`, that is 1,500 x 1,024 records, 115 MB. At about 4,500 ranks, the manifest reaches the size limit of a
+  JSON file, 512 MiB, and a save ends with an error. With `fsdp:shard=8`, a tensor has at most 64 records and the
+  manifest takes 7 MB, on any number of ranks. With `ddp`, it has at most 8 records, and the manifest takes less than
+  1 MB. `fsdp:shard=N` also sends fewer bytes between nodes.
+- **Connections.** gloo opens a connection between every two ranks of a group, and fabricate has up to three groups of
+  all ranks. With 1,024 ranks, that is 3 x 1,024 open connections per rank. Each rank raises its limit of open files
+  accordingly; if `ulimit -Hn` is too small, an error says so.
+- **Resuming on far fewer ranks.** If the checkpoint was saved by more than sixteen times as many ranks as resume from
+  it, a rank opens the files again for each tensor. It may read a block of 1 MiB for a small slice.
 """
 
 

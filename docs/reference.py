@@ -32,10 +32,14 @@ _INTERFACES = """\
 
 Written by `docs/reference.py` from `fabricate/strategies/base.py` and `fabricate/precisions/base.py`; change the text there.
 
-A strategy or a precision inherits from the classes below, or from one that fabricate ships, and overrides what differs; every method has
-a default that works. Attributes are those of the class; options are the fields of a `@dataclass(eq=False)`. Both are plugin objects
-too: they implement [hooks](hooks.md) and keep state. What could never be called or looked at, a misspelt name above all, is an error before
-the first step. [Write a plugin](write-a-plugin.md) is the place to start, [Testing plugins](testing-plugins.md) tells how to prove one.
+A strategy or a precision inherits from the classes below, or from a built-in one, and overrides the methods that differ. Every method has
+a working default. The attributes below are class attributes; options are the fields of a `@dataclass(eq=False)`. Both are also plugin
+objects: they can implement [hooks](hooks.md) and keep state. A public name that fabricate would never use, such as a misspelt method, is
+an error before the first step. Start with [Write a plugin](write-a-plugin.md); [Testing plugins](testing-plugins.md) shows how to test
+the result. The [glossary](glossary.md) explains window, part and other terms.
+
+In the descriptions, *pure* means: the method has no side effects and always returns the same result for the same input. *All ranks* means:
+every rank calls the method, in the same order. *No wait* means: the method must not wait for the device.
 """
 _TRAINER = """\
 # Trainer and TrainModule
@@ -57,8 +61,8 @@ _SECTIONS = {
     ),
     "The state of a listener": (
         hooks.PER_LISTENER,
-        "Called separately for each listener, so they cannot be wrapped. It is an error if a checkpoint holds the state of a plugin "
-        "that is not active, or lacks the state of one that is; `Trainer(accept_changes=('plugins',))` accepts both.",
+        "These hooks are called separately for each listener, so they cannot be wrapped. It is an error if a checkpoint holds the state "
+        "of a plugin that is not active, or lacks the state of one that is; `Trainer(accept_changes=('plugins',))` accepts both.",
     ),
     "Events": (
         tuple(n for n in hooks.EVENTS if n not in hooks.ACTIONS + hooks.PER_LISTENER),

@@ -75,9 +75,9 @@ class Diffusion(TrainModule):
         times = torch.arange(len(noise), device=self.device) % self.steps
         return {"loss": self._loss(batch, times, noise)}
 
-    @torch.no_grad()
-    def sample(self, digits: torch.Tensor) -> torch.Tensor:
-        """New images of `digits`, shape (rows, 1, 8, 8), about -1 to 1."""
+    def predict_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        """New images of the digits in `batch`, shape (rows, 1, 8, 8), about -1 to 1."""
+        (digits,) = batch
         images = torch.randn(len(digits), 1, 8, 8, device=self.device)
         for step in reversed(range(self.steps)):
             times = torch.full((len(digits),), step, device=self.device)
@@ -104,11 +104,12 @@ def main() -> None:
         max_epochs=options.max_epochs, run_dir=options.run_dir, max_grad_norm=1.0, validate_every="5 epochs"
     )
     result = trainer.fit(module, train, val, batch_size=64)
-    drawn = module.sample(torch.tensor([0, 1, 2, 3], device=module.device)).cpu().clamp(-1, 1)
-    for row in range(8):
-        shades = ((drawn[:, 0, row] + 1) / 2 * (len(SHADES) - 1)).round().int()
-        module.print("   ".join("".join(SHADES[shade] * 2 for shade in image) for image in shades.tolist()))
-    module.print(f"validation loss {result.metrics['val_loss']:.3f}")
+    drawn = trainer.predict(module, TensorDataset(torch.arange(4)), batch_size=2)
+    if drawn is not None:  # rank 0
+        shades = ((torch.stack(drawn).clamp(-1, 1) + 1) / 2 * (len(SHADES) - 1)).round().int()
+        for row in range(8):
+            print("   ".join("".join(SHADES[shade] * 2 for shade in image) for image in shades[:, 0, row].tolist()))
+        print(f"validation loss {result.metrics['val_loss']:.3f}")
 
 
 if __name__ == "__main__":

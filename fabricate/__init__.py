@@ -77,7 +77,7 @@ _HOME = {
     "seed_everything": "seeding",
 }
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "DDP",
     "FSDP",

@@ -168,7 +168,7 @@ class Events:
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
         """Wrappable: one evaluation batch, without grad, in eval mode; returns what the module's step returned.
-        `trainer.batch_indices` holds the indices of its rows in the data set; it is empty if the batch does not count. A listener
+        `trainer.batch_indices` holds the indices of its rows in the data set; it is empty if the batch is a stand-in. A listener
         that stores predictions somewhere else returns ()."""
 
     @hookspec
@@ -218,7 +218,7 @@ class Events:
     @hookspec
     def on_preempt(self, trainer: Any, module: Any, signal: str) -> None:
         """The run is ending early, to be resumed later; all ranks have agreed and the state is saved. `signal`: what requested it:
-        "SIGTERM", "SIGUSR1", "SIGINT", "max_time" or "stop file". Time may be short: schedulers kill a while later."""
+        "SIGTERM", "SIGUSR1", "SIGINT", "max_time" or "stop file". Time may be short: a scheduler kills the process some time later."""
 
     @hookspec
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:

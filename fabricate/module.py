@@ -163,9 +163,10 @@ class TrainModule(torch.nn.Module, Listener):
         return train, val
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`. It runs once, on the meta device; afterwards each layer is initialised
-        from a seed derived from the run's seed and the layer's name, so that every strategy starts from the same weights.
-        Optional."""
+        """Build large layers here instead of in `__init__`. It runs on the meta device; afterwards each layer is initialised
+        from a seed derived from the run's seed and the layer's name, so that every strategy starts from the same weights. If it
+        reads weights or gives them values (`load_state_dict`, `torch.nn.init`), it runs again with real tensors, whole on the CPU of
+        every rank, and those values stay; put them into `init_weights` to build without that memory. Optional."""
 
     def init_weights(self, submodule: torch.nn.Module) -> None:
         """Initialise in place the parameters of one submodule that `configure_model` built; they are on the CPU. Optional: by
@@ -256,7 +257,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     @foreign_names.translated(foreign_names.LOG)
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
-        """Record a metric, in a step or a hook, without waiting for the device. `value`: a number, a 0-dim tensor, or a
+        """Record a metric, in a step or a hook, without waiting for the device. `value`: a number, a bool, a 0-dim tensor, or a
         torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation). `reduce`: "mean" averages over
         micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks outside of updates, 1 per
         rank); "sum" adds up.

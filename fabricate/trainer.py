@@ -102,7 +102,7 @@ class Trainer:
     `keep` has to contain "best" and its metric. `load_from_checkpoint(run_dir)` still loads the newest checkpoint: pass
     `FitResult.best_checkpoint` for the best.
     save_frozen: False leaves frozen weights out of checkpoints; a resume then checks by digest that the module has the same ones. Unset:
-    they are saved, unless some are quantised; checkpoints never hold quantised weights.
+    they are saved, unless some are quantised or offloaded by "device_map"; checkpoints never hold quantised weights.
     save_weights_only: True: checkpoints hold the weights and nothing else, a third of the size with AdamW; nothing resumes from them.
     validate_first: validate once before the first step. sanity_batches: if validate_first is False, run validation on this many
     batches of each set before the first step, to find mistakes early; its results are discarded, and plugins get no events of it.
@@ -179,11 +179,11 @@ class Trainer:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in foreign_names.TRAINER_SETTINGS:
             raise ConfigurationError(
-                f"trainer.{name} is not read{foreign_names.use(name, foreign_names.TRAINER_SETTINGS)}"
+                f"trainer.{name} was assigned, but fabricate does not read it{foreign_names.use(name, foreign_names.TRAINER_SETTINGS)}"
             )
         if name in CHECKS:
             raise ConfigurationError(
-                f"trainer.{name} is not read; give it when the Trainer is made: Trainer({name}=...)"
+                f"trainer.{name} was assigned, which has no effect; pass it when the Trainer is created: Trainer({name}=...)"
             )
         super().__setattr__(name, value)
 
@@ -410,26 +410,30 @@ class Trainer:
         check_methods(module)
         train, val = module.provide_data(self, "fit", train, val)
         with environment_restored():
-            found = resolve(self.settings, module)
+            resolved = resolve(self.settings, module)
             if isinstance(batch_size, BatchSizeFinder):
                 loading = first_size(batch_size, Loading(None, num_workers, collate_fn, shuffle))
             else:
                 loading = Loading(batch_size, num_workers, collate_fn, shuffle)
-            data = open_data(self.settings, found, train, val, loading)
-            return self._plan_ahead(found, module, data)
+            data = open_data(self.settings, resolved, train, val, loading)
+            return self._plan_ahead(resolved, module, data)
 
-    def _plan_ahead(self, found: Resolved, module: TrainModule, data: Data) -> Plan:
+    def _plan_ahead(self, resolved: Resolved, module: TrainModule, data: Data) -> Plan:
         """The plan of a module that is neither built nor changed for it."""
-        settle(self.settings, found, data)
+        settle(self.settings, resolved, data)
         Engine(
-            found.launch, found.strategy, found.precision, found.device, compile=data.compilation(self.settings)
+            resolved.launch,
+            resolved.strategy,
+            resolved.precision,
+            resolved.device,
+            compile=data.compilation(self.settings),
         ).check()
         try:
             needed = need_ahead(module, True, data.total_steps(self.settings))
         except RuntimeError as exc:
             notes = [f"memory is not known before building: configure_model needs real tensors ({first_line(exc)})"]
-            return make_plan(self.settings, found, module, data, notes=notes)
-        return make_plan(self.settings, found, needed.module, data, needed.optimizers, needed=needed)
+            return make_plan(self.settings, resolved, module, data, notes=notes)
+        return make_plan(self.settings, resolved, needed.module, data, needed.optimizers, needed=needed)
 
     # -- running --------------------------------------------------------------------------------------------------------
 
@@ -463,10 +467,10 @@ class Trainer:
             return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
         loading = Loading(None, num_workers, collate_fn, shuffle)
-        found, data = self._open_data(module, train, val, resume, batch_size, loading)
+        resolved, data = self._open_data(module, train, val, resume, batch_size, loading)
         stages = ["train", *(["validate"] if data.validation else [])]
-        with opened(self, found, module, stages, data, began) as run:
-            prepare_fit(run, found, data, resume, began)
+        with opened(self, resolved, module, stages, data, began) as run:
+            prepare_fit(run, resolved, data, resume, began)
             try:
                 with noting_failures(run):
                     reason = loop.fit(run)
@@ -510,16 +514,16 @@ class Trainer:
             loading = found_size(batch_size, self.settings, loading, facts, trial)
         else:
             loading = replace(loading, batch_size=batch_size)
-        found = resolve(self.settings, module)
-        data = open_data(self.settings, found, train, val, loading)
+        resolved = resolve(self.settings, module)
+        data = open_data(self.settings, resolved, train, val, loading)
         if data.validation and not overrides(module, "validation_step"):
             raise ConfigurationError(
                 f"val is given and {type(module).__name__} has no validation_step; define validation_step(self, batch)"
             )
         check_dataloader_idx(module, "validate", data.validation)
-        if found.plan_only:
-            self._end_after_plan(found, module, data)
-        return found, data
+        if resolved.plan_only:
+            self._end_after_plan(resolved, module, data)
+        return resolved, data
 
     def _result(self, run: Run, reason: str) -> FitResult:
         progress, latest = run.progress, dict(run.journal.latest)
@@ -549,11 +553,11 @@ class Trainer:
         if settings.run_dir is not None and settings.run_dir.exists() and not settings.run_dir.is_dir():
             raise ConfigurationError(f"run_dir={str(settings.run_dir)!r} is a file; give a directory")
 
-    def _end_after_plan(self, found: Resolved, module: TrainModule, data: Data) -> NoReturn:
+    def _end_after_plan(self, resolved: Resolved, module: TrainModule, data: Data) -> NoReturn:
         """Under `fabricate plan`: print the plan and end the process."""
-        Calls(register(found, module, bar=False))  # a hook that would never be called is an error now
-        plan = self._plan_ahead(found, module, data)
-        if found.launch.rank == 0:
+        Calls(register(resolved, module, bar=False))  # a hook that would never be called is an error now
+        plan = self._plan_ahead(resolved, module, data)
+        if resolved.launch.rank == 0:
             print(plan, flush=True)
         raise SystemExit(0)
 
@@ -573,13 +577,13 @@ class Trainer:
         _, data = module.provide_data(self, stage, None, data)
         if data is None:
             raise ConfigurationError("data=None: give a DataLoader, a dataset or an iterable of batches")
-        found = resolve(self.settings, module, training=False)
-        sources = open_data(self.settings, found, None, data, loading, stage)
+        resolved = resolve(self.settings, module, training=False)
+        sources = open_data(self.settings, resolved, None, data, loading, stage)
         if not sources.validation:
             raise ConfigurationError("data={}: name at least one data set")
         check_dataloader_idx(module, stage, sources.validation)
         path, text = self._checkpoint_path(checkpoint) if checkpoint is not None else (None, "")
-        with opened(self, found, module, [stage], sources) as run:
+        with opened(self, resolved, module, [stage], sources) as run:
             if path is not None:
                 resuming.load_weights_only(run, path)
             if text:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import fabricate
 from fabricate import ConfigurationError, Trainer
 from fabricate.registry import foreign_names
 from tests.support.scripts import run_script
@@ -141,7 +142,9 @@ def test_every_feature_that_the_comparison_claims_is_shown_by_a_test_or_a_page_t
             assert places or pages, feature
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))], ids=lambda p: p.name
+)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith("https://"):
@@ -153,6 +156,17 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert anchor in anchors, target
+
+
+def test_every_distribution_has_the_newest_version_of_the_changelog() -> None:
+    newest = re.findall(
+        r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )[0]
+    assert fabricate.__version__ == newest
+    for project in ROOT.glob("plugins/*/pyproject.toml"):
+        text = project.read_text(encoding="utf-8")
+        assert f'\nversion = "{newest}"\n' in text, project
+        assert f'"fabricate-trainer>={newest},<' in text, project
 
 
 def test_every_page_is_in_the_index() -> None:

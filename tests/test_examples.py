@@ -41,6 +41,7 @@ def test_every_example_is_short_and_run_here() -> None:
         "serve.py",
         "sft.py",
         "sweep.py",
+        "vision.py",
     ]
     for name in scripts:
         assert len((EXAMPLES / name).read_text().splitlines()) < 120, name

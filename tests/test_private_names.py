@@ -16,7 +16,7 @@ SOURCES = [
     ast.parse(path.read_text(encoding="utf-8"))
     for path in [*ROOT.glob("fabricate/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
 ]
-PYTHONS_OWN = {"_asdict", "_current_frames", "_exit", "_replace", "_start_method"}
+PYTHONS_OWN = {"_asdict", "_current_frames", "_exit", "_fields", "_replace", "_start_method"}
 """Of `os`, of named tuples and of `multiprocessing`."""
 
 
@@ -84,6 +84,6 @@ def test_a_private_name_is_in_the_installed_library(library: str, file: str, nam
 
 def test_the_page_names_the_versions_of_the_tests() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
-    tried = dict(re.findall(r"(\w+) (\d[\w.]+\w)", PAGE.partition("Tried with: ")[2].partition("\n\n")[0]))
+    tried = dict(re.findall(r"(\w+) (\d[\w.]+\w)", PAGE.partition("Tested with: ")[2].partition("\n\n")[0]))
     assert tried == {name: pins[name] for name in tried}
     assert {library for library, _, _ in PRIVATE + UNDOCUMENTED} == tried.keys()

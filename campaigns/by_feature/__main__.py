@@ -87,7 +87,7 @@ def observe(name: str, source: Path) -> Iterator[Row]:
             return
         begun, ended = by_fabricate(name, folder, stop_after=1), by_fabricate(name, folder)
         ours = Outcome(begun.losses + ended.losses, ended.weights, ended.metrics)
-        yield compared(name, f"{name}, fabricate's resumed after an epoch", ours, theirs, first)
+        yield compared(name, f"{name}, only fabricate's run resumed after an epoch", ours, theirs, first)
         resumed = by_accelerate(name, folder, source, "--resume_from_checkpoint", "epoch_0")
         yield compared(name, f"{name}, both resumed after an epoch", ended, resumed, first)
 
@@ -111,13 +111,15 @@ def section(text: str, source: Path) -> str:
     init = (source / "src" / "accelerate" / "__init__.py").read_text(encoding="utf-8")
     version = (re.findall(r'__version__ = "(.+)"', init) or ["?"])[0]
     return f"""
-`python -m campaigns.by_feature --source CHECKOUT --out docs/from-accelerate.md` wrote this table: accelerate {accelerate.__version__}, the
-examples of the repository at {version}, unmodified, on a CPU. `examples/transformers/by_feature.py` has each of them as a method of one to
-ten lines; Accelerate's are 228 to 343 lines.
+`python -m campaigns.by_feature --source CHECKOUT --out docs/from-accelerate.md` wrote this table. It ran the unmodified
+examples of the repository at {version} on a CPU, with accelerate {accelerate.__version__}. `examples/transformers/by_feature.py` has a
+method of one to ten lines for each of them; Accelerate's scripts have 228 to 343 lines.
 
-Both sides get the same tiny model without dropout, the same rows in the same order, batches and schedule. A difference of losses is
-relative, the largest over all micro-batches (of the language model: over all updates, with the norm of the gradient). "Weights": how far
-apart they are at the end, relative to the way from the start.
+Both sides get the same tiny model without dropout, the same rows in the same order, the same batches and the same
+schedule. The column "differ by at most" gives the largest relative difference of a loss over all micro-batches. For the
+language model, it gives the largest difference over all updates, of the loss and of the gradient's norm. "Weights" is
+the distance between the final weights of the two sides, divided by the distance between Accelerate's initial and final
+weights.
 
 {text}
 """

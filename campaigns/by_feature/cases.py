@@ -28,25 +28,27 @@ CASES = {
         "--gradient_accumulation_steps 2",
         rows=808,  # 51 batches: the last window of an epoch has one
         equal=51,
-        reason="the last window of an epoch has one batch of two: Accelerate divides its gradient by two all the same",
+        reason="the last window of an epoch has one batch instead of two, and Accelerate still divides its gradient by two",
     ),
     "automatic_gradient_accumulation": Case("`find_executable_batch_size` around `fit`, `Trainer(global_batch_size=256)`"),
     "gradient_accumulation_for_autoregressive_models": Case(
-        "`return self.model(**batch).loss`: the loss weighs the labels that it counts",
+        "`return self.model(**batch).loss`: the weight is the number of labels in the loss",
         "--gradient_accumulation_steps 4 --per_device_batch_size 2",
-        reason="compared with a `weight` that counts as theirs does: its collator shifts the labels, the model shifts them again, and one "
-        "label per row too many is counted",
+        reason="compared with a `weight` that counts labels as Accelerate's script does: the script's collator shifts the labels, and "
+        "the model shifts them again, so the script counts one label too many per row",
     ),
     "checkpointing": Case("`Trainer(run_dir=..., save_every=\"1 epoch\")`: the same call resumes", "--checkpointing_steps epoch"),
     "early_stopping": Case(
         "a `Callback` with `on_step`, which calls `trainer.stop(reason)`; `EarlyStopping` by a validation metric",
-        reason="theirs leaves the epoch only, and makes one update more in each epoch that is left",
+        reason="Accelerate's script breaks out of the current epoch only, not out of the training, and makes one more update in each "
+        "remaining epoch",
     ),
     "multi_process_metrics": Case(
         "nothing: `compute_metrics` gets every row once",
         ranks=2,
         warmup=50,
-        reason="`warmup=50`: a prepared scheduler advances once per process and update, so that its 100 are 50 updates on two ranks",
+        reason="`warmup=50`: a prepared scheduler advances once per process and update, so its 100 warm-up steps are 50 updates "
+        "on two ranks",
     ),
     "cross_validation": Case("a loop over `fit` and `predict`"),
     "memory": Case("`find_executable_batch_size` around `fit`"),

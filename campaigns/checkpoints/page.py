@@ -7,66 +7,82 @@ from typing import Any
 
 from campaigns.checkpoints import memory, mutants, pairs, runs
 
-HEAD = """# Reliability: what was done to checkpoints, and what came of it
+HEAD = """# Reliability: how checkpoints were attacked, and the results
 
-`python -m campaigns.checkpoints --long --out docs/reliability.md` wrote this page, seed {seed}, on a CPU; `make campaign` does it again and
-`make test` runs a sample of each part. Any loss, any difference, anything that goes unnoticed ends a campaign with an error, so
-the numbers say how much was tried; what is promised is in [checkpoints](checkpoints.md), the format in
-[checkpoint-format](checkpoint-format.md).
+`python -m campaigns.checkpoints --long --out docs/reliability.md` wrote this page, with seed {seed}, on a CPU.
+`make campaign` repeats it, and `make test` runs a sample of each part. A campaign ends with an error if anything is
+lost, differs or goes unnoticed. So the numbers on this page count attempts, and all of them passed.
+[Checkpoints](checkpoints.md) states what fabricate promises, [checkpoint-format](checkpoint-format.md) describes the
+files.
 """
 
 KILL = """## Real kills
 
-SIGKILL of a whole run, at a random moment from its first instruction to beyond its end, or before (of a write: in the middle of) a chosen
-call of the file system by a save, a deletion or a resume; of one rank or of all; up to five times in one run, so that resumes are hit
-too. The run is {steps} updates with dropout, running statistics, augmentation from every generator, accumulation, a schedule,
-validation and a plugin with state; it saves every second update and keeps two checkpoints. Started again until it is done,
-every run ended with the same bits as one that nothing disturbed: weights, optimizer, generators, metrics, exported model,
-plugin, and the same checkpoints on disk. No kill cost a checkpoint, and nothing was left behind.
+Real runs are killed with SIGKILL and started again until they are done. A kill comes at a random moment, from the first
+instruction of the run to after its end, or at a chosen call of the file system in a save, a deletion or a resume:
+before the call, or, for a write, in the middle of it. It hits one rank or all of them, and up to five times per run, so
+that resumes are interrupted too.
+
+A run has {steps} updates with dropout, running statistics, augmentation from every random generator, accumulation, a
+schedule, validation and a plugin with state. It saves at every second update and keeps two checkpoints.
+
+Every run ended bitwise like a run that was not interrupted: weights, optimizer, random generators, metrics, exported
+model, plugin state and the checkpoints on disk. No kill lost a checkpoint, and no temporary files remained.
 """
 
-CRASH = """## Every operation as the last one
+CRASH = """## A crash after every file operation
 
-The operations of a save, a deletion, a start after a kill and a start after damage are recorded, and ended after each of them: as a kill
-does (what was done is there, a write perhaps in part), and as a power cut does (of what was not synced any part is there: some
-bytes of a file, the changes of a directory up to some point). Whatever is found: every checkpoint that is listed is
-whole, one of before or of after is there, a save that had returned is there, and the next start cleans up and saves.
+The file operations of a save, of a deletion, of a start after a kill and of a start after damage are recorded. The
+campaign then reproduces the disk as a crash after each operation would leave it, for two kinds of crash:
+
+- a kill: all operations before it are on disk, and the last write may be there in part;
+- a power cut: of everything that was not synced, any part may be on disk, such as some bytes of a file, or the changes
+  of a directory up to some point.
+
+In every case, four things held: every listed checkpoint was complete; the old or the new checkpoint was there; a save
+that had returned was there; and the next start cleaned up and could save.
 """
 
 CORRUPT = """## Altered and forged checkpoints
 
-Bytes are altered as disks do it (in any file, the manifest too); manifests are forged with the right digest, as only somebody who means it
-does. All of them were refused with a `CheckpointError`, or read as the very same values where the change changed nothing
-("unchanged": zeros over zeros, say). Another {refusals} hand-made cases were refused: links, pipes, names that lead elsewhere, ranks
-that disagree.
+Two kinds of damage are tried. Bytes of any file, the manifest included, are altered as a faulty disk does. Manifests
+are forged with a correct digest, which only an attacker does. Every altered checkpoint was either refused with a
+`CheckpointError`, or it was read with exactly the original values because the alteration changed nothing (row
+"unchanged", for instance zeros written over zeros). Another {refusals} hand-made cases were refused: links, pipes, file
+names that point elsewhere, ranks that disagree.
 """
 
 MUTANTS = """## The code without one of its precautions
 
-Each `fsync`, each `rename`, each digest and each proof of coverage of `fabricate.checkpoint` is taken out, one at a time: in all
-{number} variants the campaigns above or the tests of the format failed.
+Each `fsync`, each `rename`, each digest and each check of coverage in `fabricate.checkpoint` is removed, one at a time.
+For all {number} variants of the code, the campaigns above or the tests of the format failed, as they should. (Kinds in
+the table: "durable" is `fsync` and `rename`.)
 """
 
 PAIRS = """## Every checkpoint under every strategy
 
-Written in the middle of an epoch by the topology on the left, read by the one at the top. What was read and saved again
-was the same to the last bit (weights, optimizer state, schedule, progress), the samples went on in the same order, and the losses
-of the updates that followed lay this far, at most and relatively, from those of one process that never stopped (AdamW, float32;
-at most {tolerance:.0e} is allowed; tied weights, a frozen layer, two parameter groups, sizes that no number of ranks divides):
+The topology of the row writes a checkpoint in the middle of an epoch; the topology of the column resumes from it. In
+every pair, saving again what was loaded gave the same bits (weights, optimizer state, schedule, progress), and the
+samples followed in the same order. The table shows how far the losses of the following updates were from those of one
+process that was not interrupted: the largest relative difference; at most {tolerance:.0e} is allowed. The runs use
+AdamW in float32, tied weights, a frozen layer, two parameter groups, and sizes that are not divisible by any number of
+ranks.
 """
 
-MORE_PAIRS = """A ring of pairs each (every topology writes once and reads once) with other optimizers and dtypes. ZeRO refuses Lion and
-Adafactor, which it does not know to treat every element by itself; torch's Adafactor takes no sharded parameters. In half
-precision strategies round in different places, so that losses agree less; weights and moments are read bit by bit all the
-same, except that ZeRO has frozen weights in half precision only.
+MORE_PAIRS = """The same was done with other optimizers and dtypes, for a ring of pairs each: every topology writes once and reads once.
+Some pairs are missing. ZeRO refuses Lion and Adafactor, because it does not know that they treat every element
+independently. torch's Adafactor does not accept sharded parameters. In half precision, strategies round at different
+places, so the losses agree less closely. Weights and moments are still read bit by bit, with one exception: ZeRO keeps
+frozen weights in half precision only.
 """
 
 MEMORY = """## Memory
 
-By how much the resident memory of a rank rises at most, where weights and optimizer state are in shards: {whole:.0f} MiB
-of them on {ranks} ranks, {own:.0f} MiB each. Loading makes the optimizer state, {moments:.0f} MiB of that; an async save copies a
-rank's own part. Under `zero1` and `zero2` every rank has the whole weights at any time, and DeepSpeed gathers them once more when
-they were loaded.
+The table shows the largest increase of a rank's resident memory during a save and a load, for strategies that shard
+weights and optimizer state. These take {whole:.0f} MiB in total, {own:.0f} MiB on each of {ranks} ranks; {moments:.0f}
+MiB of a rank's part is optimizer state. Loading creates the optimizer state, which is included in the increase. An
+async save copies the rank's part. Strategies that do not shard the weights are not in the table: under `zero1` and
+`zero2` every rank always holds all weights, and DeepSpeed gathers them once more after loading.
 """
 
 

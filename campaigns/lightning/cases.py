@@ -292,8 +292,8 @@ def energy(root: Path) -> Setup:
 
 
 _LIGHTNING, _TUTORIALS = "Lightning-AI/pytorch-lightning", "Lightning-AI/tutorials"
-_TRAINS = "after `.train()`: Lightning would leave it in eval mode, as transformers loads it"
-_MNLI = f"{_TRAINS}; without the check of validation before training, whose outputs the module keeps under Lightning"
+_TRAINS = "after `.train()`, because Lightning leaves it in eval mode, in which transformers loads it"
+_MNLI = f"{_TRAINS}; without the validation check before training, because under Lightning the module keeps the check's outputs"
 _BORING, _TEMPLATES = f"{DEMOS}/boring_classes.py", "examples/pytorch/domain_templates"
 CASES = (
     Case("BoringModel", _BORING, lambda root: boring(root, "BoringModel"), _LIGHTNING),

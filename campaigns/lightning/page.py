@@ -10,17 +10,19 @@ from campaigns.lightning.cases import CASES
 
 HEADING = "## Public code that was run\n"
 INTRODUCTION = """
-`python -m campaigns.lightning --source CHECKOUT --out docs/lightning.md` wrote this part. Classes are as they are in the checkouts; data
-and pretrained models are small ones made for the purpose. Each case is trained by Lightning and by fabricate from the same weights and
-the same order of rows: the largest relative difference of a training step's loss, of a weight (to the largest of its tensor), and the
-largest difference of anything that was logged, evaluated or predicted. *Own data*: updates of a fit with the loaders or the data module
-of the code itself, which shuffle.
+`python -m campaigns.lightning --source CHECKOUT --out docs/lightning.md` wrote this part. The classes are unmodified;
+data and pretrained models are small ones made for this comparison. Lightning and fabricate train each case from the
+same weights, with the same order of rows. The table gives the largest relative difference of a training loss, the
+largest difference of a weight (relative to the largest value of its tensor), and the largest difference of a value that
+was logged, evaluated or predicted. *Own data* is the number of updates in a fit with the loaders or the data module of
+the original code, which shuffle.
 """
 RESUMED = """
 ### Killed and resumed
 
-The same code with its own data, saved every second update, ended by SIGKILL before the update after the one named, and resumed from its
-last checkpoint; beside it a fit that never stopped. Which tensors of the module differ in the end, and by how much.
+The same code trains with its own data and saves every second update. It is killed (SIGKILL) after the update that the
+table names, before the next one, and resumed from its last checkpoint. The final weights are compared with those of a
+fit that was never interrupted. The table shows how many tensors of the module differ, and by how much.
 """
 
 

@@ -13,8 +13,8 @@ COMMON = """
 TOLERANCE = 1e-5
 """How far apart a loss may be, relative to it."""
 _WEIGHTS = (
-    "the loss of the evaluation: transformers takes the mean of the means of batches, fabricate weights each batch by the labels "
-    "that it counts"
+    "the evaluation loss: transformers averages the batch means without weights, fabricate weights each batch by its number "
+    "of labels"
 )
 
 
@@ -72,7 +72,8 @@ CASES = {
         "--block_size 32 --gradient_accumulation_steps 2",
         metrics=("loss", "accuracy"),
         unequal=("loss",),
-        reason="transformers divides by all 32 labels of a row, and the loss sums 31: it looks for loss_type, and GPT2LMHeadModel has none",
+        reason="transformers divides by all 32 labels of a row, but the loss sums only 31, because GPT2LMHeadModel has no "
+        "`loss_type`, which transformers reads",
         factor=31 / 32,
     ),
     "run_glue, 2 accumulation steps": Case(
@@ -80,7 +81,8 @@ CASES = {
         f"{_BEST} --gradient_accumulation_steps 2",
         metrics=("loss", "accuracy"),
         unequal=("loss",),
-        reason="transformers adds up the micro-batches of an update instead of taking their mean, because BERT's forward takes any keyword",
+        reason="transformers adds up the micro-batches of an update instead of taking their mean, because BERT's forward accepts "
+        "any keyword argument",
         factor=2.0,
     ),
 }

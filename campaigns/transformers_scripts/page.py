@@ -83,14 +83,15 @@ def section(text: str, source: Path) -> str:
     found = re.search(r'__version__ = "(.+)"', init)
     version = found[1] if found else "?"
     return f"""
-`python -m campaigns.transformers_scripts --source CHECKOUT --out docs/from-transformers.md` wrote this table: transformers
-{transformers.__version__}, the scripts of the repository at {version}, one process on a CPU. `examples/transformers` has a version of each
-script for fabricate, with the same command line.
+`python -m campaigns.transformers_scripts --source CHECKOUT --out docs/from-transformers.md` wrote this table:
+transformers {transformers.__version__}, the scripts of the repository at {version}, one process on a CPU. `examples/transformers` has a
+fabricate version of each script, which accepts the same command line.
 
-Three programs are compared: our script; `transformers.Trainer` with the model and data of our script; and transformers' own script,
-unmodified. All get the same command line, the same model (tiny, without dropout) and the same data in the same order; in `run_mlm`, all
-draw the masks from the tokens of a batch. Differences are relative, the largest over all updates. Lines are those of the whole file, for
-`run_qa` with `trainer_qa.py` and `utils_qa.py`, which it needs; `tiny.py`, which builds the tiny models, is not counted.
+Three programs are compared: our script; `transformers.Trainer` with the model and data of our script; and transformers'
+own script, unmodified. All get the same command line, the same model (tiny, without dropout) and the same data in the
+same order. In `run_mlm`, all three derive the masks from the tokens of the batch. The table gives the largest relative
+difference over all updates. Line counts are for whole files; for `run_qa` they include `trainer_qa.py` and
+`utils_qa.py`, which transformers' script needs. `tiny.py`, which builds the tiny models, is not counted.
 
 {text}
 """

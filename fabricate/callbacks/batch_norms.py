@@ -40,7 +40,7 @@ def recomputed(layers: Sequence[Any], trainer: Trainer) -> Iterator[None]:
         sums = torch.cat([layer.running_mean * count, layer.running_var * count, count[None]])
         sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
         *statistics, batches = trainer.accelerator.reduce(sums, "sum").split([len(mean), len(mean), 1])
-        found = [each / batches for each in statistics] if batches else [mean, variance]
-        layer.running_mean.copy_(found[0])
-        layer.running_var.copy_(found[1])
+        averages = [each / batches for each in statistics] if batches else [mean, variance]
+        layer.running_mean.copy_(averages[0])
+        layer.running_var.copy_(averages[1])
         layer.num_batches_tracked.copy_(batches[0])

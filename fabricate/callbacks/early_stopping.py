@@ -49,19 +49,19 @@ class EarlyStopping(Callback):
         if not trainer.validates:
             raise ConfigurationError(
                 f"EarlyStopping(metric={self.metric!r}) needs validations, and this fit has none: pass val= to fit, "
-                "and set validate_every so that it falls due before the end"
+                "and set validate_every so that at least one validation takes place before the end"
             )
         # Each fit starts over; a resumed one takes its state from the checkpoint afterwards, in on_load.
         self.best, self.waited = self._worst, 0
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        if known := trainer.validation_metrics:
-            self._check(known)
+        if recorded := trainer.validation_metrics:
+            self._check(recorded)
 
-    def _check(self, known: Collection[str]) -> None:
-        if self.metric not in known:
+    def _check(self, recorded: Collection[str]) -> None:
+        if self.metric not in recorded:
             raise ConfigurationError(
-                f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(sorted(known)) or 'nothing'}; use one of these"
+                f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(sorted(recorded)) or 'nothing'}; use one of these"
             )
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:

@@ -98,22 +98,22 @@ class GenerateSamples(Callback):
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def _tokenizer(self, module: TrainModule) -> Any:
-        found = self.tokenizer if self.tokenizer is not None else getattr(module, "tokenizer", None)
-        if not callable(getattr(found, "encode", None)) or not callable(getattr(found, "decode", None)):
+        tokenizer = self.tokenizer if self.tokenizer is not None else getattr(module, "tokenizer", None)
+        if not callable(getattr(tokenizer, "encode", None)) or not callable(getattr(tokenizer, "decode", None)):
             raise ConfigurationError(
                 f"GenerateSamples(tokenizer={self.tokenizer!r}): {type(module).__name__} has no attribute tokenizer with encode and "
                 "decode; give one, as transformers.AutoTokenizer.from_pretrained(...)"
             )
-        return found
+        return tokenizer
 
     def _model(self, module: TrainModule) -> Any:
         if self.model is not None:
-            found: torch.nn.Module | None = dict(module.named_modules()).get(self.model)
-            if not callable(getattr(found, "generate", None)):
+            model: torch.nn.Module | None = dict(module.named_modules()).get(self.model)
+            if not callable(getattr(model, "generate", None)):
                 raise ConfigurationError(
                     f"GenerateSamples(model={self.model!r}): {type(module).__name__}.{self.model} is not a module with generate"
                 )
-            return found
+            return model
         if callable(getattr(type(module), "generate", None)):
             return module
         names = [name for name, child in module.named_modules() if name and callable(getattr(child, "generate", None))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,14 +10,13 @@ from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Mapping
 
     import torch
     from rich.table import Table
     from torch.utils.flop_counter import FlopCounterMode
 
     from fabricate.module import TrainModule
-    from fabricate.strategies.base import Strategy
     from fabricate.trainer import Trainer
 
 
@@ -30,7 +28,8 @@ class LayerSummary:
     kind: str
     """The class of the layer."""
     parameters: int
-    """Elements; of sharded parameters those of the whole. A parameter that several layers share counts in each of them."""
+    """Elements; of sharded parameters those of the whole, of quantised ones the weights that they stand for. A parameter that several
+    layers share counts in each of them."""
     trainable: int
     output: str = ""
     """The shape of what the layer first returned; empty if it was not called or did not return a tensor."""
@@ -65,9 +64,10 @@ class ModelSummary(Callback):
 
         self._counter = FlopCounterMode(display=False)
         self.layers = []
+        numbers = trainer.strategy.numbers_of_weights(module)
         for name, layer in module.named_modules():
             if name and name.count(".") < self.depth:
-                row = _describe(name, layer, trainer.strategy)
+                row = _describe(name, layer, numbers)
                 self.layers.append(row)
                 before, after = _watchers(row, self._counter)
                 self._watching.callback(layer.register_forward_pre_hook(before).remove)
@@ -100,11 +100,9 @@ class ModelSummary(Callback):
         self._counter = None
 
 
-def _describe(name: str, layer: torch.nn.Module, strategy: Strategy) -> LayerSummary:
-    sizes = [(math.prod(strategy.local_part(p).shape), p.requires_grad) for p in layer.parameters()]
-    return LayerSummary(
-        name, type(layer).__name__, sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
-    )
+def _describe(name: str, layer: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> LayerSummary:
+    trained = sum(numbers[p] for p in layer.parameters() if p.requires_grad)
+    return LayerSummary(name, type(layer).__name__, sum(numbers[p] for p in layer.parameters()), trained)
 
 
 def _watchers(row: LayerSummary, counter: FlopCounterMode) -> tuple[Callable[..., None], Callable[..., None]]:

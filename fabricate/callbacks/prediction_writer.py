@@ -123,8 +123,8 @@ def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -
     import torch
 
     if isinstance(output, torch.Tensor | list):
-        found = tuple(output.shape[:1]) if isinstance(output, torch.Tensor) else (len(output),)
-        if found != (rows,):
+        lengths = tuple(output.shape[:1]) if isinstance(output, torch.Tensor) else (len(output),)
+        if lengths != (rows,):
             raise ConfigurationError(
                 f"predict_step returned {_size(output)} for a batch of {rows} rows; the leading dimension has to be the rows"
             )

@@ -142,10 +142,10 @@ class ProgressBar(Callback):
         """What is known now, the most useful first. `at`: the update that the metrics are from, if that is not the last one;
         `room`: characters, None for a line with the loss or the chosen metrics of any length."""
         progress = self._trainer.progress
-        known = self._trainer.metrics if self._chosen else self._metrics  # those of a validation may be chosen
-        first = [name for name in self._chosen or ("loss",) if name in known] or list(self._metrics)[:2]
+        metrics = self._trainer.metrics if self._chosen else self._metrics  # those of a validation may be chosen
+        first = [name for name in self._chosen or ("loss",) if name in metrics] or list(self._metrics)[:2]
         parts = [f"step {progress.step if at is None else at}" + (f"/{self._total}" if self._total else "")]
-        parts += [f"{name} {known.get(name, math.nan):.4g}" for name in first]
+        parts += [f"{name} {metrics.get(name, math.nan):.4g}" for name in first]
         parts += self._rates()
         if room is not None and not self._chosen:
             parts += [f"{name} {value:.4g}" for name, value in self._metrics.items() if name not in first]
@@ -196,11 +196,11 @@ class ProgressBar(Callback):
 
     def _note_missing(self, trainer: Trainer) -> None:
         """Name the chosen metrics of which none has come, once: at the end of the first epoch, or of a shorter fit."""
-        known = {name.removeprefix("epoch_") for name in trainer.metrics} | trainer.validation_metrics
-        missing = [name for name in self._chosen if name not in known] if not self._looked else []
+        recorded = {name.removeprefix("epoch_") for name in trainer.metrics} | trainer.validation_metrics
+        missing = [name for name in self._chosen if name not in recorded] if not self._looked else []
         self._looked = True
         if missing and self._main:
-            there = ", ".join(sorted(known)) or "none"
+            there = ", ".join(sorted(recorded)) or "none"
             print(
                 f"note: progress={missing}: there are no such metrics until now; there are {there}",
                 file=sys.stderr,

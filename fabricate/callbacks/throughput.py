@@ -118,13 +118,13 @@ class Throughput(Callback):
         speed, new = rates.get("samples_per_second"), rows - (self._rows or 0)
         if speed is None or not new:
             return {}
-        found = {"tokens_per_second": speed * (tokens - self._tokens) / new}
+        measured = {"tokens_per_second": speed * (tokens - self._tokens) / new}
         self._rows, self._tokens = rows, tokens
         if self.flops_per_row is not None:
-            found["flops_per_second"] = speed * self.flops_per_row
+            measured["flops_per_second"] = speed * self.flops_per_row
             if self.peak is not None:
-                found["mfu"] = found["flops_per_second"] / (self.peak * trainer.accelerator.num_processes)
-        return found
+                measured["mfu"] = measured["flops_per_second"] / (self.peak * trainer.accelerator.num_processes)
+        return measured
 
     def on_teardown(self) -> None:
         self._counting.close()

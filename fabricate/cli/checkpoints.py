@@ -208,7 +208,7 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
     from fabricate.checkpoint.format.directory import Reader, find
 
     for component in only:
-        if component.partition(" ")[0] not in {known.partition(" ")[0] for known in COMPONENTS}:
+        if component.partition(" ")[0] not in {component_name.partition(" ")[0] for component_name in COMPONENTS}:
             raise ConfigurationError(f"--only {component!r} is not a component; give one of {', '.join(COMPONENTS)}")
     paths = find(first), find(second)
     with Reader(paths[0]) as a, Reader(paths[1]) as b:

@@ -29,12 +29,12 @@ def diff(ctx: click.Context, first: Path, second: Path, as_json: bool) -> None:
     Examples:
       fabricate diff runs/first runs/second
     """
-    found = differences(read_run(first), read_run(second))
+    sections = differences(read_run(first), read_run(second))
     if as_json:
-        click.echo(json.dumps([different._asdict() for different in found], indent=1))
-    elif found:
-        print_table(("", "what", str(first), str(second)), found)
+        click.echo(json.dumps([different._asdict() for different in sections], indent=1))
+    elif sections:
+        print_table(("", "what", str(first), str(second)), sections)
     else:
         click.echo(f"no difference between {first} and {second}")
-    if found:
+    if sections:
         ctx.exit(1)

@@ -94,8 +94,8 @@ def _versions(device_type: str | None) -> Iterator[Finding]:
 def _device(device_type: str | None) -> Any:
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None or device_type == "cpu" else found
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if device is None or device_type == "cpu" else device
 
 
 def _devices(device_type: str | None) -> Iterator[Finding]:

@@ -64,7 +64,7 @@ def _per_node(nproc: int, nnodes: int, ranks_per_node: int | None) -> int:
 
 def read_size(text: str) -> int:
     """Bytes: "80GB" are 80 billion, "80GiB" 80 times 2**30."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise ConfigurationError(f"--memory {text!r} is not a size; give a number with a unit, such as 80GB or 24GiB")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

@@ -51,9 +51,11 @@ class _Group(PluginCommands):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Whole sentences; click cuts them to one line."""
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in found.items() if command])
+            formatter.write_dl(
+                [(name, command.get_short_help_str(200)) for name, command in commands.items() if command]
+            )
 
 
 def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:

@@ -59,10 +59,10 @@ def rows(
         )
     if row is not None and rank is not None:
         raise ConfigurationError("--rank needs --step; --row already shows the rank that read the row")
-    made = fits(read_run(run_dir), sampler=script is not None)
-    data = _Data(script, arguments, made) if script is not None else None
+    recorded = fits(read_run(run_dir), sampler=script is not None)
+    data = _Data(script, arguments, recorded) if script is not None else None
     orders: Orders = recorded_order if data is None else data.order
-    shown = _of_row(made, row, orders) if row is not None else _of_step(made, step or 0, rank, orders)
+    shown = _of_row(recorded, row, orders) if row is not None else _of_step(recorded, step or 0, rank, orders)
     numbers = [shown["row"]] if row is not None else [number for part in shown["parts"] for number in part["rows"]]
     if data is not None:
         shown["data"] = data.texts(numbers)
@@ -72,10 +72,10 @@ def rows(
         _print(shown)
 
 
-def _of_step(made: list[Fit], step: int, rank: int | None, orders: Orders) -> dict[str, Any]:
+def _of_step(recorded: list[Fit], step: int, rank: int | None, orders: Orders) -> dict[str, Any]:
     """The rows of a step, as JSON values."""
-    epoch, parts = rows_of_step(made, step, orders)
-    data = next(fit.data for fit in made if fit.begin < step <= fit.end)
+    epoch, parts = rows_of_step(recorded, step, orders)
+    data = next(fit.data for fit in recorded if fit.begin < step <= fit.end)
     ranks, per_row = data["ranks"] * data["ranks_per_row"], data["ranks_per_row"]
     if rank is not None:
         if rank >= ranks:
@@ -86,15 +86,15 @@ def _of_step(made: list[Fit], step: int, rank: int | None, orders: Orders) -> di
     return {"step": step, "epoch": epoch, "ranks": ranks, "parts": [part._asdict() for part in parts]}
 
 
-def _of_row(made: list[Fit], row: str, orders: Orders) -> dict[str, Any]:
+def _of_row(recorded: list[Fit], row: str, orders: Orders) -> dict[str, Any]:
     """The uses of a row, as JSON values."""
     number = int(row) if row.lstrip("-").isdecimal() else row
-    units = {fit.data["units"] for fit in made if fit.data["drawn"] != "sampler"}
+    units = {fit.data["units"] for fit in recorded if fit.data["drawn"] != "sampler"}
     if units and not (isinstance(number, int) and 0 <= number < max(units)):
         raise ConfigurationError(
             f"--row {row}: the data has {max(units):,} rows; give a number from 0 to {max(units) - 1}"
         )
-    return {"row": number, "uses": [use._asdict() for use in uses_of_row(made, number, orders)]}
+    return {"row": number, "uses": [use._asdict() for use in uses_of_row(recorded, number, orders)]}
 
 
 def _print(shown: Mapping[str, Any]) -> None:
@@ -118,10 +118,10 @@ def _print(shown: Mapping[str, Any]) -> None:
 class _Data:
     """The data of a script: its order, and its rows."""
 
-    def __init__(self, script: Path, arguments: Sequence[str], made: list[Fit]) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], recorded: list[Fit]) -> None:
         from fabricate.cli.recorded.script_data import opened
 
-        self._source = opened(script, arguments, made[-1].data)
+        self._source = opened(script, arguments, recorded[-1].data)
 
     def order(self, data: Mapping[str, Any], epoch: int) -> Any:
         """As the fit drew it."""

@@ -26,12 +26,12 @@ _ENDED_BY_REQUEST = (0, EXIT_PREEMPTED, 128 + signal.SIGTERM, 128 + signal.SIGUS
 def main(arguments: Sequence[str]) -> int:
     """Run what follows ``--``: in this process after ``--alone``, else through torchrun with the options before it."""
     with tempfile.TemporaryDirectory(prefix="fabricate-run-") as folder:
-        os.environ[PREEMPTED_FILE] = told = os.path.join(folder, "preempted")
+        os.environ[PREEMPTED_FILE] = preempted_file = os.path.join(folder, "preempted")
         if arguments[0] == "--alone":
             code = _alone(arguments[2], arguments[3:])
         else:
             code = _torchrun(["--signals-to-handle", _FORWARDED, *arguments])
-        return EXIT_PREEMPTED if code in _ENDED_BY_REQUEST and os.path.exists(told) else code
+        return EXIT_PREEMPTED if code in _ENDED_BY_REQUEST and os.path.exists(preempted_file) else code
 
 
 def _alone(script: str, arguments: Sequence[str]) -> int:

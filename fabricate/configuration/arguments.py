@@ -167,7 +167,7 @@ def _path(name: str, value: Any) -> Path:
             f"{name}={os.fspath(value)!r} is not on a file system: checkpoints need renames and locks, which a store does not have. "
             "Give a local or mounted directory, and copy checkpoints to the store in a hook, on_saved(self, path)"
         )
-    return Path(os.fspath(value)).expanduser()
+    return Path(os.fspath(value)).expanduser().absolute()  # a hook may change the working directory
 
 
 def _plugins(name: str, value: Any) -> tuple[object, ...]:

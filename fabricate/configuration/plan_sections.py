@@ -6,7 +6,6 @@ is printed or stored (`plan`), the engine or the loop.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -56,8 +55,15 @@ def make_plan(
         *_outputs(settings, bool(data.validation)),
     )
     sources = [source for source in (data.train, *data.validation.values()) if source is not None]
-    found = [f"batch_size={data.train.batch_size}: {data.found}"] if data.found and data.train is not None else []
-    all_notes = [*found, *notes, *_notes_on_ranks(resolved), *(note for source in sources for note in source.notes)]
+    batch_size_notes = (
+        [f"batch_size={data.train.batch_size}: {data.found}"] if data.found and data.train is not None else []
+    )
+    all_notes = [
+        *batch_size_notes,
+        *notes,
+        *_notes_on_ranks(resolved),
+        *(note for source in sources for note in source.notes),
+    ]
     lines = (*lines, *_other_arguments(settings, resolved, {line.name for line in lines}))
     lines = tuple(replace(line, source=_source(resolved, line)) for line in lines)
     return Plan(lines, tuple(_plugins(resolved)), tuple(dict.fromkeys(all_notes)), tuple(_adopted(resolved)))
@@ -151,13 +157,10 @@ def _of_optimizer(topic: str, name: str) -> str:
 
 
 def _parameters(strategy: Strategy, module: torch.nn.Module) -> Iterator[Setting]:
-    quantised = list(quantised_weights(module).values())
-    stand_for = {each.weight: each.shape for each in quantised}  # codes may be packed
+    numbers = strategy.numbers_of_weights(module)
     for topic, trainable in (("parameters_trainable", True), ("parameters_frozen", False)):
-        parameters = (p for p in module.parameters() if p.requires_grad is trainable)
-        count = sum(math.prod(stand_for.get(p) or strategy.local_part(p).shape) for p in parameters)
-        yield Setting(topic, count, "module")
-    if quantised:
+        yield Setting(topic, sum(number for p, number in numbers.items() if p.requires_grad is trainable), "module")
+    if quantised := quantised_weights(module).values():
         kinds = Counter(each.kind for each in quantised)
         yield Setting(
             "quantised_weights",

@@ -107,22 +107,22 @@ def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> From
         given |= part(args)
         taken |= set(names)
     lines = _lines(args, handled, given, [*_checked_others(args, taken), *_beside(args)])
-    found = FromTransformers(given, _resume(args), lines, _loading(args), wanted(args))
+    translated = FromTransformers(given, _resume(args), lines, _loading(args), wanted(args))
     if detect(os.environ).rank == 0:
-        print(*found.lines, sep="\n", flush=True)
-    return found
+        print(*translated.lines, sep="\n", flush=True)
+    return translated
 
 
 def _training_arguments(args: Any) -> Any:
     """The one TrainingArguments in `args`."""
     several = args if isinstance(args, tuple | list) else (args,)
-    found = [each for each in several if not isinstance(each, type) and _base(type(each)) is not None]
-    if len(found) != 1:
+    instances = [each for each in several if not isinstance(each, type) and _base(type(each)) is not None]
+    if len(instances) != 1:
         kinds = ", ".join(type(each).__name__ for each in several)
         raise ConfigurationError(
             f"args={kinds}: give a transformers.TrainingArguments, or what HfArgumentParser(...).parse_args_into_dataclasses() returned"
         )
-    return found[0]
+    return instances[0]
 
 
 def _without(args: Any, handled: Collection[str]) -> Any:

@@ -69,8 +69,11 @@ def rows_that_came(batch: Any, planned: int) -> int:
     >>> rows_that_came((torch.zeros(7, 3), torch.zeros(7)), 8), rows_that_came((torch.zeros(5, 8), torch.zeros(8)), 8)
     (7, 8)
     """
-    if _holds_tensors(batch) and len(batch) == planned > 3:  # else it has so many fields
-        return planned
+    if isinstance(batch, list | tuple):
+        if len(batch) == planned and (_holds_lists(batch) or (_holds_tensors(batch) and planned > 3)):
+            return planned  # three tensors are rather fields
+        if _holds_lists(batch) and all(len(part) == planned for part in batch):
+            return planned
     shapes = list(_shapes(batch))
     if not shapes:
         return min(_num_listed(batch) or planned, planned)
@@ -115,12 +118,12 @@ def _shapes(batch: Any, inside: bool = False) -> Iterator[tuple[int, ...]]:
     if isinstance(batch, torch.Tensor | np.ndarray):
         if batch.ndim:
             yield (len(batch),) if getattr(batch, "is_nested", False) else tuple(map(int, batch.shape))
-    # A list of mappings is a list of samples: a dimension found inside one of them is not the batch's.
-    elif _holds_mappings(batch):
+    # A dimension found inside a sample is not the batch's.
+    elif _holds_samples(batch):
         yield (len(batch),)
     else:
         parts = list(_parts(batch))
-        samples = {len(part) for part in parts if _holds_mappings(part)}
+        samples = {len(part) for part in parts if _holds_samples(part)}
         for part in parts:  # beside samples, a list as long is of the same samples: images, and what is known of each
             yield from (
                 [(len(part),)] if isinstance(part, list | tuple) and len(part) in samples else _shapes(part, True)
@@ -129,8 +132,40 @@ def _shapes(batch: Any, inside: bool = False) -> Iterator[tuple[int, ...]]:
             yield (len(parts),)
 
 
-def _holds_mappings(batch: Any) -> bool:
-    return isinstance(batch, list | tuple) and bool(batch) and all(isinstance(part, Mapping) for part in batch)
+def _holds_samples(batch: Any) -> bool:
+    """Whether it is a list of records, or of tuples of different things: (image, label)."""
+    if not isinstance(batch, list | tuple) or not batch:
+        return False
+    if not all(map(_is_record, batch)):
+        if not _holds_lists(batch):
+            return False
+        kinds = [[_kind(value) for value in part] for part in batch]
+        if len(set(kinds[0])) < 2 or any(each != kinds[0] for each in kinds):
+            return False
+    return len(batch) > 3 or not _are_batches(batch)
+
+
+def _are_batches(records: Sequence[Any]) -> bool:
+    """Whether a few records hold whole batches, as the pairs that default_collate makes of a data set of pairs do: all that is in them
+    has one length."""
+    values = [value for record in records for value in _parts(record)]
+    if not values or not all(isinstance(value, torch.Tensor | np.ndarray) and value.ndim for value in values):
+        return False
+    return len({len(value) for value in values}) == 1 and any(value.ndim > 1 for value in values)
+
+
+def _is_record(part: Any) -> bool:
+    named_tuple = isinstance(part, tuple) and type(part) is not tuple
+    return named_tuple or isinstance(part, Mapping) or (is_dataclass(part) and not isinstance(part, type))
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    """Values of one kind may be of one field: images of several sizes, say."""
+    return (value.dtype, value.ndim) if isinstance(value, torch.Tensor | np.ndarray) else (type(value),)
+
+
+def _holds_lists(batch: list[Any] | tuple[Any, ...]) -> bool:
+    return bool(batch) and all(isinstance(part, list | tuple) for part in batch)
 
 
 def _holds_tensors(batch: Any) -> bool:

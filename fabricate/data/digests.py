@@ -13,35 +13,35 @@ import xxhash
 
 def digest(rows: Any) -> str:
     """Equal for equal rows. Of objects other than tensors, arrays, text, bytes, numbers and collections of them only the class counts."""
-    found = xxhash.xxh3_64()
-    _add(found, rows)
-    return found.hexdigest()
+    hasher = xxhash.xxh3_64()
+    _add(hasher, rows)
+    return hasher.hexdigest()
 
 
-def _add(found: Any, value: Any) -> None:
-    found.update(type(value).__name__.encode())
+def _add(hasher: Any, value: Any) -> None:
+    hasher.update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
         dense = value.detach().cpu()
         dense = dense.to_dense() if dense.layout is not torch.strided else dense
-        found.update(str(tuple(dense.shape)).encode())
-        found.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy())
+        hasher.update(str(tuple(dense.shape)).encode())
+        hasher.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray | np.generic):
-        found.update(str(value.shape).encode())
+        hasher.update(str(value.shape).encode())
         if value.dtype == object:
-            _add(found, value.tolist())
+            _add(hasher, value.tolist())
         else:
-            found.update(np.ascontiguousarray(value))
+            hasher.update(np.ascontiguousarray(value))
     elif isinstance(value, str | int | float | complex | None):
-        found.update(repr(value).encode())
+        hasher.update(repr(value).encode())
     elif isinstance(value, bytes | bytearray):
-        found.update(value)
+        hasher.update(value)
     elif isinstance(value, Mapping):
         for key, below in value.items():
-            _add(found, key)
-            _add(found, below)
+            _add(hasher, key)
+            _add(hasher, below)
     elif isinstance(value, list | tuple):
         for below in value:
-            _add(found, below)
+            _add(hasher, below)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _add(found, getattr(value, field.name))
+            _add(hasher, getattr(value, field.name))

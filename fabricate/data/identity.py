@@ -31,8 +31,8 @@ def fingerprint(data: Any) -> str | None:
         return fingerprint(data.dataset)  # which of its rows: `indices`
     if isinstance(data, ConcatDataset | StackDataset):
         parts = data.datasets
-        known = [fingerprint(part) for part in (parts.values() if isinstance(parts, dict) else parts)]
-        return None if None in known else digest(known)
+        prints = [fingerprint(part) for part in (parts.values() if isinstance(parts, dict) else parts)]
+        return None if None in prints else digest(prints)
     held = data.tensors if isinstance(data, TensorDataset) else [data] if _is_table(data) else _attributes(data)
     return digest([_sample(each) for each in held]) if held else None
 

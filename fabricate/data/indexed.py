@@ -140,13 +140,13 @@ class Indexed(Source):
             return ""
         try:
             last = len(self.data) - 1
-            found = set()
+            digests = set()
             for _ in range(2):
                 with RandomScope(batch_seed(self._setup.seed, 0)):
-                    found.add(digest(list(_reader(self.data)(sorted({0, last // 2, last})))))
+                    digests.add(digest(list(_reader(self.data)(sorted({0, last // 2, last})))))
         except Exception:  # rows that a sampler leaves out, keys that are no numbers: training reads what it reads
             return ""
-        return found.pop() if len(found) == 1 else ""
+        return digests.pop() if len(digests) == 1 else ""
 
     def windows(self, epoch: int, start: int = 0, watch: Watch = iter) -> Generator[Window, None, None]:
         set_epoch(self.data, epoch)

@@ -57,6 +57,8 @@ class Moment:
     """The last update was left out."""
     trial: bool = False
     """Validation is tried, and nothing of it counts."""
+    detached: bool = False
+    """A step gave `gather` or `reduce` a tensor that requires a gradient, and what they return has none."""
 
 
 class _Replaced:
@@ -211,13 +213,15 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
                     "it there first"
                 )
             shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}")
+            if tensor.requires_grad and torch.is_grad_enabled() and method in ("gather", "reduce"):
+                self._moment.detached |= self._moment.forward
             return tensor
 
         recursively_apply(check, data, error_on_other_type=True)
         return shapes
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks, joined in dimension 0 in the order of the ranks. All ranks, with one shape."""
+        """The tensors of all ranks, joined in dimension 0 in the order of the ranks, without gradient. All ranks, with one shape."""
         self._meet("gather", *self._check_whole("gather", tensor))
         return super().gather(tensor)
 
@@ -325,8 +329,8 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         copies: dict[int, torch.Tensor] = {}
         for tensor in (value for value in state.values() if isinstance(value, torch.Tensor)):
             if id(tensor) not in copies:
-                found = self._strategy.gather(tensor)
-                copies[id(tensor)] = found.to("cpu", copy=True) if keep else found.new_empty(0)
+                gathered = self._strategy.gather(tensor)
+                copies[id(tensor)] = gathered.to("cpu", copy=True) if keep else gathered.new_empty(0)
         return {name: copies.get(id(value), value) for name, value in state.items()} if keep else {}
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:

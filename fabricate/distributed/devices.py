@@ -31,21 +31,21 @@ def choose_device(
     Raises `ConfigurationError` for a device that is not there, and for one that fabricate does not compute on.
     """
     _refuse_xla(environ, requested)
-    found = torch.accelerator.current_accelerator(check_available=True)
+    available = torch.accelerator.current_accelerator(check_available=True)
     if "device" in requested:
-        return _requested(requested, found, local_rank), requested["device"].source
+        return _requested(requested, available, local_rank), requested["device"].source
     if "cpu" in requested:
         return torch.device("cpu"), requested["cpu"].source
-    if found is None:
+    if available is None:
         return torch.device("cpu"), "no accelerator here"
-    if found.type not in KINDS:
+    if available.type not in KINDS:
         raise ConfigurationError(
-            f"this machine has a device of the kind {found.type!r}, on which fabricate does not compute; {_ON_CPU}"
+            f"this machine has a device of the kind {available.type!r}, on which fabricate does not compute; {_ON_CPU}"
         )
-    return torch.device(found.type, local_rank % torch.accelerator.device_count()), "detected"
+    return torch.device(available.type, local_rank % torch.accelerator.device_count()), "detected"
 
 
-def _requested(requested: Mapping[str, Request], found: torch.device | None, local_rank: int) -> torch.device:
+def _requested(requested: Mapping[str, Request], available: torch.device | None, local_rank: int) -> torch.device:
     """What ACCELERATE_TORCH_DEVICE names."""
     named = f"{requested['device'].source}={requested['device'].value!r}"
     try:
@@ -60,10 +60,12 @@ def _requested(requested: Mapping[str, Request], found: torch.device | None, loc
         return torch.device("cpu")
     if "cpu" in requested:
         raise ConfigurationError(f"{named} and {requested['cpu'].source} name different devices; unset one of them")
-    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+    count = torch.accelerator.device_count() if available is not None and available.type == device.type else 0
     index = local_rank % (count or 1) if device.index is None else device.index
     if index >= count:
-        there = f"{count} of that kind" if count else f"{'no accelerator' if found is None else found.type} here"
+        there = (
+            f"{count} of that kind" if count else f"{'no accelerator' if available is None else available.type} here"
+        )
         raise ConfigurationError(f"{named}: torch finds {there}; give a device that is there, or unset it")
     return torch.device(device.type, index)
 

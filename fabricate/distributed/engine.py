@@ -35,6 +35,7 @@ from fabricate.module import TrainModule, step_function
 from fabricate.precisions.base import Precision
 from fabricate.registry.validation import ranks_per_row, reasons
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.offloaded import refuse_offloaded
 from fabricate.strategies.quantised import kept_unpacked, refuse_quantised
 from fabricate.strategies.recomputing import recompute_blocks
 from fabricate.strategies.sharding import is_sharded
@@ -311,10 +312,10 @@ class Engine(Group):
         """The dtype that autocast really has inside the forward context."""
         with self.context or contextlib.nullcontext():
             on = torch.is_autocast_enabled(self.device.type)
-            found = str(torch.get_autocast_dtype(self.device.type)).removeprefix("torch.") if on else "float32"
-        if found != self.precision.compute_dtype:
+            autocast = str(torch.get_autocast_dtype(self.device.type)).removeprefix("torch.") if on else "float32"
+        if autocast != self.precision.compute_dtype:
             raise ConfigurationError(
-                f"precision={self.precision.name!r} computes in {self.precision.compute_dtype}, but on {self.device} it would be {found}"
+                f"precision={self.precision.name!r} computes in {self.precision.compute_dtype}, but on {self.device} it would be {autocast}"
             )
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -326,7 +327,8 @@ class Engine(Group):
         the strategy has cut it where it holds a part."""
         steps = {stage: step_function(module, stage) for stage in stages}
         self.notes.extend(set_modes(module) if "train" in steps else [])
-        refuse_quantised(module, self.strategy)
+        refuse_quantised(module, self.strategy.name, self.strategy.quantised)
+        refuse_offloaded(module, self.strategy)
         self._module = module
         self._compiled.callback(kept_unpacked(module))
         move_torchmetrics(module, self.device)
@@ -431,8 +433,8 @@ class Engine(Group):
         self.root.steps[_CALL] = lambda batch, batch_idx: function()
         inside = self.moment.forward
         try:
-            found: T = self.evaluate(_CALL, None, 0)
-            return found
+            result: T = self.evaluate(_CALL, None, 0)
+            return result
         finally:
             del self.root.steps[_CALL]
             if (

@@ -140,12 +140,12 @@ class Failures:
     def _first(self) -> RankError | None:
         if not self._store.check([f"{self._name}/first"]):
             return None
-        found = json.loads(self._store.get(f"{self._name}/first"))
+        report = json.loads(self._store.get(f"{self._name}/first"))
         error = RankError(
-            f"rank {found['rank']} failed first, this rank {self._rank} stopped with it (the traceback is in the "
-            f"output of rank {found['rank']}):\n{found['error']}"
+            f"rank {report['rank']} failed first, this rank {self._rank} stopped with it (the traceback is in the "
+            f"output of rank {report['rank']}):\n{report['error']}"
         )
-        error.first = tuple(found["gist"])
+        error.first = tuple(report["gist"])
         return error
 
     def _silent(self, reason: str, break_connections: Callable[[], None], listeners: Sequence[Listener]) -> RankError:
@@ -163,16 +163,16 @@ class Failures:
                 self._ask_neighbours(silent)  # before they are released, and are somewhere else
                 break_connections()
             time.sleep(0.1)
-        found = self._found(silent, listeners)
-        seen = f"\n{found['seen']}" if found["seen"] else ""
-        if not found["silent"]:
+        report = self._found(silent, listeners)
+        seen = f"\n{report['seen']}" if report["seen"] else ""
+        if not report["silent"]:
             return RankError(
                 f"all ranks still answer and none reported an error: they waited for each other at different places, or the network "
                 f"between them failed. Rank {self._rank} on {self._host(self._rank)}: {reason}{seen}"
             )
-        names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in found["silent"])
+        names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in report["silent"])
         return RankError(
-            f"{names} did not answer rank {found['by']} on {self._host(found['by'])}: dead, unreachable or stuck (look at its output; a "
+            f"{names} did not answer rank {report['by']} on {self._host(report['by'])}: dead, unreachable or stuck (look at its output; a "
             f"rank that only needs longer gets it with Trainer(timeout=...)). On this rank: {reason}{seen}"
         )
 
@@ -188,15 +188,15 @@ class Failures:
         """Who did not answer ("silent") whom ("by"), and the text of what each rank was doing ("seen"). One rank finds out for all: the
         reports of all ranks are read once."""
         key = f"{self._name}/found"
-        found = {"by": self._rank, "silent": sorted(silent), "seen": ""}
+        finding = {"by": self._rank, "silent": sorted(silent), "seen": ""}
         if self._claimed("finds"):
-            found["seen"] = report({rank: self._seen(rank) for rank in range(self._world_size)}, listeners)
-            self._store.set(key, json.dumps(found))
-            return found
+            finding["seen"] = report({rank: self._seen(rank) for rank in range(self._world_size)}, listeners)
+            self._store.set(key, json.dumps(finding))
+            return finding
         deadline = time.monotonic() + _TELL_SECONDS
         while not (there := self._store.check([key])) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return dict(json.loads(self._store.get(key))) if there else found
+        return dict(json.loads(self._store.get(key))) if there else finding
 
     def _seen(self, rank: int) -> Seen:
         """What a rank reported of itself, or what was seen of it."""

@@ -244,7 +244,7 @@ class Group:
             answer = torch.empty(3 + _MOST_NUMBERS, dtype=torch.int64)
         else:
             kinds = rows[:, 0].tolist()
-            other = next((rank for rank, found in enumerate(kinds) if found != kind), 0)
+            other = next((rank for rank, other_kind in enumerate(kinds) if other_kind != kind), 0)
             answer = torch.tensor([other, kinds[other], kind, *rows[:, 1:].amax(0).tolist()])
         other, sent, due, *largest = self._links.broadcast(answer).tolist()
         if other:

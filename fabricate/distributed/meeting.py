@@ -118,8 +118,8 @@ def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, st
     if problem := _difference(zero, own, built) or _shared_device(store, name, rank, device):
         store.compare_set(f"{name}/problem", "", problem)
     if store.add(f"{name}/compared", 1) == world_size:
-        found = store.check([f"{name}/problem"])
-        store.set(f"{name}/result", store.get(f"{name}/problem").decode() if found else "")
+        has_problem = store.check([f"{name}/problem"])
+        store.set(f"{name}/result", store.get(f"{name}/problem").decode() if has_problem else "")
     result = store.get(f"{name}/result").decode()
     if not result:
         return

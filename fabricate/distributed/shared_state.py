@@ -60,16 +60,16 @@ def _check_process(process: dict[str, Any], launch: Launch, device: torch.device
     place, number = process.get("process_index"), process.get("num_processes")
     if (place, number) != (launch.rank, launch.world_size):
         raise ConfigurationError(
-            f"the PartialState (or Accelerator) that was made before the fit says process {place} of {number}, and this is rank "
-            f"{launch.rank} of {launch.world_size}: make it after the ranks are started"
-            + (f", on a CPU with {_ON_A_CPU}" if device.type == "cpu" else "")
-            + ", or only while the fit runs"
+            f"the PartialState (or Accelerator) that was made before the fit says process {place} of {number}, but this is rank "
+            f"{launch.rank} of {launch.world_size}. Create it after the ranks are started"
+            + (f" (on a CPU: with {_ON_A_CPU})" if device.type == "cpu" else "")
+            + ", or create it only while the fit runs"
         )
     known = process["device"]
     if known.type != device.type or (None not in (known.index, device.index) and known.index != device.index):
         raise ConfigurationError(
-            f"the PartialState (or Accelerator) that was made before the fit is on {known} and the fit runs on {device}: set "
-            f"ACCELERATE_USE_CPU=true and make it with {_ON_A_CPU} to use the CPU, or leave both out"
+            f"the PartialState (or Accelerator) that was made before the fit is on {known} and the fit runs on {device}: to use "
+            f"the CPU, set ACCELERATE_USE_CPU=true and make it with {_ON_A_CPU}; otherwise leave out both the variable and the argument"
         )
 
 

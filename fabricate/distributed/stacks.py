@@ -111,8 +111,8 @@ class Here:
     def __init__(self) -> None:
         memory = _memory()
         self._page = mmap.mmap(memory, _PAGE_BYTES)  # of -1: memory that nobody else sees
-        found = _status(os.getpid())
-        self.address = Address(socket.gethostname(), os.getpid(), found[1] if found else 0, memory)
+        status = _status(os.getpid())
+        self.address = Address(socket.gethostname(), os.getpid(), status[1] if status else 0, memory)
         self._reached = memoryview(self._page)[_THREAD.size : _THREAD.size + _REACHED.size].cast("q")
         self._depth = 0
         self._note()
@@ -168,8 +168,10 @@ def _frames_of(exc: BaseException) -> tuple[Frame, ...]:
     if exc.__traceback__ is None:
         return ()
     inner = list(traceback.walk_tb(exc.__traceback__))
-    known = {id(frame) for frame, _ in inner}
-    outer = [each for each in traceback.walk_stack(exc.__traceback__.tb_frame.f_back) if id(each[0]) not in known]
+    inner_frames = {id(frame) for frame, _ in inner}
+    outer = [
+        each for each in traceback.walk_stack(exc.__traceback__.tb_frame.f_back) if id(each[0]) not in inner_frames
+    ]
     return tuple(
         Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in [*reversed(outer), *inner]
     )
@@ -178,12 +180,12 @@ def _frames_of(exc: BaseException) -> tuple[Frame, ...]:
 def ask(addresses: Sequence[Address]) -> list[Seen]:
     """What each process is doing. Those of this host are asked, all at once: it takes half a second, and longer only where one writes
     nothing or waits for its data."""
-    asked = [_Asked(address) for address in addresses]
+    addressees = [_Asked(address) for address in addresses]
     for _ in range(_SAMPLES):
         time.sleep(_SAMPLE_SECONDS)
-        for each in asked:
+        for each in addressees:
             each.sample()
-    return [each.seen() for each in asked]
+    return [each.seen() for each in addressees]
 
 
 class _Asked:
@@ -206,8 +208,8 @@ class _Asked:
         address = self._address
         if address.host != socket.gethostname():
             return "elsewhere"
-        found = _status(address.process)
-        if found is None or found[1] != address.began or found[0] in _GONE:
+        status = _status(address.process)
+        if status is None or status[1] != address.began or status[0] in _GONE:
             return "gone"
         if address.memory < 0:
             return "mute"
@@ -216,7 +218,7 @@ class _Asked:
         content = _read(address)
         self._size = len(content)
         (_, self._ident, self._thread), self._reached = _page(content)
-        if found[0] in _STOPPED:
+        if status[0] in _STOPPED:
             return "stopped"
         os.kill(address.process, _SIGNAL)
         return ""
@@ -224,8 +226,8 @@ class _Asked:
     def sample(self) -> None:
         """See whether the thread of the fit runs at this moment, or would if it got a core."""
         if not self._state:
-            found = _status(self._address.process, self._thread)
-            self._running += found is not None and found[0] == "R"
+            status = _status(self._address.process, self._thread)
+            self._running += status is not None and status[0] == "R"
 
     def seen(self) -> Seen:
         """What came of it."""
@@ -258,16 +260,16 @@ def _workers(address: Address, ident: int) -> Iterator[Seen]:
     the other."""
     for process in _children(address.process)[:_MOST_WORKERS]:
         try:
-            found = _status(process)
-            if found is None or not _shows_itself(process, address.memory):
+            status = _status(process)
+            if status is None or not _shows_itself(process, address.memory):
                 continue
-            if found[0] in _STOPPED:
+            if status[0] in _STOPPED:
                 yield Seen(address.host, process, "stopped")
                 continue
             size = len(_read(address))
             os.kill(process, _SIGNAL)
             stacks = _stacks(address, size)
-            state = "runs" if (found := _status(process)) and found[0] == "R" else "waits"
+            state = "runs" if (status := _status(process)) and status[0] == "R" else "waits"
             frames = stacks.get(ident, ())  # a forked process has the number of the thread that forked it
             yield Seen(address.host, process, state if stacks else "mute", frames)
         except OSError:  # it ended just now
@@ -287,14 +289,14 @@ def _stacks(address: Address, size: int) -> dict[int, tuple[Frame, ...]]:
         before = len(written) or -1  # what has begun is complete when it grows no more
         time.sleep(_SAMPLE_SECONDS)
     text = written.decode(errors="replace")
-    found: dict[int, tuple[Frame, ...]] = {}
+    stacks: dict[int, tuple[Frame, ...]] = {}
     begins = list(_BLOCK.finditer(text))
     ends = [*(block.start() for block in begins[1:]), len(text)]
     for block, end in zip(begins, ends, strict=False):
         lines = _FRAME.findall(text, block.end(), end)
         frames = tuple(Frame(file, int(line), function) for file, line, function in reversed(lines))
-        found.setdefault(int(block[1], 16), frames)
-    return found
+        stacks.setdefault(int(block[1], 16), frames)
+    return stacks
 
 
 def _page(content: bytes) -> tuple[tuple[int, int, int], Reached]:

@@ -63,9 +63,9 @@ def library_object(accelerator: RunAccelerator, name: str) -> Any:
     for tracker in accelerator.trackers:
         if tracker.name == name:
             return Silent() if accelerator.moment.trial else tracker.tracker
-    known = ", ".join(repr(tracker.name) for tracker in accelerator.trackers) or "none"
+    running = ", ".join(repr(tracker.name) for tracker in accelerator.trackers) or "none"
     raise ConfigurationError(
-        f"trainer.tracker({name!r}): the trackers of this fit are {known}; Trainer(trackers=[{name!r}]) adds one"
+        f"trainer.tracker({name!r}): the trackers of this fit are {running}; Trainer(trackers=[{name!r}]) adds one"
     )
 
 
@@ -109,7 +109,7 @@ def tracker_options(trackers: Sequence[Any]) -> tuple[str, dict[str, dict[str, s
             options[name] = given
     if len(set(projects)) > 1:
         raise ConfigurationError(
-            f"trackers: the projects {' and '.join(projects)} differ; Accelerate gives all trackers one"
+            f"trackers: the projects {' and '.join(projects)} differ, but Accelerate gives all trackers the same project; name only one"
         )
     return next(iter(projects), os.environ.get("WANDB_PROJECT") or "fabricate"), {n: o for n, o in options.items() if o}
 
@@ -121,19 +121,19 @@ def check_trackers(
     ones, by `find`. Accelerate drops what is not installed without a word; this refuses."""
     from accelerate.tracking import GeneralTracker, get_available_trackers
 
-    found: list[Any] = []
-    known = tracker_names()
+    chosen: list[Any] = []
+    available = tracker_names()
     for tracker in trackers:
         if isinstance(tracker, GeneralTracker):
-            found.append(tracker)
+            chosen.append(tracker)
         elif not isinstance(tracker, str):
             raise ConfigurationError(
-                f"trackers={tracker!r}: give a name ({', '.join(known)}) or an accelerate GeneralTracker"
+                f"trackers={tracker!r}: give a name ({', '.join(available)}) or an accelerate GeneralTracker"
             )
-        elif (name := tracker.partition(":")[0]) not in known:
-            found.append(find(tracker, known))
+        elif (name := tracker.partition(":")[0]) not in available:
+            chosen.append(find(tracker, available))
         elif name not in [str(getattr(n, "value", n)) for n in get_available_trackers()]:
             raise ConfigurationError(f"trackers={tracker!r}: its package is not installed; run pip install {name}")
         else:
-            found.append(name)
-    return found
+            chosen.append(name)
+    return chosen

@@ -77,7 +77,7 @@ def fsdp_options(environ: Mapping[str, str]) -> dict[str, str]:
     ):
         if environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off", "none"):
             raise ConfigurationError(
-                f"{name} ({name.lower()}) is {environ[name]!r}, which strategy='fsdp' does not do: {instead}"
+                f"{name} ({name.lower()}) is {environ[name]!r}, but strategy='fsdp' does not do this: {instead}"
             )
     if wrap := _wrap(environ):
         options["wrap"] = wrap

@@ -66,20 +66,20 @@ class _Uncaught:
 
     def __call__(self, kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         follows = exc.first if isinstance(exc, RankError) else ()
-        known = follows or gist(exc, self._rank)
+        summary = follows or gist(exc, self._rank)
         if not follows and self._is_first():
             print(f"rank {self._rank}:", file=sys.stderr)
             self._before(kind, exc.with_traceback(_of_script(trace)), _of_script(trace))
         else:
             self._wait_for_first()
-            line = f"rank {self._rank} stopped with it" if follows else f"{known[0]} ({known[1]})"
+            line = f"rank {self._rank} stopped with it" if follows else f"{summary[0]} ({summary[1]})"
             print(line, file=sys.stderr)
         if isinstance(exc, ConfigurationError) and (path := _hopeless()):
-            path.write_text("\n".join(known))
+            path.write_text("\n".join(summary))
         if self._file is None:
-            print(*(() if follows else known), sep="\n", file=sys.stderr, flush=True)
+            print(*(() if follows else summary), sep="\n", file=sys.stderr, flush=True)
         else:
-            _leave(self._file, "\n".join(known))
+            _leave(self._file, "\n".join(summary))
 
     def _is_first(self) -> bool:
         """Whether no other rank of this host prints its traceback."""

@@ -152,13 +152,13 @@ def _elements(node: Any) -> int:
 
 def _near(node: Any) -> list[Any]:
     """The last operations that led to a result, `node` among them."""
-    found: list[Any] = []
+    nodes: list[Any] = []
     following = deque([node])
-    while following and len(found) < _NEAR:
-        if (each := following.popleft()) is not None and each not in found:
-            found.append(each)
+    while following and len(nodes) < _NEAR:
+        if (each := following.popleft()) is not None and each not in nodes:
+            nodes.append(each)
             following.extend(below for below, _ in each.next_functions)
-    return found
+    return nodes
 
 
 def _is_masked(node: Any) -> bool:
@@ -171,13 +171,13 @@ def _is_masked(node: Any) -> bool:
 def terms_over_labels(loss: torch.Tensor) -> list[tuple[bool, torch.Tensor, int]]:
     """Of each cross-entropy among the terms of `loss`: whether it has class weights, the labels or weights that it counted (0-dim, on the
     device), and how many labels there were."""
-    found = []
+    terms = []
     for node, _ in _terms(loss):
         if _is_mean_cross_entropy(node):
-            found.append(
+            terms.append(
                 (node._saved_weight is not None, node._saved_total_weight.detach(), node._saved_target.numel())
             )
-    return found
+    return terms
 
 
 def _is_mean_cross_entropy(node: Any) -> bool:
@@ -186,19 +186,19 @@ def _is_mean_cross_entropy(node: Any) -> bool:
 
 def _terms(loss: torch.Tensor) -> list[tuple[Any, list[float]]]:
     """The operations whose results add up to `loss`, each with the numbers that it is divided by."""
-    found = []
+    terms = []
     divisors: list[float] = []
     nodes = [(_origin(loss, divisors=divisors), divisors)]
     while nodes:
         node, divisors = nodes.pop()
         if type(node).__name__ not in _ADDED:
-            found.append((node, divisors))
+            terms.append((node, divisors))
             continue
         for each, _ in node.next_functions:
             if each is not None:
                 own = list(divisors)
                 nodes.append((_through(each, divisors=own), own))
-    return found
+    return terms
 
 
 def _origin(loss: torch.Tensor, divisors: list[float] | None = None) -> Any:

@@ -116,12 +116,12 @@ class DeviceStopwatch(Stopwatch):
         super().__init__()
 
     def timed(self, data: Iterable[T]) -> Iterator[T]:
-        asked = self._mark()
+        begins = self._mark()
         for item in data:
-            self._waits.append((asked, self._mark()))
+            self._waits.append((begins, self._mark()))
             self._count()
             yield item
-            asked = self._mark()
+            begins = self._mark()
 
     def lap(self, step: int, samples: int, communicated: float | None = None) -> dict[str, float]:
         self._count()
@@ -130,5 +130,5 @@ class DeviceStopwatch(Stopwatch):
     def _count(self) -> None:
         """Add up the waits that the device has passed; what is in progress counts in the lap that it ends in."""
         while self._waits and self._waits[0][1].query():
-            asked, there = self._waits.popleft()
-            self.waited += asked.elapsed_time(there) / 1000
+            began, there = self._waits.popleft()
+            self.waited += began.elapsed_time(there) / 1000

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fabricate.errors import ConfigurationError, few, first_line
+from fabricate.model.building_twice import Before, Writes, set_from_around
 from fabricate.model.pretrained import Stored, deferred
 from fabricate.module import TrainModule, overrides
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
@@ -101,11 +102,13 @@ def _pretrained(module: torch.nn.Module) -> dict[str, Any]:
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return {}
-    found: dict[str, Any] = {}
+    models: dict[str, Any] = {}
     for name, child in module.named_modules():
-        if isinstance(child, transformers.PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = child
-    return found
+        if isinstance(child, transformers.PreTrainedModel) and not any(
+            name.startswith(f"{outer}.") for outer in models
+        ):
+            models[name] = child
+    return models
 
 
 def adapted_models(module: torch.nn.Module) -> list[Any]:
@@ -117,10 +120,10 @@ def adapted_models(module: torch.nn.Module) -> list[Any]:
 def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
     """Of the one transformers model inside `module`: what its names begin with, its configuration and that of generation,
     as its own `save_pretrained` writes them. None where there is none, or several, or adapters are around its layers."""
-    found = _pretrained(module)
-    if len(found) != 1 or adapted_models(module):
+    models = _pretrained(module)
+    if len(models) != 1 or adapted_models(module):
         return None
-    ((name, model),) = found.items()
+    ((name, model),) = models.items()
     config = json.loads(model.config.to_json_string(use_diff=True))
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # sharding renames the class
     config["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -135,11 +138,11 @@ def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
 def adapter_record(module: torch.nn.Module) -> dict[str, Any] | None:
     """Of the one peft model inside `module`, over a transformers model: what its names begin with, the adapters' configurations as peft
     writes them, and from where and how the base was loaded. None where there is none, or several."""
-    found = {name: child for name, child in module.named_modules() if child in adapted_models(module)}
+    adapted_by_name = {name: child for name, child in module.named_modules() if child in adapted_models(module)}
     models = _pretrained(module)
-    if len(found) != 1 or len(models) != 1:
+    if len(adapted_by_name) != 1 or len(models) != 1:
         return None
-    ((name, adapted),), (base,) = found.items(), models.values()
+    ((name, adapted),), (base,) = adapted_by_name.items(), models.values()
     quantization = getattr(base.config, "quantization_config", None)
     record = {
         "prefix": f"{name}." if name else "",
@@ -157,21 +160,30 @@ def adapter_record(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def build_model(module: TrainModule, seed: int) -> str:
-    """Run `configure_model` once, on the meta device where it can; values come later, see `materialise` and `fill`.
+    """Run `configure_model` on the meta device, and again with real tensors where it needs them; values come later, see `materialise`
+    and `fill`.
 
     Returns a line for the plan, empty when there was nothing to build. All ranks, no collectives.
     """
     if not overrides(module, "configure_model") or getattr(module, "_built", False):
         return ""
+    before = Before(module)
     try:
-        note = build_on_meta(module)
+        with Writes() as writes:
+            note = build_on_meta(module)
         needs = "peft initialises its layers itself" if adapted_models(module) else ""
+        if not overrides(module, "init_weights"):  # else its values are the ones that count
+            needs = needs or writes.lost(module) or set_from_around(module, _owners(module))
     except RuntimeError as exc:  # code that reads or sets values
         note, needs = "", first_line(exc)
     if not needs:
         return note
+    before.restore()  # `configure_model` may look whether it has run
+    object.__setattr__(module, "_built", True)
     seed_everything(derive_seed(seed, "configure_model"))  # so the same on every rank
     module.configure_model()
+    if any(hasattr(child, "_hf_hook") for child in module.modules()):
+        return f"built and placed by configure_model ({needs})"
     return f"built whole on the CPU of every rank, because it needs real tensors ({needs})"
 
 
@@ -188,15 +200,17 @@ def build_on_meta(module: TrainModule) -> str:
     """Run `configure_model` on the meta device; returns a line for the plan. Raises RuntimeError where it needs
     real tensors."""
     object.__setattr__(module, "_built", True)
+    before = Before(module)
     while True:
-        known = "transformers" in sys.modules
+        was_imported = "transformers" in sys.modules
         try:
             with torch.device("meta"), deferred() as loads:
                 module.configure_model()
             break
         except RuntimeError:
-            if known or "transformers" not in sys.modules:
+            if was_imported or "transformers" not in sys.modules:
                 raise  # else: imported just now, so its from_pretrained was not deferred
+            before.restore()
     loads.check(module)
     for name, child in module.named_modules():
         for key, value in vars(child).items():
@@ -212,15 +226,17 @@ def build_on_meta(module: TrainModule) -> str:
 
 
 def blanks(module: torch.nn.Module) -> list[Blank]:
-    """What of `module` is still on the meta device, in the order of `named_modules`."""
-    found = []
+    """What of `module` is still on the meta device and gets values from nobody else, in the order of `named_modules`."""
+    if any(hasattr(child, "_hf_hook") for child in module.modules()):
+        return []  # Accelerate loads it, layer by layer
+    waiting = []
     stored: dict[int, Stored] = getattr(module, "_stored", {})
     for name, child in module.named_modules():
         empty = {key: id(tensor) for _, key, tensor in _own_tensors(child) if tensor.is_meta}
         if empty:
             in_files = {key: stored[address] for key, address in empty.items() if address in stored}
-            found.append(Blank(name, child, tuple(empty), in_files))
-    return found
+            waiting.append(Blank(name, child, tuple(empty), in_files))
+    return waiting
 
 
 def materialise(module: TrainModule, seed: int) -> None:
@@ -240,7 +256,7 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
     The values depend on files, `seed` and names only. A submodule sets its own tensors in its own turn, a shared one in the turn of
     the first that holds it. All ranks, in the same order. Raises `ConfigurationError` for what gets no value.
     """
-    owners = {id(child): model for model in pretrained_models(module) for child in model.modules()}
+    owners = _owners(module)
     done: set[int] = set()
     before = rng_state()
     for blank in waiting:
@@ -261,6 +277,11 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
                     else values[key].reshape(-1)[part.start : part.start + part.count]
                 )
     set_rng_state(before)
+
+
+def _owners(module: torch.nn.Module) -> dict[int, Any]:
+    """By id of a layer, the transformers model whose rules initialise it."""
+    return {id(child): model for model in pretrained_models(module) for child in model.modules()}
 
 
 def _own_tensors(child: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:

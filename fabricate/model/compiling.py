@@ -79,20 +79,20 @@ def _restore(unit: torch.nn.Module, before: Any) -> None:
 
 def _blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost blocks."""
-    found = Strategy.blocks(module)
-    names = [name for name, _ in found]
-    return [block for name, block in found if not any(name.startswith(f"{other}.") for other in names)]
+    blocks = Strategy.blocks(module)
+    names = [name for name, _ in blocks]
+    return [block for name, block in blocks if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost children with parameters that can be called."""
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     for child in module.children():
         if next(child.parameters(), None) is None:
             continue
         callable_ = getattr(type(child), "forward", None) is not torch.nn.Module.forward
-        found += [child] if callable_ and not isinstance(child, torch.nn.ModuleDict) else _layers(child)
-    return found
+        layers += [child] if callable_ and not isinstance(child, torch.nn.ModuleDict) else _layers(child)
+    return layers
 
 
 class Forward:

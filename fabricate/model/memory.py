@@ -112,18 +112,18 @@ def outline(module: TrainModule) -> TrainModule:
 def _shadow(part: torch.nn.Module, copies: dict[int, Any]) -> Any:
     if id(part) in copies:
         return copies[id(part)]
-    made = copies[id(part)] = object.__new__(type(part))  # no constructor, whatever the class
-    made.__dict__.update((k, copy.copy(v) if type(v) in (list, dict, set) else v) for k, v in part.__dict__.items())
+    copied = copies[id(part)] = object.__new__(type(part))  # no constructor, whatever the class
+    copied.__dict__.update((k, copy.copy(v) if type(v) in (list, dict, set) else v) for k, v in part.__dict__.items())
     for table in ("_parameters", "_buffers"):
         tensors = {
             key: None if tensor is None else copies.setdefault(id(tensor), _meta(tensor))
             for key, tensor in part.__dict__[table].items()
         }
-        made.__dict__[table] = tensors
-    made.__dict__["_modules"] = {
+        copied.__dict__[table] = tensors
+    copied.__dict__["_modules"] = {
         key: None if child is None else _shadow(child, copies) for key, child in part._modules.items()
     }
-    return made
+    return copied
 
 
 def _meta(tensor: torch.Tensor, shape: Iterable[int] | None = None) -> torch.Tensor:
@@ -200,16 +200,16 @@ def need_ahead(module: TrainModule, training: bool, total_steps: int | None) -> 
     """`need` of a module that is not built yet, with the optimizers that `configure_optimizers` makes for its outline."""
     before = rng_state()
     try:
-        found = outline(module)
+        outlined = outline(module)
         if not training:
-            return need(found, None)
-        object.__setattr__(found, "_trainer", _Ahead(total_steps))
+            return need(outlined, None)
+        object.__setattr__(outlined, "_trainer", _Ahead(total_steps))
         try:
-            made = read_optimizers(
-                "configure_optimizers", found.configure_optimizers(), total_steps, in_turn=takes_turns(found)
+            optimizers = read_optimizers(
+                "configure_optimizers", outlined.configure_optimizers(), total_steps, in_turn=takes_turns(outlined)
             )
         except Exception as exc:  # it may ask for what exists in a fit only
-            return need(found, exc)
-        return need(found, made.optimizers)
+            return need(outlined, exc)
+        return need(outlined, optimizers.optimizers)
     finally:
         set_rng_state(before)

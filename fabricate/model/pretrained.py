@@ -164,12 +164,12 @@ def _files(name: str, options: dict[str, Any]) -> dict[str, Stored]:
             raise NotDeferred(f"{name} has no safetensors")
         parts = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
         paths = [cached_file(name, part, **hub) for part in parts]
-    found = {}
+    files = {}
     for path in paths:
         with safe_open(str(path), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - no mapping
-                found[key] = Stored(str(path), key, tuple(file.get_slice(key).get_shape()))
-    return found
+                files[key] = Stored(str(path), key, tuple(file.get_slice(key).get_shape()))
+    return files
 
 
 def _remember(loads: Loads, model: Any, missing: set[str], files: dict[str, Stored]) -> None:
@@ -181,9 +181,9 @@ def _remember(loads: Loads, model: Any, missing: set[str], files: dict[str, Stor
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     stored: dict[int, Stored] = {}
     for name, tensor in named:
-        found = files.get(name) or files.get(prefix + name) or files.get(name.removeprefix(prefix))
-        if found is not None and found.shape == tuple(tensor.shape):
-            stored.setdefault(id(tensor), found)
+        in_file = files.get(name) or files.get(prefix + name) or files.get(name.removeprefix(prefix))
+        if in_file is not None and in_file.shape == tuple(tensor.shape):
+            stored.setdefault(id(tensor), in_file)
     for name, tensor in named:
         if name in persistent and id(tensor) not in stored and name not in missing:
             raise NotDeferred(f"{name} is not in the files under this name and shape")

@@ -37,23 +37,23 @@ class Configured(NamedTuple):
 
 def configured(optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mapping[str, Schedule]) -> list[Configured]:
     """Everything that was set, as it is now: before the first update, and before a checkpoint is restored."""
-    found = []
+    settings = []
     for label, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
             where = f"of group {number} of optimizer {label!r}"
             for option, value in options(group).items():
                 put = partial(_put_option, group, option, value)
-                found.append(Configured("optimizer", f"{option} {where}", _text(value), put))
+                settings.append(Configured("optimizer", f"{option} {where}", _text(value), put))
     for label, schedule in schedules.items():
         where = f"of scheduler {label!r}"
         # The text of a named one has its length at the end.
-        found.append(Configured("scheduler", f"kind {where}", schedule.text.partition(" over ")[0], _in_effect))
+        settings.append(Configured("scheduler", f"kind {where}", schedule.text.partition(" over ")[0], _in_effect))
         for made, name, shown, value in _settings(schedule.made):
             restored = hasattr(made, name)  # else of a function, which no checkpoint holds
             topic = "scheduler" if restored or not any(word in name for word in _LENGTHS) else ""
             renewed = partial(_put_setting, made, name, value) if restored else _in_effect
-            found.append(Configured(topic, f"{shown} {where}", _text(value), renewed))
-    return found
+            settings.append(Configured(topic, f"{shown} {where}", _text(value), renewed))
+    return settings
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

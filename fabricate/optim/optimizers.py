@@ -20,7 +20,7 @@ from fabricate.optim.schedules import Schedule, own_lengths, takes_metric
 def configured_optimizers(where: str, module: Any) -> Any:
     """What `module.configure_optimizers()` returns; torch's word for "no parameters" is explained."""
     try:
-        made = module.configure_optimizers()
+        answer = module.configure_optimizers()
     except ValueError as exc:
         if "empty parameter list" not in str(exc):
             raise
@@ -29,8 +29,8 @@ def configured_optimizers(where: str, module: Any) -> Any:
             f"{where} makes an optimizer over no parameters ({exc}), and the module has {count} trainable ones; pass self.parameters() "
             "or a list of them: an iterator that was read once is empty"
         ) from exc
-    of_lightning = isinstance(made, Mapping) and "lr_scheduler" in made
-    parts = made if isinstance(made, tuple | list) else ()
+    of_lightning = isinstance(answer, Mapping) and "lr_scheduler" in answer
+    parts = answer if isinstance(answer, tuple | list) else ()
     if len(parts) == 2 and all(isinstance(part, list) for part in parts):  # a list of optimizers and one of schedulers
         of_lightning = not any(isinstance(each, torch.optim.Optimizer) for each in parts[1])
     if of_lightning or any(
@@ -41,7 +41,7 @@ def configured_optimizers(where: str, module: Any) -> Any:
             "update, (optimizer, scheduler, "
             "'epoch'), or a mapping of names to those"
         )
-    return made
+    return answer
 
 
 class Optimizers(NamedTuple):
@@ -56,25 +56,25 @@ class Optimizers(NamedTuple):
 def read_optimizers(where: str, configured: Any, total_steps: int | None, *, in_turn: bool = False) -> Optimizers:
     """The optimizers and schedules in `configured`. `where` names the method in errors, `total_steps` are the steps to come (None:
     not known), over which schedules with a name are laid; `in_turn`: each optimizer has an update in every step."""
-    found = Optimizers({}, {}, {})
+    result = Optimizers({}, {}, {})
     named = configured if isinstance(configured, Mapping) else {"main": configured}
     # Which share of the updates each has that training_step names is not known.
     alone = len(named) == 1 or in_turn
     total, unknown = (total_steps, "train has no length") if alone else (None, "several optimizers share the updates")
     members = {str(name): _members(str(name), given) for name, given in named.items()}
-    found.named.update({name: tuple(labels) for name, labels in members.items()})
+    result.named.update({name: tuple(labels) for name, labels in members.items()})
     for label, value in (pair for labels in members.values() for pair in labels.items()):
         optimizer, *rest = _parts(where, label, value)
         _check_optimizer(where, label, optimizer)
-        if any(optimizer is other for other in found.optimizers.values()):
+        if any(optimizer is other for other in result.optimizers.values()):
             raise ConfigurationError(f"{where}: optimizer {label!r} is listed twice; give each name its own")
-        found.optimizers[label] = optimizer
+        result.optimizers[label] = optimizer
         if rest and rest[0] is not None:
             own = f"{where}: the scheduler of {label!r}"
-            found.schedules[label] = _schedule(own, optimizer, *rest, total=total, why_unknown=unknown)
-    if not found.optimizers:
+            result.schedules[label] = _schedule(own, optimizer, *rest, total=total, why_unknown=unknown)
+    if not result.optimizers:
         raise ConfigurationError(f"{where} returned no optimizer")
-    return found
+    return result
 
 
 def _members(name: str, value: Any) -> dict[str, Any]:
@@ -154,19 +154,19 @@ def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str,
         for prefix, layer in module.named_modules()
         for key in layer._parameters
     }
-    found: dict[str | None, list[torch.nn.Parameter]] = {None: [], **{pattern: [] for pattern in options}}
+    by_pattern: dict[str | None, list[torch.nn.Parameter]] = {None: [], **{pattern: [] for pattern in options}}
     for parameter in module.parameters():
         name = named[id(parameter)]
         texts = (name, kinds[name])
-        found[next((p for p in options if any(re.search(p, text) for text in texts)), None)].append(parameter)
-    if unused := [pattern for pattern in options if not found[pattern]]:
+        by_pattern[next((p for p in options if any(re.search(p, text) for text in texts)), None)].append(parameter)
+    if unused := [pattern for pattern in options if not by_pattern[pattern]]:
         raise ConfigurationError(
             f"parameter_groups: {', '.join(map(repr, unused))} matches no parameter that is not matched by an "
             "earlier pattern already; names are, for instance, "
             f"{', '.join(f'{name!r} ({kinds[name]})' for name in list(named.values())[:4])}"
         )
-    rest: list[dict[str, Any]] = [{"params": found[None]}] if found[None] else []
-    return rest + [{"params": found[pattern], **options[pattern]} for pattern in options]
+    rest: list[dict[str, Any]] = [{"params": by_pattern[None]}] if by_pattern[None] else []
+    return rest + [{"params": by_pattern[pattern], **options[pattern]} for pattern in options]
 
 
 def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:

@@ -101,8 +101,8 @@ def captured(function: Any) -> dict[str, Any]:
         return dict(function.keywords)
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
-    found = {}
+    arguments = {}
     for name, cell in zip(names, cells, strict=True):
         with contextlib.suppress(ValueError):  # one that was never assigned
-            found[name] = cell.cell_contents
-    return found
+            arguments[name] = cell.cell_contents
+    return arguments

@@ -81,16 +81,16 @@ def _kind(name: str) -> Any:
 
 def _own_options(name: str, text: str | None) -> dict[str, Any]:
     """`optim_args`, "momentum=0.9,nesterov=true", as values."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
         option, _, value = part.partition("=")
         if option not in _OPTIONS[name]:
-            known = ", ".join(_OPTIONS[name]) or "none"
+            allowed = ", ".join(_OPTIONS[name]) or "none"
             raise ConfigurationError(
-                f"TrainingArguments.optim_args={text!r}: {option} has no effect on optim={name!r}, whose options here are: {known}"
+                f"TrainingArguments.optim_args={text!r}: {option} has no effect on optim={name!r}, whose options here are: {allowed}"
             )
-        found[option] = value.lower() in ("true", "1", "yes") if option in _SWITCHES else float(value)
-    return found
+        options[option] = value.lower() in ("true", "1", "yes") if option in _SWITCHES else float(value)
+    return options
 
 
 def _schedule(args: Any) -> tuple[str, ...]:

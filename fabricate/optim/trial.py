@@ -36,18 +36,18 @@ def tried_state(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tens
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-    made.grad = torch.empty_like(made) if tensor.requires_grad else None
-    return made
+    parameter = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    parameter.grad = torch.empty_like(parameter) if tensor.requires_grad else None
+    return parameter
 
 
 def rebuilt(like: torch.Tensor, inner: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """A tensor of the kind of `like`, made of the plain tensors `inner`. Raises `ValueError` where these are of another kind."""
     names, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
     expected = {name: (tuple(getattr(like, name).shape), getattr(like, name).dtype) for name in names}
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inner.items()}
-    if expected != found:
-        raise ValueError(f"{type(like).__name__} is made of {expected} here and of {found} there")
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inner.items()}
+    if expected != shapes:
+        raise ValueError(f"{type(like).__name__} is made of {expected} here and of {shapes} there")
     moved = {name: tensor.to(device) for name, tensor in inner.items()}
-    made: torch.Tensor = type(like).__tensor_unflatten__(moved, context, like.size(), like.stride())  # type: ignore[attr-defined]
-    return made
+    unflattened: torch.Tensor = type(like).__tensor_unflatten__(moved, context, like.size(), like.stride())  # type: ignore[attr-defined]
+    return unflattened

@@ -405,7 +405,7 @@ MODULE = {
     "untoggle_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
     "toggled_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
     "clip_gradients": "Trainer(max_grad_norm=...)",
-    "all_gather": "self.trainer.accelerator.gather(tensor)",
+    "all_gather": "self.trainer.accelerator.gather(tensor), or torch.distributed.nn.functional.all_gather(tensor) with gradients",
     "freeze": "self.requires_grad_(False) and self.eval() before a fit, self.trainer.freeze(parameters) during it",
     "unfreeze": "self.requires_grad_(True) before a fit, self.trainer.unfreeze(parameters) during it",
     "to_onnx": "torch.onnx.export",

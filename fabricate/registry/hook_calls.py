@@ -189,15 +189,15 @@ class Calls:
 
     def places(self) -> list[tuple[str, int, int, str]]:
         """Of each listener of each hook: the file, the first and the last line of its code, and its name."""
-        found = []
+        listed = []
         for hook in EVENTS:
             for listener in self.manager.listeners(hook):
                 code, plugin = _code(listener), listener.plugin_name
                 if code is not None and plugin != PROJECT:
                     last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
                     name = f"hook {hook} of " + ("the module" if plugin == "module" else f"plugin {plugin!r}")
-                    found.append((code.co_filename, code.co_firstlineno, last, name))
-        return found
+                    listed.append((code.co_filename, code.co_firstlineno, last, name))
+        return listed
 
     def _by_name(self, hook: str, listener: pluggy.HookImpl) -> Call:
         call = self._one_by_one(hook, [listener])

@@ -114,11 +114,11 @@ def _check_hook(
 
 def _never_called(plugin: object, method: str) -> bool:
     """Whether a callback's method is one of Lightning's that has no other meaning here."""
-    known = foreign_names.CALLBACK_NAMES.get(method)
+    meant = foreign_names.CALLBACK_NAMES.get(method)
     of_callback = isinstance(plugin, Callback) and not hasattr(
         plugin, "named_parameters"
     )  # a torch module has a state_dict
-    return known is not None and of_callback and foreign_names.begins_with(getattr(type(plugin), method), known[0])
+    return meant is not None and of_callback and foreign_names.begins_with(getattr(type(plugin), method), meant[0])
 
 
 _REPLACES = {
@@ -142,21 +142,21 @@ def _unmarked(plugin: object, where: str, hook: str) -> PluginError:
 def _check_arguments(where: str, function: Callable[..., Any], hook: str) -> None:
     """`function` (bound, without self) takes arguments of the hook only, in a way in which pluggy fills them."""
     owner: type = Registrations if hook in vars(Registrations) else Events
-    known = [p for p in inspect.signature(getattr(owner, hook)).parameters if p != "self"]
+    allowed = [p for p in inspect.signature(getattr(owner, hook)).parameters if p != "self"]
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
             raise PluginError(
-                f"{where}: name the arguments you want, any of {', '.join(known)}; {parameter} is never filled"
+                f"{where}: name the arguments you want, any of {', '.join(allowed)}; {parameter} is never filled"
             )
-        if parameter.name not in known:
-            hint = did_you_mean(parameter.name, known)
+        if parameter.name not in allowed:
+            hint = did_you_mean(parameter.name, allowed)
             if hook == "on_step" and parameter.name in ("batch", "batch_idx"):
                 hint = (
                     "; a step may span several batches: compute the loss in `training_step(batch)`, or implement "
                     "`on_accumulate(batch)`"
                 )
             raise PluginError(
-                f"{where}: hook {hook} has no argument {parameter.name!r} (it has {', '.join(known) or 'none'}){hint}"
+                f"{where}: hook {hook} has no argument {parameter.name!r} (it has {', '.join(allowed) or 'none'}){hint}"
             )
         if parameter.default is not parameter.empty:
             raise PluginError(

@@ -51,9 +51,9 @@ def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, 
     arguments = {}
     for key, text in options.items():
         if parameters and key not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            known = ", ".join(parameters) or "none"
+            allowed = ", ".join(parameters) or "none"
             raise ConfigurationError(
-                f"{kind}={name!r} has no option {key!r}{instead(key) or did_you_mean(key, parameters)}; options: {known}"
+                f"{kind}={name!r} has no option {key!r}{instead(key) or did_you_mean(key, parameters)}; options: {allowed}"
             )
         default = parameters[key].default if key in parameters else None
         hint = hints.get(key, type(default) if isinstance(default, bool | int | float) else str)

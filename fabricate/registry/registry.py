@@ -89,10 +89,10 @@ class Checked:
 
 def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
     """Installed plugins by name, nothing imported; a list, so that two distributions with one name are seen."""
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    by_group: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for point in sorted(importlib.metadata.entry_points(group=PROJECT), key=lambda p: (p.name, p.value)):
-        found.setdefault(point.name, []).append(point)
-    return found
+        by_group.setdefault(point.name, []).append(point)
+    return by_group
 
 
 def _origin(point: importlib.metadata.EntryPoint) -> Origin:
@@ -163,7 +163,7 @@ class Registry:
             other = "" if issubclass(plugin, Listener) else foreign_names.use(plugin.__name__, foreign_names.PLUGINS)
             remedy = other or f"; pass an instance: {plugin.__name__}()"
             raise PluginError(f"plugins: {plugin.__name__} is a class{remedy}")
-        if any(plugin is known for _, known in self.active):
+        if any(plugin is active for _, active in self.active):
             raise PluginError(f"plugins: this {type(plugin).__name__} object is listed twice; remove one")
         names = (getattr(plugin, "name", None), getattr(plugin, "__name__", None))
         name = next((n for n in names if n and isinstance(n, str)), type(plugin).__name__)
@@ -175,10 +175,11 @@ class Registry:
     def _load(self, name: str) -> tuple[Any, Origin]:
         points = self._points.get(name, [])
         if not points:
-            known = sorted(self._points)
+            declared = sorted(self._points)
             raise PluginError(
                 f"plugins={name!r}: no installed plugin has this name"
-                f"{foreign_names.use(name, foreign_names.PLUGINS) or did_you_mean(name, known)}; installed: {', '.join(known) or 'none'}"
+                f"{foreign_names.use(name, foreign_names.PLUGINS) or did_you_mean(name, declared)}; installed: "
+                f"{', '.join(declared) or 'none'}"
             )
         if len(points) > 1:
             owners = " and ".join(str(_origin(p)) for p in points)
@@ -272,10 +273,10 @@ class Registry:
         reasons = "".join(f"; plugin {n!r} is broken: {r}" for n, r in self._broken.items())
         if name in self._classes:
             reasons = f"; {name!r} is a plugin that implements hooks: use plugins=[{name!r}]"
-        known, bare = sorted({*self.names(kind), *others}), name.rpartition("/")[2]
-        hint = _hint(kind, bare) or did_you_mean(bare, known)
+        names, bare = sorted({*self.names(kind), *others}), name.rpartition("/")[2]
+        hint = _hint(kind, bare) or did_you_mean(bare, names)
         argument = "trackers" if kind == "tracker" else kind
-        return ConfigurationError(f"{argument}={name!r} is not known{hint}; known: {', '.join(known)}{reasons}")
+        return ConfigurationError(f"{argument}={name!r} is not known{hint}; known: {', '.join(names)}{reasons}")
 
     def resolve(self, kind: str, value: object) -> tuple[Any, Offer | None]:
         """`value` as given to `strategy=` or `precision=`: an object, a name, or a name with options. Returns the object
@@ -317,7 +318,7 @@ class Registry:
     def offered(self, kind: str) -> list[Offer]:
         """All offers of `kind`; installed plugins are imported for it."""
         self._consult_installed()
-        return [offer for key, found in sorted(self._offers.items()) if key.startswith(f"{kind}:") for offer in found]
+        return [offer for key, offers in sorted(self._offers.items()) if key.startswith(f"{kind}:") for offer in offers]
 
     def activate(self, listeners: Iterable[tuple[str, object, Origin]]) -> Manager:
         """Register `listeners` (strategy, precision, module), the active plugins and fabricate's own, in calling order."""
@@ -335,7 +336,9 @@ class Registry:
             origin = Origin(DISTRIBUTION, own_version()) if name == PROJECT else self.manager.origins.get(name)
             if origin is None:
                 origin = _origin(self._points[name][0]) if name in self._points else Origin()
-            offers = tuple(key for key, found in sorted(self._offers.items()) if any(o.plugin == name for o in found))
+            offers = tuple(
+                key for key, own_offers in sorted(self._offers.items()) if any(o.plugin == name for o in own_offers)
+            )
             offers += (f"plugin:{name}",) if name in self._classes | active and not offers else ()
             state = (
                 "built-in"
@@ -365,7 +368,7 @@ class Registry:
                 problems += [
                     f"{_origin(p)} has a plugin of the same name; uninstall one" for p in points if p is not point
                 ]
-                own = [o for found in self._offers.values() for o in found if (o.plugin, o.origin) == (name, origin)]
+                own = [o for offers in self._offers.values() for o in offers if (o.plugin, o.origin) == (name, origin)]
                 for offer in own:
                     problems += self._clashes(offer, taken.get(offer.kind, ()))
                 if not problems:
@@ -404,17 +407,17 @@ def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
     candidates += [(f"{o.kind} {o.name!r}", o.load) for o in offers if o.kind in ("strategy", "precision")]
     for what, load in candidates:
         try:
-            found = load()
-            if not inspect.isclass(found) and what.startswith("plugin"):
-                made = found
+            loaded = load()
+            if not inspect.isclass(loaded) and what.startswith("plugin"):
+                candidate = loaded
             elif any(
                 p.default is p.empty and p.kind is not p.VAR_KEYWORD
-                for p in inspect.signature(found).parameters.values()
+                for p in inspect.signature(loaded).parameters.values()
             ):
                 continue
             else:
-                made = found()
-            Manager().add(made, name)
+                candidate = loaded()
+            Manager().add(candidate, name)
         except ConfigurationError:
             continue  # it names an option that it needs, which is not a fault of the plugin
         except (Exception, SystemExit) as exc:

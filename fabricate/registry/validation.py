@@ -20,13 +20,13 @@ def check_part(kind: str, part: Any, base: type) -> None:
     own = type(part)
     if not isinstance(part.name, str) or not part.name:
         raise PluginError(f'{kind}: {own.__name__} has no name; write name: ClassVar[str] = "..." in the class')
-    known = {name: value for name, value in vars(base).items() if not name.startswith("_")}
+    attributes = {name: value for name, value in vars(base).items() if not name.startswith("_")}
     options = {field.name for field in dataclasses.fields(part)} if dataclasses.is_dataclass(part) else set()
     for cls in own.__mro__[: own.__mro__.index(base)]:
         for name, value in vars(cls).items():
-            if name in known and inspect.isfunction(known[name]) and inspect.isfunction(value):
-                _check_signature(cls, name, value, known[name])
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            if name in attributes and inspect.isfunction(attributes[name]) and inspect.isfunction(value):
+                _check_signature(cls, name, value, attributes[name])
+            near = difflib.get_close_matches(name, attributes, n=1, cutoff=0.85)
             if near and not name.startswith("_") and name not in options and not hasattr(base, name):
                 raise PluginError(f"{kind}: {cls.__name__}.{name} would never be looked at; did you mean {near[0]!r}?")
 

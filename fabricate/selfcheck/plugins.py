@@ -141,13 +141,13 @@ def _seen(found: Iterator[tuple[str, str]]) -> dict[str, str]:
 
 def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """What user classes put on a module and its children, without parameters, buffers and children, by path."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for prefix, child in module.named_modules():
         if type(child).__module__.partition(".")[0] in _LIBRARIES:
             continue
         own = {n: v for n, v in vars(child).items() if n not in _OF_EVERY_MODULE and n not in _OF_TRAIN_MODULE}
-        found |= {f"{prefix}.{n}" if prefix else n: v for n, v in own.items()}
-    return found
+        attributes |= {f"{prefix}.{n}" if prefix else n: v for n, v in own.items()}
+    return attributes
 
 
 _OF_TRAIN_MODULE = frozenset({"_trainer", "_logged", "_arguments", "_built"})

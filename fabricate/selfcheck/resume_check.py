@@ -64,7 +64,7 @@ def verify_resume(
     steps = _check_whole(whole, fits, script, at)
     if not any(folder.rglob("whole/**/checkpoints")):
         raise ConfigurationError(
-            f"{script} saves nothing: set run_dir in its Trainer; this check writes to a directory of its own instead"
+            f"{script} saves nothing: set run_dir in its Trainer. The check replaces that run_dir by a directory of its own"
         )
     killed = starts.run("killed", runs="killed", kill=True)
     marks = list(killed.glob("fit-*/killed-*"))
@@ -165,12 +165,14 @@ _Held = dict[tuple[str, str], str]
 
 
 def _held(fit: Path, moment: str) -> _Held:
-    found: _Held = {}
+    values_by_path: _Held = {}
     for file in sorted(fit.glob(f"{moment}-*.json")):
         rank = int(file.stem.rpartition("-")[2])
         for owner, values in json.loads(file.read_text())["held"].items():
-            found |= {(owner, f"{path} on rank {rank}" if rank else path): text for path, text in values.items()}
-    return found
+            values_by_path |= {
+                (owner, f"{path} on rank {rank}" if rank else path): text for path, text in values.items()
+            }
+    return values_by_path
 
 
 def _unlike(one: _Held, other: _Held, here: str, there: str) -> list[Difference]:
@@ -184,21 +186,21 @@ def _lost(whole: Path, killed: Path, resumed: Path) -> list[Difference]:
     before, again = _held(whole, "at"), _held(killed, "at")
     same = {place for place in before if before[place] == again.get(place)}
     ends = {(d.component, d.name) for d in _unlike(_held(whole, "end"), _held(resumed, "end"), "", "")}
-    found = _unlike(before, _held(resumed, "resumed"), "before the kill", "after the resume")
-    return [d for d in found if (d.component, d.name) in same & ends]
+    differences = _unlike(before, _held(resumed, "resumed"), "before the kill", "after the resume")
+    return [d for d in differences if (d.component, d.name) in same & ends]
 
 
 def _metrics(whole: Path, killed: Path) -> list[Difference]:
     """The first line of each metrics.jsonl that differs, clocks aside."""
-    found = []
+    differences = []
     for file in sorted(whole.rglob("metrics.jsonl")):
         name = file.relative_to(whole)
         one, other = (_lines(root / name) for root in (whole, killed))
         if one != other:
             number = next(n for n, pair in enumerate(zip([*one, {}], [*other, {}], strict=False)) if pair[0] != pair[1])
             pair = [lines[number] if number < len(lines) else "nothing" for lines in (one, other)]
-            found.append(Difference("metrics", f"{name}, line {number + 1}", f"{pair[0]} against {pair[1]}"))
-    return found
+            differences.append(Difference("metrics", f"{name}, line {number + 1}", f"{pair[0]} against {pair[1]}"))
+    return differences
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

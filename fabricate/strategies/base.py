@@ -1,12 +1,13 @@
 """What a strategy is: how parameters, gradients and optimizer state lie on the ranks. Abstract.
 
-The loop knows the methods below and nothing else of a strategy. A strategy is a plugin object: it may hear hooks and keep
-state. Options are the fields of a `@dataclass(eq=False)`, so that "name:option=value" and the constructor are one thing.
+The loop calls the methods below and uses nothing else of a strategy. A strategy is a plugin object: it may implement hooks and keep
+state. Options are the fields of a `@dataclass(eq=False)`, so that "name:option=value" and the constructor take the same options.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from fabricate.hooks import Listener
 from fabricate.strategies import sharding as parts
+from fabricate.strategies.quantised import quantised_weights
 from fabricate.strategies.sharding import is_sharded, is_wrapper
 
 if TYPE_CHECKING:
@@ -31,15 +33,15 @@ CAST_COPIES = "half-precision copies"
 
 
 class Strategy(Listener):
-    """Base of every strategy. Override what differs; the defaults are those of one process."""
+    """Base class of all strategies. Override the methods that differ; the defaults implement training in one process."""
 
     @dataclass(frozen=True)
     class Settled:
-        """What is settled before anything is built. None: not set, or not known."""
+        """The settings that are resolved before the model is built. None: not set, or not known."""
 
         world_size: int
         local_world_size: int
-        """The ranks on the host of this one."""
+        """The number of ranks on the host of this rank."""
         device: torch.device
         precision: Precision
         micro_batch_size: int | None
@@ -57,38 +59,41 @@ class Strategy(Listener):
     Part: TypeAlias = parts.Part
 
     name: ClassVar[str] = ""
-    """What users call it, in settings, the plan and messages. It has to be given."""
+    """The name in settings, the plan and messages. Required."""
     min_world_size: ClassVar[int] = 1
-    """The fewest processes that it runs on."""
+    """The smallest number of processes that it supports."""
     max_world_size: ClassVar[int | None] = None
-    """The most processes that it runs on; None: any number."""
+    """The largest number of processes that it supports; None: no limit."""
     exposes_gradients: ClassVar[bool] = True
     """Whether `parameter.grad` holds this rank's part of the global gradient before the update (`on_before_step` needs it)."""
     lockstep: ClassVar[bool] = False
-    """Whether a forward runs collectives, so that every rank must run each one, in evaluation too."""
+    """Whether a forward runs collectives. If so, every rank must run every forward, also in evaluation."""
     compiles: ClassVar[bool] = True
-    """Whether `Trainer(compile=...)` works: nothing of the strategy runs inside the forward of a block."""
+    """Whether `Trainer(compile=...)` is supported. That requires that no code of the strategy runs inside the forward of a block."""
     shards_parameters: ClassVar[bool] = False
-    """Whether `local_part` of a parameter is a part of it, so that the whole has to be gathered for an export. `prepare` then
-    gets what `configure_model` built still on the meta device, so that no rank ever holds all of it."""
+    """Whether a rank holds only a part of each parameter, so that an export has to gather the whole. `prepare` then gets the
+    module while it is still on the meta device, so that no rank ever holds all of it."""
     replicas_drift: ClassVar[bool] = False
-    """Whether ranks that hold the same weights may hold other values of them between updates, and meet now and then."""
+    """Whether replicas of the same weights may have different values between updates, and are synchronised only now and then."""
     divides: ClassVar[tuple[str, ...]] = ()
-    """The kinds of memory of which a rank holds a part: "parameters", "gradients", "optimizer state", "master weights"."""
+    """The kinds of memory that are divided over the ranks: "parameters", "gradients", "optimizer state", "master weights"."""
     quantised: ClassVar[tuple[str, ...]] = ()
-    """The kinds of quantised weights (`fabricate.strategies.quantised`) that a module may have beside what is trained; every rank has
-    loaded them itself, with their scales."""
+    """The kinds of quantised weights (`fabricate.strategies.quantised`) that a module may have in addition to the trained parameters.
+    Every rank has loaded these weights itself, with their scales."""
+    takes_offloaded: ClassVar[bool] = False
+    """Whether a module may have weights that lie in host memory or on disk until their layer runs, as a `device_map` places them."""
     several_optimizers: ClassVar[bool] = True
     """Whether a module may train with more than one optimizer."""
     scales_loss: ClassVar[bool] = False
-    """Whether the strategy's engine scales the loss itself where the precision needs it, and skips updates on overflow."""
+    """Whether the strategy's engine scales the loss if the precision needs it, and skips updates on overflow."""
     skips_nonfinite: ClassVar[bool] = False
-    """Whether `step` itself leaves out an update whose gradient is not finite."""
+    """Whether `step` skips an update whose gradient is not finite."""
     clips: ClassVar[str] = "fabricate"
-    """Who clips, for the plan."""
+    """The library that clips gradients, as shown in the plan."""
     distributed_types: ClassVar[tuple[str, ...]] = ("NO", *GROUPS)
-    """What `accelerator.distributed_type` may be once the Accelerator exists; anything else is an error before step 1. Without "NO" one
-    process has a process group too. "FSDP" and "DEEPSPEED": the plugin that `accelerator_arguments` gives is set."""
+    """The allowed values of `accelerator.distributed_type`, which is checked when the Accelerator exists; another value is an error
+    before step 1. If "NO" is missing, a single process opens a process group too. For "FSDP" and "DEEPSPEED",
+    `accelerator_arguments` has to return the plugin."""
 
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
         """Reasons why this strategy cannot run here, each with its remedy; empty when it can. Pure, all ranks."""
@@ -104,35 +109,37 @@ class Strategy(Listener):
             )
 
     def in_group(self, world_size: int) -> bool:
-        """Whether these ranks have a process group. One rank has one where `distributed_types` leaves out "NO". Pure."""
+        """Whether these ranks have a process group. A single rank has one only if "NO" is not in `distributed_types`. Pure."""
         return world_size > 1 or "NO" not in self.distributed_types
 
     def ranks_per_row(self, world_size: int) -> int:
-        """How many successive ranks read the same rows, because together they compute what elsewhere one rank does: a divisor of
-        `world_size`. What they count is counted once, and their dropout is the same. Pure, the same on every rank."""
+        """How many successive ranks read the same rows because they share the computation of one rank, as in tensor parallelism.
+        A divisor of `world_size`. Rows and metrics of these ranks count once, and they use the same random numbers for dropout.
+        Pure, the same on every rank."""
         return 1
 
     def asks(self) -> Mapping[str, tuple[Any, str]]:
-        """What a configuration file of the strategy sets of what belongs to the Trainer: by name the value and where it
-        stands. Names: precision, gradient_accumulation_steps, max_grad_norm, global_batch_size, batch_size (per rank).
-        What the Trainer leaves unset is adopted, two values that differ are an error. Pure."""
+        """The settings of the Trainer that the strategy's own configuration file contains: by name, the value and its place in the
+        file. Names: precision, gradient_accumulation_steps, max_grad_norm, global_batch_size, batch_size (per rank).
+        A setting that the Trainer leaves unset is adopted; if both set it to different values, that is an error. Pure."""
         return {}
 
     def settle(self, settled: Strategy.Settled) -> None:
-        """Called once before anything is built, with what came out of all settings. Raises `ConfigurationError`. Pure."""
+        """Called once before the model is built, with the resolved settings. Raises `ConfigurationError` if they cannot work. Pure."""
 
     def accelerator_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `accelerate.Accelerator(...)`: `kwargs_handlers`, and the `fsdp_plugin` or `deepspeed_plugin` that says
-        what the strategy does itself (`accelerator.state` then says FSDP or DEEPSPEED, on a CPU as well)."""
+        """Keyword arguments for `accelerate.Accelerator(...)`: `kwargs_handlers`, and the `fsdp_plugin` or `deepspeed_plugin` that
+        describes the strategy. `accelerator.state` then reports FSDP or DEEPSPEED, on a CPU as well."""
         return {}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-        """Place and wrap `root`, whose forward runs the steps of `module` (its child). All ranks, collectives allowed.
+        """Move `root` to the device and wrap it. The forward of `root` runs the steps of `module`, its child. All ranks,
+        collectives allowed.
 
         Returns the callable that the loop runs. Parameters may be replaced in place; names in `module` must stay.
-        Under `shards_parameters`, parameters and buffers of `module` may be on the meta device (some or all; the others hold
-        this rank's values, of which rank 0's count): give those memory, of a parameter only for this rank's part; their
-        values do not matter. Initial values are written afterwards through `local_part`, then `after_load` is called.
+        Under `shards_parameters`, some or all parameters and buffers of `module` may be on the meta device. Allocate memory for
+        these; for parameters only this rank's part. Their contents are overwritten afterwards through `local_part`, then
+        `after_load` is called. The other tensors hold each rank's own values; broadcast those of rank 0.
         """
         prepared: torch.nn.Module = accelerator.prepare_model(root, evaluation_mode=True)
         return prepared
@@ -140,45 +147,47 @@ class Strategy(Listener):
     def prepare_optimizers(
         self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> torch.nn.Module:
-        """Take over the optimizers of a fit. Called once, after `prepare`. Returns what the loop runs. All ranks.
+        """Prepare the optimizers of a fit. Called once, after `prepare`. Returns the callable that the loop runs. All ranks.
 
-        The objects stay the user's: their groups' options are what schedulers change and what the plan shows.
+        The user's optimizer objects stay in use: schedulers change the options of their groups, and the plan shows these options.
         """
         return model
 
     def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Called where parameters that were trainable when the fit began require no gradient from now on, or one again: between two
-        updates, gradients cleared. `model` is what the loop runs; returns what it runs from now on. All ranks, collectives allowed. Not
-        called unless `exposes_gradients`."""
+        """Called when parameters are frozen or unfrozen during a fit, between two updates, when gradients are cleared. Only
+        parameters that were trainable when the fit began can change. `model` is the callable that the loop runs; returns the one
+        that it runs from now on. Called only if `exposes_gradients`. All ranks, collectives allowed."""
         return model
 
     def reuse(self, accelerator: Accelerator, model: torch.nn.Module, root: torch.nn.Module) -> torch.nn.Module:
-        """`prepare` for a `root` that an earlier run sharded and `release` left so; `model` is what was run then."""
+        """Called instead of `prepare` if an earlier run sharded `root` and `release` left it sharded. `model` is the callable that
+        the earlier run used."""
         return model
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
-        """The run is over: give back what `prepare` took. Returns whether every rank holds whole parameters again.
-        All ranks; collectives only if `clean`, because after a failure some rank may not come here."""
+        """Undo what `prepare` did, at the end of a run. Returns whether every rank holds whole parameters again.
+        All ranks; collectives only if `clean`, because after a failure some ranks may not call this method."""
         return not self.shards_parameters
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """A context for a micro-batch whose gradients stay local (every one of a window but the last)."""
+        """A context around every micro-batch of a window except the last; gradients are not averaged over ranks inside it."""
         return contextlib.nullcontext()
 
     def after_evaluation(self, model: torch.nn.Module) -> None:
         """Called when an evaluation's forwards are done, before anything reads parameters. All ranks."""
 
     def route(self) -> int:
-        """A number below 2**62 for the layers and gradients of the window just run, the same on every rank
-        unless they went different ways; compared at each update boundary. Called before gradients are cleared; no wait."""
+        """A number below 2**62 that identifies which layers ran in the last window and which have gradients. Ranks compare it at each
+        boundary; different numbers are an error. Called before gradients are cleared; no wait."""
         return 0
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch. `loss`: 0-dim, weighted and scaled; gradients are averaged over ranks on the last one."""
+        """Run backward for one micro-batch. `loss`: 0-dim, weighted and scaled. Gradients are averaged over ranks in the last
+        micro-batch of a window."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """In which dtype gradients of dtype `gradient` are averaged over ranks; shown after the first update."""
+        """The dtype in which gradients of dtype `gradient` are averaged over ranks; shown after the first update."""
         return gradient
 
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
@@ -206,7 +215,7 @@ class Strategy(Listener):
         _multiply(_local_gradients(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     def clip_by_value(self, parameters: Sequence[torch.nn.Parameter], max_value: float) -> None:
-        """Clamp every element of the gradients to -max_value ... max_value, in place. Not called unless `exposes_gradients`."""
+        """Clamp every element of the gradients to -max_value ... max_value, in place. Called only if `exposes_gradients`."""
         import torch
 
         if grads := _local_gradients(parameters):
@@ -214,30 +223,37 @@ class Strategy(Listener):
             torch._foreach_clamp_max_(grads, max_value)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the update; False if it was left out (`scales_loss`, `skips_nonfinite`). All ranks."""
+        """Apply the update. Returns False if the update was skipped (under `scales_loss` or `skips_nonfinite`). All ranks."""
         optimizer.step()
         return True
 
     def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Forget the gradients of all `parameters` of the module, after the update or instead of it."""
+        """Clear the gradients of all `parameters` of the module, after an update or when it is skipped."""
         for parameter in parameters:
             parameter.grad = None
 
     def loss_scale_state(self) -> dict[str, Any] | None:
-        """Under `scales_loss`: the state of the loss scale, JSON, with the keys of `torch.amp.GradScaler.state_dict`."""
+        """Under `scales_loss`: the state of the loss scale, as JSON values with the keys of `torch.amp.GradScaler.state_dict`."""
         return None
 
     def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `loss_scale_state` or a `torch.amp.GradScaler` gave."""
+        """Load a state that `loss_scale_state` or the `state_dict` of a `torch.amp.GradScaler` returned."""
 
     def local_part(self, tensor: torch.Tensor) -> Part:
-        """What this rank holds of a parameter or buffer, or of something shaped like one, for initial values and checkpoints.
-        Default: a DTensor cut in dimension 0 gives its shard, one cut in dimension 1 too a share of its rows, which ranks exchange;
-        anything else is held whole by every rank. This rank alone; what is done with the part may be for all ranks."""
+        """The part that this rank holds of a parameter, a buffer or a tensor of the same shape, for initial values and checkpoints.
+        Default: for a DTensor sharded in dimension 0, this rank's shard. For one that is sharded in dimension 1 too, a share of its
+        rows, for which ranks exchange values. For any other tensor, the whole. May be called by one rank alone; `values` and
+        `write` of the returned part may need all ranks."""
         return parts.part_of(tensor)
 
+    def numbers_of_weights(self, module: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
+        """By parameter, how many weights it stands for: those of the whole where ranks hold shards, and of quantised weights those of the
+        layer, not of the codes, of which two may lie in a byte. This rank alone."""
+        shapes = {each.weight: each.shape for each in quantised_weights(module).values()}
+        return {p: math.prod(shapes.get(p) or self.local_part(p).shape) for p in module.parameters()}
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a parameter or buffer, in the dtype in which it is trained. All ranks."""
+        """The whole tensor of a parameter or buffer, in the dtype in which it is trained. All ranks."""
         whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
         return whole.detach()
 
@@ -246,8 +262,8 @@ class Strategy(Listener):
         return [list(group["params"]) for group in optimizer.param_groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """What `optimizer` keeps for `parameter`, by key: a `Part` of what is shaped like the parameter, else the value; so is a tensor
-        that is made of others, whatever its shape."""
+        """The state of `optimizer` for `parameter`, by key: a `Part` if it is a tensor of the parameter's shape, else the value. A
+        tensor subclass that consists of several tensors is always returned as a value."""
         import torch
 
         return {
@@ -261,12 +277,12 @@ class Strategy(Listener):
     def restore_optimizer_state(
         self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> dict[str, Part]:
-        """Put into `optimizer` what a checkpoint holds for `parameter`. `state`: by key a value, or the dtype of what is shaped
-        like the parameter; the parts of these, uninitialised, are returned for the caller to fill."""
+        """Load the state of `parameter` from a checkpoint into `optimizer`. `state` has, by key, a value, or a dtype if the state is a
+        tensor of the parameter's shape. For each dtype, allocate the tensor and return its part; the caller fills it."""
         import torch
 
         own = {
-            key: torch.empty_like(parameter, dtype=value, requires_grad=False) if type(value) is torch.dtype else value
+            key: _uninitialised(optimizer, parameter, value) if type(value) is torch.dtype else value
             for key, value in state.items()
         }
         if own:
@@ -275,37 +291,38 @@ class Strategy(Listener):
 
     @staticmethod
     def broadcast(tensor: torch.Tensor) -> None:
-        """Give every rank rank 0's values of `tensor`, in place, whatever its dtype and layout. All ranks."""
+        """Copy rank 0's values of `tensor` to every rank, in place, for any dtype and layout. All ranks."""
         parts.broadcast(tensor)
 
     def after_load(self) -> None:
-        """Called when parts of parameters or of optimizer state were filled: initial values, a checkpoint, a plugin that changed
-        weights. All ranks."""
+        """Called after parts of parameters or of optimizer state were written: initial values, a checkpoint, or weights that a
+        plugin changed. All ranks."""
 
     def during_hook(self, hook: str) -> AbstractContextManager[object] | None:
-        """A context for each listener of the event `hook` while it runs, for a strategy that has to know which parameters a
-        listener uses, so that what it changes counts; None where the module's parameters are what is trained."""
+        """A context around each listener of the event `hook`, for a strategy that keeps the trained values outside of the module's
+        parameters: it has to find out which parameters a listener uses, so that changes to them are kept. None if the module's
+        parameters are the trained ones."""
         return None
 
     def keeps_written(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether what a step, as opposed to a hook, writes into `parameter` stays. It does not where steps compute with a copy: a fit
-        refuses it then, as far as its first update shows it."""
+        """Whether a value that `training_step` writes into `parameter` is kept. It is lost if steps compute with a copy of the
+        parameter; a fit that writes in its first update is then an error. (For writes in hooks see `during_hook`.)"""
         return True
 
     def changing(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[object]:
-        """A context in which code outside of a step may read and change `parameters`, element by element and on every rank alike;
-        what it changes counts. Under a strategy that keeps them empty between steps they are whole inside. All ranks."""
+        """A context in which code outside of a step may read and change `parameters`. Changes have to be element by element and the
+        same on every rank; they are kept. If the strategy keeps parameters empty between steps, they are whole inside. All ranks."""
         return contextlib.nullcontext()
 
     def communication_seconds(self, model: torch.nn.Module) -> float | None:
-        """Seconds per update in which this rank did nothing but communicate, as last measured; None where it is not known.
-        `model` comes from `prepare`. Called at log boundaries; must not wait for the device."""
+        """Seconds per update in which this rank only communicated, as last measured; None if unknown. `model` is the return value of
+        `prepare`. Called at log boundaries; no wait."""
         return None
 
     @staticmethod
     def blocks(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-        """What repeats in `module`, with names: the blocks that transformers models inside name, else the children of every
-        `ModuleList` that hold parameters. Some may lie inside others."""
+        """The repeated blocks of `module`, with their names. If it contains transformers models, the blocks that these declare; else
+        the children of every `ModuleList` that have parameters. A block may contain other blocks."""
         import torch
 
         named = {n for m in module.modules() for n in getattr(m, "_no_split_modules", None) or ()}
@@ -321,14 +338,25 @@ class Strategy(Listener):
         return [(n, m) for n, m in module.named_modules() if id(m) in listed]
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
-        """Bytes that one rank holds of each kind of `whole`, for the plan; what the strategy needs in addition, under names of its
-        own. What lies in host memory although there is a device has a name that begins with "host ". `module` may be on the
-        meta device or sharded already. Pure. Default: the kinds in `divides` are divided, the others replicated."""
+        """Bytes on one rank, by kind of memory, for the plan. `whole`: the bytes of each kind without sharding. A strategy may add
+        kinds for the memory that it needs itself. If there is a device, the name of a kind in host memory begins with "host ".
+        `module` may be on the meta device or already sharded. Pure. Default: the kinds in `divides` are divided by
+        `world_size`, the others are replicated."""
         return {kind: -(-count // world_size) if kind in self.divides else count for kind, count in whole.items()}
 
     def describe(self) -> dict[str, str]:
-        """Lines for the plan, by topic ("unused parameters": "looked for")."""
+        """Lines for the plan, by topic, such as {"unused parameters": "looked for"}."""
         return {}
+
+
+def _uninitialised(optimizer: Any, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """State shaped like `parameter`. A paged optimizer of bitsandbytes allocates it, as in its first step: on a GPU in paged memory."""
+    import torch
+
+    if getattr(optimizer, "is_paged", False):
+        buffer: torch.Tensor = optimizer.get_state_buffer(parameter, dtype=dtype)
+        return buffer
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:

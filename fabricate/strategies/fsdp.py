@@ -82,7 +82,7 @@ class FSDP(Strategy):
             )
         if self.tp < 1:
             raise ConfigurationError(
-                f"fsdp: tp={self.tp!r}: give the number of ranks that divide a layer, 2 or more, or leave it out"
+                f"fsdp: tp={self.tp!r}: give the number of ranks that each layer is split over, 2 or more, or leave tp out"
             )
         if self.activation_checkpointing and self.wrap == "none":
             raise ConfigurationError(
@@ -157,16 +157,16 @@ class FSDP(Strategy):
         place = "host " if self.offload else ""
         whole = dict(whole)
         copies, scales = whole.pop(CAST_COPIES, 0), whole.pop(SCALES, 0)
-        found = {f"{place}{kind}": -(-count * part // (every or 1)) for kind, count in whole.items()}
+        sizes = {f"{place}{kind}": -(-count * part // (every or 1)) for kind, count in whole.items()}
         if copies and self._gathered in (None, "fp32"):  # kept for backward, and not FSDP's to free
-            found[CAST_COPIES] = copies
+            sizes[CAST_COPIES] = copies
         if scales:
-            found[SCALES] = scales
-        found["gathered"] = self._gathered_bytes(module, cuts)
+            sizes[SCALES] = scales
+        sizes["gathered"] = self._gathered_bytes(module, cuts)
         if self.accumulate == "whole" and self._accumulation > 1 and "gradients" in whole:
             here = sum(self._bytes(p, cuts, p.element_size()) for p in parameters)
-            found["whole gradients"] = whole["gradients"] * here // (every or 1)
-        return found
+            sizes["whole gradients"] = whole["gradients"] * here // (every or 1)
+        return sizes
 
     def _bytes(self, parameter: torch.nn.Parameter, cuts: Mapping[int, int], width: int) -> int:
         """Of what tensor parallelism leaves a rank of `parameter`, at `width` bytes an element. `cuts`: dimensions by id."""
@@ -302,14 +302,14 @@ class FSDP(Strategy):
             every = _mesh(self._device.type, (*sizes, self.tp), (*names, "tp"))
             mesh, self._ways = every[names], every["tp"]
         self._over = mesh["shards"]
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "mesh": mesh["shards"] if copies == 1 else mesh,
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": self._dtypes(self._gathered),
         }
         if self.offload:
-            found["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
-        return found
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
+        return options
 
     def _dtypes(self, gathered: str | None) -> Any:
         """FSDP's policy for parameters that are gathered in `gathered`."""
@@ -560,10 +560,10 @@ def _mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> A
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    known = _meshes.setdefault(torch.distributed.group.WORLD, {})
-    if (device_type, sizes, names) not in known:
-        known[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    return known[device_type, sizes, names]
+    meshes = _meshes.setdefault(torch.distributed.group.WORLD, {})
+    if (device_type, sizes, names) not in meshes:
+        meshes[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return meshes[device_type, sizes, names]
 
 
 def _refuse_hooks(module: torch.nn.Module) -> None:

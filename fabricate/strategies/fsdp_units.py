@@ -21,10 +21,10 @@ def read_size(wrap: str) -> int | None:
     """The number of parameters in "size:100M"; None for another way to choose units."""
     if not wrap.startswith("size:"):
         return None
-    found = _SIZE.fullmatch(wrap)
-    if found is None or not float(found[1]):
+    match = _SIZE.fullmatch(wrap)
+    if match is None or not float(match[1]):
         raise ConfigurationError(f"fsdp: wrap={wrap!r}: give a number of parameters, for instance size:100M")
-    return int(float(found[1]) * _FACTORS[found[2]])
+    return int(float(match[1]) * _FACTORS[match[2]])
 
 
 def select(module: torch.nn.Module, wrap: str) -> Units:
@@ -40,10 +40,10 @@ def select(module: torch.nn.Module, wrap: str) -> Units:
 
 def sizes(module: torch.nn.Module, units: list[str], size: Callable[[torch.nn.Parameter], int]) -> dict[str, int]:
     """The sum of `size` over the parameters of each unit, without those of units inside it; "" is the rest."""
-    found = dict.fromkeys(["", *units], 0)
+    bytes_of = dict.fromkeys(["", *units], 0)
     for name, parameter in module.named_parameters():
-        found[_home(name, units)] += size(parameter)
-    return found
+        bytes_of[_home(name, units)] += size(parameter)
+    return bytes_of
 
 
 def _home(parameter: str, units: list[str]) -> str:
@@ -72,14 +72,14 @@ def _blocks(module: torch.nn.Module) -> Units:
 
 def _named(module: torch.nn.Module, wrap: str) -> Units:
     wanted = set(wrap.split("+"))
-    found = [(n, m) for n, m in _below(module) if _kind(m) in wanted]
-    missing = wanted - {_kind(m) for _, m in found}
+    matching = [(n, m) for n, m in _below(module) if _kind(m) in wanted]
+    missing = wanted - {_kind(m) for _, m in matching}
     if missing:
         present = sorted({_kind(m) for _, m in _below(module)})
         raise ConfigurationError(
             f"fsdp: wrap={wrap!r}: the module has no {', '.join(sorted(missing))}; it has {', '.join(present)}"
         )
-    return found[::-1]
+    return matching[::-1]
 
 
 def _of_size(module: torch.nn.Module, size: int) -> Units:
@@ -144,7 +144,7 @@ def check_dtypes(module: torch.nn.Module, groups: Iterable[torch.nn.Module]) -> 
 
 def refuse_sparse(module: torch.nn.Module) -> None:
     """Refuse layers whose gradients are sparse: FSDP sums dense ones."""
-    if found := sparse_layers(module):
+    if sparse := sparse_layers(module):
         raise ConfigurationError(
-            f"strategy='fsdp' cannot add up sparse gradients, those of {', '.join(found)}: set sparse=False there, or use strategy='ddp'"
+            f"strategy='fsdp' cannot add up sparse gradients, those of {', '.join(sparse)}: set sparse=False there, or use strategy='ddp'"
         )

@@ -17,8 +17,6 @@ from fabricate.strategies.sharding import inner_tensors, is_sharded, is_wrapper
 if TYPE_CHECKING:
     import torch
 
-    from fabricate.strategies.base import Strategy
-
 SCALES = "scales of quantised weights"
 """The kind of memory that lies whole on every rank, also where the weights themselves are in shards."""
 FOUR_BIT, EIGHT_BIT, TORCHAO = "bitsandbytes 4-bit", "bitsandbytes 8-bit", "torchao"
@@ -49,8 +47,8 @@ class Quantised:
 def quantised_weights(module: torch.nn.Module) -> dict[str, Quantised]:
     """The quantised weights of `module`, by the names of its parameters."""
     homes = {id(p): layer for layer in module.modules() for p in layer._parameters.values() if p is not None}
-    found = ((name, _quantised(homes[id(p)], p)) for name, p in module.named_parameters() if not p.requires_grad)
-    return {name: each for name, each in found if each is not None}
+    weights = ((name, _quantised(homes[id(p)], p)) for name, p in module.named_parameters() if not p.requires_grad)
+    return {name: each for name, each in weights if each is not None}
 
 
 def _quantised(layer: Any, weight: torch.nn.Parameter) -> Quantised | None:
@@ -93,16 +91,16 @@ def _of_state(state: Any) -> Iterator[torch.Tensor]:
         yield from (state.offset, state.state2.absmax, state.state2.code)
 
 
-def refuse_quantised(module: torch.nn.Module, strategy: Strategy) -> None:
-    """`ConfigurationError` for quantised weights that `strategy` does not take, and for those that cannot be trained over."""
+def refuse_quantised(module: torch.nn.Module, strategy: str, taken: tuple[str, ...]) -> None:
+    """`ConfigurationError` for quantised weights of other kinds than `strategy` has `taken`, and for those that cannot be trained over."""
     weights = quantised_weights(module)
     for kind in dict.fromkeys(each.kind for each in weights.values()):
-        if kind not in strategy.quantised:
+        if kind not in taken:
             names = [name for name, each in weights.items() if each.kind == kind]
             more = f" and {len(names) - 1} more" if names[1:] else ""
-            takes = f"takes those of {' and '.join(strategy.quantised)} alone" if strategy.quantised else "takes none"
+            takes = f"takes those of {' and '.join(taken)} alone" if taken else "takes none"
             raise ConfigurationError(
-                f"strategy={strategy.name!r} {takes}, and {names[0]}{more} are quantised by {kind}; use strategy='ddp', under which every "
+                f"strategy={strategy!r} {takes}, and {names[0]}{more} are quantised by {kind}; use strategy='ddp', under which every "
                 "rank has a copy, or another quantisation"
             )
     packed = [name for name, each in weights.items() if _is_packed(each)]

@@ -21,17 +21,17 @@ class Part:
     """What this rank holds of a logical tensor: a range of its elements in row-major order."""
 
     memory: torch.Tensor
-    """This rank's memory of the tensor, of any shape, detached. What is computed element by element is computed here."""
+    """The detached tensor in which this rank holds its elements, of any shape. Use it for element-wise computation."""
     start: int
-    """Where the range begins."""
+    """The index of the first element of the range in the whole tensor, flattened."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     replicated: bool
-    """Whether every rank holds the whole."""
+    """Whether every rank holds the whole tensor."""
     copy: int
-    """Of the ranks that hold this range (all of them where it is replicated), which one this is."""
+    """The index of this rank among the ranks that hold the same range (all ranks if `replicated`)."""
     copies: int
-    """How many they are."""
+    """The number of ranks that hold the same range."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """The dtype of the elements."""
         return self.memory.dtype
 
     @property
@@ -58,24 +58,25 @@ class Part:
 
     @property
     def in_place(self) -> bool:
-        """Whether `values` is `memory`, so that nothing is exchanged."""
+        """Whether `values` is `memory` itself; then reading and writing need no communication."""
         return True
 
     @property
     def values(self) -> torch.Tensor:
-        """The elements of the range, in any shape. Unless `in_place`: a copy, made once. All ranks, in the same order."""
+        """The elements of the range, in any shape. If not `in_place`: a copy, which is created once, by all ranks together."""
         return self.memory
 
     def write(self, values: torch.Tensor) -> None:
-        """Make `values`, of any shape, dtype and device, the elements of the range. Unless `in_place`: all ranks, in the same
-        order. Call `Strategy.after_load` when all is written."""
+        """Write `values`, of any shape, dtype and device, to the elements of the range. If not `in_place`: all ranks. Call
+        `Strategy.after_load` after the last write."""
         import torch
 
         with torch.no_grad():
             self.memory.copy_(values.reshape(self.memory.shape))
 
     def over(self, memory: torch.Tensor) -> Part:
-        """The same place in another tensor of the same whole shape; `memory`: this rank's, shaped like that of this part."""
+        """The same range of another tensor whose whole has the same shape. `memory`: this rank's memory of that tensor, shaped like
+        the memory of this part."""
         return Part(memory, self.start, self.shape, self.replicated, self.copy, self.copies)
 
 

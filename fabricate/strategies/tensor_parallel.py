@@ -62,13 +62,13 @@ class Division:
 
     def cuts(self, module: torch.nn.Module) -> dict[int, int]:
         """By id of each parameter of `module` that is cut, the dimension. `module`: cut already, or not."""
-        found = {}
+        by_parameter = {}
         for name, style in self.layers.items():
             layer: Any = module.get_submodule(name)
-            found[id(layer.weight)] = style.dimension
+            by_parameter[id(layer.weight)] = style.dimension
             if style.dimension == 0 and getattr(layer, "bias", None) is not None:
-                found[id(layer.bias)] = 0
-        return found
+                by_parameter[id(layer.bias)] = 0
+        return by_parameter
 
     def apply(self, module: torch.nn.Module, mesh: DeviceMesh) -> None:
         """Cut the layers of `module` over the ranks of `mesh`. Values that are there are the same on all of them. Parameters
@@ -136,11 +136,11 @@ def division(module: torch.nn.Module, ways: int) -> Division:
 def _planned(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The outermost models inside `module` that have a plan, each with what its names begin with. A model's plan holds those of
     its parts."""
-    found: list[str] = []
+    planned: list[str] = []
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
-        if isinstance(plan := getattr(child, "tp_plan", None), dict) and plan and not prefix.startswith(tuple(found)):
-            found.append(prefix)
+        if isinstance(plan := getattr(child, "tp_plan", None), dict) and plan and not prefix.startswith(tuple(planned)):
+            planned.append(prefix)
             yield prefix, child
 
 
@@ -188,9 +188,9 @@ def _uneven(layer: Any, style: Style, ways: int) -> str:
 
 
 def _other(ways: int, name: str, why: str) -> ConfigurationError:
-    known = ", ".join(STYLES)
+    styles = ", ".join(STYLES)
     return ConfigurationError(
-        f"fsdp: tp={ways}: {name} cannot be divided: {why}; what is divided are torch's Linear and Embedding in the styles {known}. Use "
+        f"fsdp: tp={ways}: {name} cannot be divided: {why}; what is divided are torch's Linear and Embedding in the styles {styles}. Use "
         "strategy='fsdp' without tp, or give the model another tp_plan"
     )
 
@@ -200,7 +200,7 @@ def _tied(module: torch.nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {address: found for address, found in names.items() if len(found) > 1}
+    return {address: sharing for address, sharing in names.items() if len(sharing) > 1}
 
 
 def _shared(owner: str, owners: Sequence[str], between: str) -> str:

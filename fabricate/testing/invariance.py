@@ -64,14 +64,14 @@ def check_invariance(
     done = subprocess.run([*command, os.fspath(script), "--", *arguments], capture_output=True, text=True)
     if done.returncode not in (0, 1) or not done.stdout:
         raise FabricateError(done.stderr.strip().removeprefix("error: "))
-    found: dict[str, Any] = json.loads(done.stdout)
-    if found["largest"] > tolerance:
-        worst = max(found["splits"], key=lambda split: max(split["loss"], split["weights"]))
+    report: dict[str, Any] = json.loads(done.stdout)
+    if report["largest"] > tolerance:
+        worst = max(report["splits"], key=lambda split: max(split["loss"], split["weights"]))
         split = " x ".join(str(worst[name]) for name in ("world_size", "micro_batch", "accumulation"))
         raise KitFailure(
             f"{os.fspath(script)}: split as {split} (ranks x micro-batch x accumulation), losses differ by {worst['loss']:.1e} and "
             f"weights by {worst['weights']:.1e} ({worst['tensor']}) from one process that takes the batch of {global_batch_size} whole; "
             f"expected at most {tolerance:.0e}. If training_step returns a mean over something other than rows, return its weight too: "
-            "{'loss': loss, 'weight': number}. " + " ".join(found["notes"])
+            "{'loss': loss, 'weight': number}. " + " ".join(report["notes"])
         )
-    return found
+    return report

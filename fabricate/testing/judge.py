@@ -258,8 +258,8 @@ def _apart(ranks: list[list[dict[str, str]]]) -> str:
         first: dict[str, tuple[int, str]] = {}
         for rank, digests in enumerate(held):
             for elements, digest in digests.items():
-                other, known = first.setdefault(elements, (rank, digest))
-                if known != digest:
+                other, first_digest = first.setdefault(elements, (rank, digest))
+                if first_digest != digest:
                     return f"update {moment} ranks {other} and {rank} hold other values of {elements}"
     return ""
 
@@ -328,14 +328,14 @@ def judge_failing_rank(report: Report, fit: Fit, world_size: int, timeout: float
     try:
         run_ranks(run_fits, world_size, [replace(fit, failing_rank=last)], timeout=timeout)
     except RankError as exc:
-        found = str(exc)
+        outcome = str(exc)
     else:
-        found = "every rank finished as if nothing had happened"
+        outcome = "every rank finished as if nothing had happened"
     report.expect(
-        f"rank {last} raised ValueError: {BOOM}" in found,
+        f"rank {last} raised ValueError: {BOOM}" in outcome,
         f"a failing rank, {world_size} rank{'s' * (world_size > 1)}",
         f"an exception in on_step on rank {last} leaves Trainer.fit there and ends the job",
-        found.partition("\n--- ")[0].strip(),
+        outcome.partition("\n--- ")[0].strip(),
         "swallow no exception in a wrapper, and run no collective in on_exception, on_teardown or a finally",
     )
 
@@ -350,11 +350,11 @@ def judge_dtype(report: Report, where: str, trace: Trace) -> None:
         f"the output of a Linear in training_step is {trace.observed}",
         "declare the dtype that forward_context() gives, or enter the context that gives it",
     )
-    told = _PRECISE.get(trace.mixed_precision, trace.observed)
+    expected = _PRECISE.get(trace.mixed_precision, trace.observed)
     report.expect(
-        trace.observed == told,
+        trace.observed == expected,
         f"compute dtype: {where}",
-        f"layers compute in {told}, as Accelerate is told (mixed_precision={trace.mixed_precision!r})",
+        f"layers compute in {expected}, as Accelerate is told (mixed_precision={trace.mixed_precision!r})",
         f"the output of a Linear in training_step is {trace.observed}",
         "return the context in forward_context(), or set mixed_precision = 'no'",
     )
@@ -377,12 +377,12 @@ def judge_names(report: Report, where: str, run_dir: Path, case: Case, remedy: s
     """The names of the model's tensors in the newest checkpoint against those of the plain module."""
     plain = {f"model/{name}" for name in case.module().state_dict()}
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    found = {name for name in read_checkpoint(newest) if name.startswith("model/")}
+    names = {name for name in read_checkpoint(newest) if name.startswith("model/")}
     report.expect(
-        found == plain,
+        names == plain,
         f"checkpoint names: {where}",
         "the tensors in a checkpoint are named as in the plain module, so that any strategy loads them",
-        f"missing {_some(sorted(plain - found)) or 'none'}; unknown {_some(sorted(found - plain)) or 'none'}",
+        f"missing {_some(sorted(plain - names)) or 'none'}; unknown {_some(sorted(names - plain)) or 'none'}",
         remedy,
     )
 
@@ -395,19 +395,19 @@ def judge_neutral(report: Report, where: str, ranks: Ranks) -> None:
     )
     for rank, (without, with_it, _) in enumerate(ranks):
         expected = "losses, weights, metrics and random generators bitwise as without it"
-        found = ""
+        difference = ""
         for step, (before, after) in enumerate(zip(without.steps, with_it.steps, strict=False), 1):
             changed = [
                 what for what, a, b in zip(("weights", "random generators"), before, after, strict=True) if a != b
             ]
             if changed:
-                found = f"other {' and '.join(changed)} on rank {rank}, first after step {step}"
+                difference = f"other {' and '.join(changed)} on rank {rank}, first after step {step}"
                 break
-        if not found and len(without.steps) != len(with_it.steps):
-            found = f"{len(with_it.steps)} updates instead of {len(without.steps)} ({with_it.stop_reason})"
-        if not found and (without.losses, without.metrics) != (with_it.losses, with_it.metrics):
-            found = f"other losses or metrics on rank {rank}: {with_it.metrics} instead of {without.metrics}"
-        if not report.expect(not found, f"neutrality: {where}", expected, found, remedy):
+        if not difference and len(without.steps) != len(with_it.steps):
+            difference = f"{len(with_it.steps)} updates instead of {len(without.steps)} ({with_it.stop_reason})"
+        if not difference and (without.losses, without.metrics) != (with_it.losses, with_it.metrics):
+            difference = f"other losses or metrics on rank {rank}: {with_it.metrics} instead of {without.metrics}"
+        if not report.expect(not difference, f"neutrality: {where}", expected, difference, remedy):
             return
 
 

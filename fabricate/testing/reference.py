@@ -189,10 +189,10 @@ def by_hand(case: Case) -> Trace:
     with torch.random.fork_rng(devices=[]):
         module, data = case.module(), case.data()
     environment = dict(os.environ)
-    made = module.configure_optimizers()
+    answer = module.configure_optimizers()
     os.environ.clear()  # torch sets variables of its compiler when a process builds its first optimizer
     os.environ.update(environment)
-    optimizers: Mapping[str, torch.optim.Optimizer] = made if case.several else {"": made}
+    optimizers: Mapping[str, torch.optim.Optimizer] = answer if case.several else {"": answer}
     starts = range(0, len(data), case.global_batch)
     windows = [[t[start : start + case.global_batch] for t in data.tensors] for start in starts]
     for step in range(case.steps):

@@ -48,11 +48,11 @@ def found_size(
     shows = launch.rank == 0
     trials = Trials(launch, timedelta(seconds=settings.timeout.seconds))
     smallest = replace(loading, batch_size=1)
-    known = trials.ask(lambda: facts(smallest)) or facts(smallest)  # which raises here what it raised there
-    if known["found_before"] is not None:
-        size, found = known["found_before"]
+    first_facts = trials.ask(lambda: facts(smallest)) or facts(smallest)  # which raises here what it raised there
+    if first_facts["found_before"] is not None:
+        size, found = first_facts["found_before"]
         return replace(loading, batch_size=size, found=found)
-    _check_device(known)
+    _check_device(first_facts)
 
     def fits(size: int) -> bool:
         fitted = trials.fits(lambda: fit(_until(settings, finder.steps_per_trial), replace(loading, batch_size=size)))
@@ -62,7 +62,7 @@ def found_size(
 
     print("BatchSizeFinder tries" if shows else "", end="", flush=True)
     try:
-        size = finder.search(sizes(known["readers"], known["rows"], known["global_batch_size"]), fits)
+        size = finder.search(sizes(first_facts["readers"], first_facts["rows"], first_facts["global_batch_size"]), fits)
     finally:
         print("\n" if shows else "", end="", flush=True)
     return replace(loading, batch_size=size, found=finder.described())
@@ -78,20 +78,20 @@ def facts_of(
 ) -> dict[str, Any]:
     """What decides which sizes are possible, as JSON values. `reuse`: whether to look for the size of the run before in `run_dir`. Called
     in a forked process, because looking for a device may use it."""
-    found = resolve(settings, module)
-    data = open_data(settings, found, train, val, loading)
+    resolved = resolve(settings, module)
+    data = open_data(settings, resolved, train, val, loading)
     assert data.train is not None
     identity = {
-        "world_size": found.launch.world_size,
-        "strategy": found.strategy.name,
-        "precision": found.precision.name,
-        "device": str(found.device),
+        "world_size": resolved.launch.world_size,
+        "strategy": resolved.strategy.name,
+        "precision": resolved.precision.name,
+        "device": str(resolved.device),
     }
     return {
-        "readers": reader(found)[1],
+        "readers": reader(resolved)[1],
         "rows": data.train.num_units,
-        "global_batch_size": found.global_batch_size[0] if found.global_batch_size else None,
-        "device_source": found.device_source,
+        "global_batch_size": resolved.global_batch_size[0] if resolved.global_batch_size else None,
+        "device_source": resolved.device_source,
         "found_before": _found_before(settings.run_dir, identity) if reuse else None,
     }
 
@@ -112,8 +112,9 @@ def _check_device(facts: dict[str, Any]) -> None:
     """A GPU that a forked process does not see would be left out of the trials without a word."""
     if facts["device_source"] == "no accelerator here" and torch.cuda.device_count():
         raise ConfigurationError(
-            "a batch size cannot be tried in a forked process: it does not see the GPUs, because this process asked for them before "
-            "(torch.cuda.is_available(), say); set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python starts, or give a number, batch_size=16"
+            "a batch size cannot be tried in a forked process: this process has already queried the GPUs (torch.cuda.is_available(), for "
+            "example), and a process that is forked after that does not see them; set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python "
+            "starts, or give a number, batch_size=16"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fabricate.checkpoint.state.logical import optimizer_groups
 from fabricate.data.batches import Window
 from fabricate.metrics.reduction import Metrics
 from fabricate.module import refusing_logs
@@ -153,5 +154,9 @@ def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:
         compare_now_and_then(run)
     if wanted.log or wanted.save or ends:
         check_trained(run)
+    if ends or last:
+        optimizer_groups(
+            run.module, run.optim.optimizers, run.engine.strategy
+        )  # an error where a hook replaced a parameter
     if ends:
         check_weights(run)

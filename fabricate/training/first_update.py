@@ -58,7 +58,7 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _is_compiled(module: torch.nn.Module) -> bool:
     """By `Trainer(compile=)`, which gives it a forward of its own, or by the user."""
     by_torch = getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-    return by_torch or "forward" in vars(module)
+    return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))  # Accelerate's loads weights
 
 
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
@@ -148,6 +148,12 @@ class FirstUpdate:
             run.journal.note(
                 f"precision={precision.name!r} computes in {precision.compute_dtype}, and no layer answered in it: is autocast off in the "
                 "module, or does it convert to another dtype?"
+            )
+        if run.engine.moment.detached:
+            run.journal.note(
+                "training_step calls gather or reduce of trainer.accelerator with a tensor that requires a gradient, and what they "
+                "return has none, as in Accelerate. For a loss over the rows of all ranks use torch.distributed.nn.functional."
+                "all_gather, and drop_last=True; for a value to look at, self.log, or detach() before the call"
             )
         if run.engine.strategy.exposes_gradients:
             self._without_gradient = {n: p for n, p in trainable.items() if p.grad is None}

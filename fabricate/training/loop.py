@@ -328,7 +328,7 @@ def _same_on_all_ranks(run: Run, windows: Iterable[Window]) -> Iterator[Window]:
         if any(most != -least for most, least in zip(largest[:3], largest[3:], strict=True)):
             everyone = run.engine.gather_json(mine)
             raise ConfigurationError(
-                f"train differs between ranks at step {run.progress.step + 1} (micro-batches, rows, last window, by rank): {everyone}; "
-                "every rank has to iterate over the same data, which fabricate splits"
+                f"train: the training data differs between ranks at step {run.progress.step + 1}; micro-batches, rows, and whether the "
+                f"window is the last, of each rank: {everyone}. Every rank has to iterate over the same data, which fabricate splits"
             )
         yield window

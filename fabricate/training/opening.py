@@ -90,19 +90,21 @@ class Defaults:
             run.now.evaluated.join()
 
 
-def register(found: Resolved, module: TrainModule, *, bar: bool | Sequence[str]) -> Manager:
+def register(resolved: Resolved, module: TrainModule, *, bar: bool | Sequence[str]) -> Manager:
     """The plugins of this run, in the order in which they are heard."""
-    manager = found.registry.manager
+    manager = resolved.registry.manager
     if bar is not False:  # on every rank, so that all hear the same hooks; it shows on rank 0
         manager.add(progress_bar(() if bar is True else bar), "progress_bar")
-    parts = [(f"{kind}/{choice.chosen.name}", choice.chosen, choice.origin) for kind, choice in found.choices.items()]
-    return found.registry.activate([*parts, ("module", module, Origin()), (PROJECT, Defaults(), Origin())])
+    parts = [
+        (f"{kind}/{choice.chosen.name}", choice.chosen, choice.origin) for kind, choice in resolved.choices.items()
+    ]
+    return resolved.registry.activate([*parts, ("module", module, Origin()), (PROJECT, Defaults(), Origin())])
 
 
 @contextlib.contextmanager
 def opened(
     trainer: Owner,
-    found: Resolved,
+    resolved: Resolved,
     module: TrainModule,
     stages: Sequence[str],
     data: Data,
@@ -122,12 +124,12 @@ def opened(
             f"{type(module).__name__} is in the run of another Trainer, which has it prepared and collects what it logs: pass "
             "copy.deepcopy(module). Sets that a fit is to measure go into its val=, a mapping of names; trainer.request_eval() asks for it"
         )
-    settle(trainer.settings, found, data)
+    settle(trainer.settings, resolved, data)
     with contextlib.ExitStack() as stack:
         _hold_process(stack)
-        run_dir, engine = _open_engine(stack, trainer.settings, found, data, make_engine, training="train" in stages)
-        seed = _agree_on_seed(engine, found, data)
-        run = _assemble(trainer, found, module, data, engine, run_dir, stack, began)
+        run_dir, engine = _open_engine(stack, trainer.settings, resolved, data, make_engine, training="train" in stages)
+        seed = _agree_on_seed(engine, resolved, data)
+        run = _assemble(trainer, resolved, module, data, engine, run_dir, stack, began)
         trainer._run = run
         object.__setattr__(module, "_trainer", trainer)
         module._no_log = ""
@@ -159,7 +161,7 @@ def _hold_process(stack: contextlib.ExitStack) -> None:
 def _open_engine(
     stack: contextlib.ExitStack,
     settings: Settings,
-    found: Resolved,
+    resolved: Resolved,
     data: Data,
     make_engine: Callable[..., Engine],
     *,
@@ -167,18 +169,18 @@ def _open_engine(
 ) -> tuple[Path | None, Engine]:
     """Set the process up for the run and open the engine; `stack` undoes both. Also where the run writes. All ranks."""
     training = data.train is not None
-    notes = _set_process_up(stack, settings, found, training=training)
+    notes = _set_process_up(stack, settings, resolved, training=training)
     run_dir = settings.run_dir if training else None
     if settings.fast_dev_run and training:
-        run_dir = Path(stack.enter_context(_trial_directory(settings.run_dir, found.launch)))
-    trackers = check_trackers(settings.trackers, found.registry.tracker) if training else []
+        run_dir = Path(stack.enter_context(_trial_directory(settings.run_dir, resolved.launch)))
+    trackers = check_trackers(settings.trackers, resolved.registry.tracker) if training else []
     if run_dir is None and any(map(needs_directory, trackers)):
         raise ConfigurationError(f"trackers={list(settings.trackers)} need a place to write; set run_dir=")
     engine = make_engine(
-        found.launch,
-        found.strategy,
-        found.precision,
-        found.device,
+        resolved.launch,
+        resolved.strategy,
+        resolved.precision,
+        resolved.device,
         log_with=trackers,
         logging_dir=str(run_dir / "trackers") if trackers and run_dir is not None else None,
         timeout=datetime.timedelta(seconds=settings.timeout.seconds),
@@ -202,32 +204,34 @@ def _trial_directory(run_dir: Path | None, launch: Launch) -> tempfile.Temporary
     return tempfile.TemporaryDirectory(prefix="fabricate-dev-", dir=beside)
 
 
-def _set_process_up(stack: contextlib.ExitStack, settings: Settings, found: Resolved, *, training: bool) -> list[str]:
+def _set_process_up(
+    stack: contextlib.ExitStack, settings: Settings, resolved: Resolved, *, training: bool
+) -> list[str]:
     """Seed the generators, and set what of torch is the process's; `stack` undoes both. Notes for the plan."""
     stack.enter_context(environment_restored())
-    if settings.seed is not None or found.launch.world_size > 1:  # else a search would draw the same after every fit
+    if settings.seed is not None or resolved.launch.world_size > 1:  # else a search would draw the same after every fit
         stack.callback(set_rng_state, rng_state())
     if settings.seed is not None:
         seed_everything(settings.seed)
-    late = settings.deterministic and _chose_workspace(found.device)
+    late = settings.deterministic and _chose_workspace(resolved.device)
     stack.enter_context(_determinism(settings.deterministic))
     if settings.detect_anomaly and training:
         stack.enter_context(torch.autograd.set_detect_anomaly(True))
     return [_LATE] if late else []
 
 
-def _agree_on_seed(engine: Engine, found: Resolved, data: Data) -> int:
+def _agree_on_seed(engine: Engine, resolved: Resolved, data: Data) -> int:
     """The seed of this run. If it is not set, each process has its own, and rank 0's is used. All ranks."""
-    seed = int(engine.broadcast_json(found.seed[0]))
+    seed = int(engine.broadcast_json(resolved.seed[0]))
     for source in (data.train, *data.validation.values()):
-        if source is not None and seed != found.seed[0]:
+        if source is not None and seed != resolved.seed[0]:
             source.reseed(seed)
     return seed
 
 
 def _assemble(
     trainer: Owner,
-    found: Resolved,
+    resolved: Resolved,
     module: TrainModule,
     data: Data,
     engine: Engine,
@@ -237,11 +241,11 @@ def _assemble(
 ) -> Run:
     settings, training = trainer.settings, data.train is not None
     bar = settings.progress if training else False
-    calls = Calls(register(found, module, bar=bar), found.strategy.during_hook)
-    if not found.strategy.exposes_gradients and calls.on_before_step is not None:
+    calls = Calls(register(resolved, module, bar=bar), resolved.strategy.during_hook)
+    if not resolved.strategy.exposes_gradients and calls.on_before_step is not None:
         listeners = ", ".join(calls.manager.order("on_before_step"))
         raise ConfigurationError(
-            f"strategy={found.strategy.name!r} hides gradients from on_before_step, which {listeners} implements; "
+            f"strategy={resolved.strategy.name!r} hides gradients from on_before_step, which {listeners} implements; "
             "remove it or choose another strategy"
         )
     progress, requests = Progress(), Requests()
@@ -254,7 +258,7 @@ def _assemble(
         settings=settings,
         source=data.train,
         validation=data.validation,
-        max_grad_norm=found.max_grad_norm[0] if found.max_grad_norm else None,
+        max_grad_norm=resolved.max_grad_norm[0] if resolved.max_grad_norm else None,
         total_steps=data.total_steps(settings),
         validates=data.validates(settings),
         run_dir=run_dir,
@@ -290,7 +294,9 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
         module,
         {
             "seed": seed,
-            "run_dir": str(run.settings.run_dir),
+            "run_dir": "set"
+            if run.settings.run_dir
+            else None,  # `preparation` compares the places, which nodes may reach by other paths
             "total steps": run.total_steps,
             **(_base(module) if engine.world_size > 1 else {}),
         },
@@ -303,9 +309,9 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
 
 def _base(module: TrainModule) -> dict[str, str]:
     """By name, a digest of each quantised weight, which every rank has loaded itself. Of one in shards, of its scales."""
-    found = quantised_weights(module)
-    sharded = {name for name, each in found.items() if is_sharded(each.weight)}
-    held = {name: each.scales if name in sharded else each.tensors() for name, each in found.items()}
+    weights = quantised_weights(module)
+    sharded = {name for name, each in weights.items() if is_sharded(each.weight)}
+    held = {name: each.scales if name in sharded else each.tensors() for name, each in weights.items()}
     return {f"the quantised {name}": " ".join(map(digest, tensors)) for name, tensors in held.items()}
 
 

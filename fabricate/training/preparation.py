@@ -60,13 +60,13 @@ _SHOWN_SECONDS = 10.0
 """How long a network file system may take to show what another host wrote."""
 
 
-def prepare_fit(run: Run, found: Resolved, data: Data, resume: str | os.PathLike[str], began: float) -> None:
+def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathLike[str], began: float) -> None:
     """Everything between an open run and the first step. All ranks. began: the monotonic time at which the user called."""
     assert run.source is not None
     settings, engine = run.settings, run.engine
     _check_validation(run)
     _configure_optimizers(run)
-    plan = _plan(run, found, data)
+    plan = _plan(run, resolved, data)
     run.journal.planned_bytes = plan["memory_per_rank"]["total"]
     resuming.occupy(run, _warn)
     path = resuming.choose(run, os.fspath(resume), _warn)
@@ -140,7 +140,7 @@ def _check_validation(run: Run) -> None:
     if run.run_dir is not None and "best" in keep and keep["metric"].startswith("val") and not run.validates:
         raise ConfigurationError(
             f"keep: the best checkpoints are chosen by {keep['metric']!r}, but this fit has no validation; pass "
-            "val= to fit and set validate_every so that it falls due, or name another metric"
+            "val= to fit and set validate_every so that at least one validation takes place, or name another metric"
         )
 
 
@@ -148,9 +148,11 @@ def _configure_optimizers(run: Run) -> None:
     """Fill `run.optim` with what the module's `configure_optimizers` returns, checked. All ranks."""
     module, engine, optim = run.module, run.engine, run.optim
     where = f"{type(module).__name__}.configure_optimizers"
-    made = configured_optimizers(where, module)
+    own_optimizers = configured_optimizers(where, module)
     in_turn = takes_turns(module)
-    optim.optimizers, optim.schedules, optim.named = read_optimizers(where, made, run.total_steps, in_turn=in_turn)
+    optim.optimizers, optim.schedules, optim.named = read_optimizers(
+        where, own_optimizers, run.total_steps, in_turn=in_turn
+    )
     optim.turns = tuple(optim.named) if in_turn else ()
     checks = (reasons(engine.precision, engine.precision.check_optimizer(o)) for o in optim.optimizers.values())
     if problems := [text for texts in checks for text in texts]:
@@ -184,7 +186,7 @@ def _check_schedules(run: Run, where: str) -> None:
         if schedule.metric is not None and not run.validates:
             raise ConfigurationError(
                 f"{where}: {schedule.text}, and this fit has no validation; pass val= to fit and set validate_every "
-                "so that it falls due, or use another scheduler"
+                "so that at least one validation takes place, or use another scheduler"
             )
 
 
@@ -201,7 +203,7 @@ def take_groups(run: Run) -> int:
     return optim.number_of_groups()
 
 
-def _plan(run: Run, found: Resolved, data: Data) -> Plan:
+def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
     """What is going to run; afterwards the strategy has taken over the optimizers. All ranks."""
     assert run.source is not None
     module, engine, optim = run.module, run.engine, run.optim
@@ -212,9 +214,9 @@ def _plan(run: Run, found: Resolved, data: Data) -> Plan:
     if run.run_dir is not None and run.settings.save == "async":
         check_room_for_copies(needed, engine)
     engine.prepare_optimizers(optim.optimizers)
-    found = dataclasses.replace(found, seed=(run.source.seed, found.seed[1]))
+    resolved = dataclasses.replace(resolved, seed=(run.source.seed, resolved.seed[1]))
     run.notes.extend(unsaved_notes(run))
-    return make_plan(run.settings, found, module, data, optim.optimizers, optim.schedules, run.notes, needed)
+    return make_plan(run.settings, resolved, module, data, optim.optimizers, optim.schedules, run.notes, needed)
 
 
 def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:
@@ -272,8 +274,8 @@ def _check_shared(run: Run) -> None:
                     "beside which it then writes"
                 )
             raise ConfigurationError(
-                f"run_dir={str(run.run_dir)!r} on {socket.gethostname()}, in {os.getcwd()}, is not the directory in which rank 0 writes, "
-                "and each rank writes its part of a checkpoint there; give an absolute path on a file system that all nodes share"
+                f"run_dir={str(run.run_dir)!r} on {socket.gethostname()} is not the directory in which rank 0 writes, "
+                "and each rank writes its part of a checkpoint there; give every rank the same path, on a file system that all nodes share"
             )
         time.sleep(0.1)
 

@@ -49,7 +49,7 @@ def test_every_argument_is_described_for_help_and_editors(name: str) -> None:
         ("log_every", 5, Every(steps=5)),
         ("compile", True, {}),
         ("compile", False, None),
-        ("run_dir", "runs/1", Path("runs/1")),
+        ("run_dir", "runs/1", Path("runs/1").absolute()),
         ("keep", {"best": 2}, {"last": 1, "metric": "val_loss", "mode": "min", "best": 2}),
         ("keep", {"last": "all", "best": 1}, {"last": None, "metric": "val_loss", "mode": "min", "best": 1}),
         ("trackers", "tensorboard", ("tensorboard",)),

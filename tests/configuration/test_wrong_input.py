@@ -23,7 +23,7 @@ from tests.support.wrong import ROWS, Regression, answering, refused, wrong_modu
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'?; known: "),
         (
             {"strategy": 3},
-            "strategy=3: give a name (ddp, fsdp, single), a name with options ('fsdp:offload=cpu') or a Strategy object",
+            "strategy=3: give a name (ddp, device_map, fsdp, single), a name with options ('fsdp:offload=cpu') or a Strategy object",
         ),
         ({"strategy": Single}, "strategy=Single is a class; pass an object, Single(), or a name"),
         ({"strategy": "fsdp:offlod=cpu"}, "strategy='fsdp' has no option 'offlod'; did you mean 'offload'?"),
@@ -146,7 +146,8 @@ def test_a_run_dir_may_begin_with_the_home_directory() -> None:
 
 
 def test_an_argument_that_is_set_on_a_trainer_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"^trainer.max_epochs is not read; give it when the Trainer is made"):
+    expected = r"^trainer.max_epochs was assigned, which has no effect; pass it when the Trainer is created"
+    with pytest.raises(ConfigurationError, match=expected):
         Trainer(max_epochs=1).max_epochs = 5
 
 
@@ -332,3 +333,8 @@ def test_a_module_without_parameters_is_refused() -> None:
 )
 def test_a_wrong_answer_of_training_step_is_refused_at_the_first(answer: Any, message: str) -> None:
     refused(message, module=answering(answer), forwards=1)
+
+
+def test_a_fit_inside_no_grad_is_refused_with_where_gradients_are_off() -> None:
+    with torch.no_grad():
+        refused("gradients are off around the whole fit", module=answering(lambda self, loss: loss), forwards=1)

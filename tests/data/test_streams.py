@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -218,6 +218,11 @@ def test_a_batch_without_rows_is_refused() -> None:
         next(iter(opened([torch.zeros(0, 3)]).windows(0)))
 
 
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 @dataclass
 class Pair:
     scale: float
@@ -241,6 +246,11 @@ class Pair:
         (((torch.zeros(6, 3), torch.zeros(2, 40)), torch.zeros(6)), 6),
         ((tuple(torch.zeros(5, 3, 4, 4)), tuple({"boxes": torch.zeros(n, 4)} for n in range(5))), 5),  # detection
         ({"images": list(torch.zeros(5, 3, 4, 4)), "targets": [{"label": 1}] * 5}, 5),
+        ([(torch.zeros(3, 4, 4), 1)] * 5, 5),  # samples as the data set gives them
+        ([(torch.zeros(3, 4, 4), torch.tensor(1))] * 2, 2),
+        ([Pair(1.0, torch.zeros(3, 1))] * 2, 2),
+        ([{"ids": torch.zeros(5, 9), "mask": torch.zeros(5, 9)}] * 2, 5),  # two batches: a query and an answer
+        ([[{"ids": torch.zeros(5, 9)}, {"ids": torch.zeros(5, 7)}], torch.zeros(5)], 5),
     ],
 )
 def test_rows_are_read_off_the_batch(batch: Any, rows: int) -> None:
@@ -275,7 +285,22 @@ def test_a_batch_without_visible_rows_is_an_error_that_asks_for_the_weight(batch
         ([torch.zeros(n, 2) for n in range(3, 11)], 8),
         ([[torch.zeros(n, 2) for n in range(3, 11)], list(torch.zeros(8))], 8),
         ((torch.zeros(7, 3), [torch.zeros(7), torch.zeros(7, 2)]), 7),  # views
+        ([(torch.zeros(3, 8, 8), torch.tensor(1))] * 8, 8),  # samples as the data set gives them
+        ([(torch.zeros(3, 8, 8), 1)] * 7, 7),
+        ([(torch.zeros(4), torch.zeros(1))] * 8, 8),
+        ([Pair(1.0, torch.zeros(3, 1))] * 7, 7),
+        ([Point(torch.zeros(4), torch.zeros(1))] * 7, 7),
+        ([{"ids": torch.zeros(8, 9)}, {"ids": torch.zeros(8, 7)}], 8),  # two batches: a query and an answer
+        (({"ids": torch.zeros(7, 9)}, {"ids": torch.zeros(7, 7)}), 7),
+        (([torch.zeros(7, 9), torch.zeros(7)], [torch.zeros(7, 9), torch.zeros(7)]), 7),
+        ([[[1, 2, 3]] * 8, [1] * 8], 8),
     ],
 )
 def test_the_rows_that_came_of_eight(batch: Any, rows: int) -> None:
     assert rows_that_came(batch, 8) == rows
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_a_short_last_batch_of_samples_has_its_rows(rows: int) -> None:
+    for sample in ((torch.zeros(4), torch.zeros(1)), (torch.zeros(3, 8, 8), 1), Point(torch.zeros(4), torch.zeros(1))):
+        assert rows_that_came([sample] * rows, rows) == rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -117,12 +119,32 @@ def on_two_ranks(folder: str) -> list[Any]:
     for number in range(2):
         look_at(lambda accelerator: None, strategy="ddp", trackers=[Recorder()], run_dir=Path(folder, str(number)))
     found += look_at(lambda accelerator: accelerator.mixed_precision, strategy="zero2", precision="bf16")
+    for detach in (True, False):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            Trainer(max_steps=1, progress=False, strategy="ddp").fit(Gathering(detach), ROWS, batch_size=2)
+        found.append(said.getvalue())
     return found
 
 
+class Gathering(Regression):
+    def __init__(self, detach: bool) -> None:
+        super().__init__()
+        self.detach = detach
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = super().training_step(batch)
+        self.trainer.accelerator.gather(loss.detach() if self.detach else loss)
+        return loss
+
+
 def test_ranks_that_differ_are_named_and_fits_with_trackers_follow_each_other(tmp_path: Path) -> None:
-    for shapes, methods, reduction, precision in run_ranks(on_two_ranks, 2, str(tmp_path)):
+    for rank, found in enumerate(run_ranks(on_two_ranks, 2, str(tmp_path))):
+        shapes, methods, reduction, precision, detached, without_gradient = found
         assert "rank 0 calls gather((1,) torch.float32) and rank 1 gather((2,) torch.float32)" in shapes
         assert "rank 0 calls wait_for_everyone() and rank 1 gather((1,) torch.float32)" in methods
         assert "reduction='min': give sum, mean, max, none" in reduction
         assert precision == "bf16"
+        assert "requires a gradient" not in detached
+        assert ("with a tensor that requires a gradient, and what they return has none" in without_gradient) is (
+            rank == 0
+        )

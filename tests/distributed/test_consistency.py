@@ -99,8 +99,8 @@ def _in_a_directory_of_its_own(folder: Path) -> str:
 
 def test_a_run_directory_that_one_node_does_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
     zero, _, last = run_ranks(_in_a_directory_of_its_own, 3, tmp_path)
-    assert re.match(r"run_dir='run' on \S+, in \S+/elsewhere, is not the directory in which rank 0 writes", last)
-    assert "give an absolute path on a file system that all nodes share" in last
+    assert re.match(r"run_dir='\S+/elsewhere/run' on \S+ is not the directory in which rank 0 writes", last)
+    assert "give every rank the same path, on a file system that all nodes share" in last
     assert zero.startswith("rank 2 failed first, this rank 0 stopped with it")
     assert not list(tmp_path.glob("*/run/checkpoints/*"))
 

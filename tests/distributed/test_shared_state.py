@@ -121,7 +121,8 @@ def test_a_device_that_is_not_that_of_the_fit_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
     PartialState()
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
-    with pytest.raises(ConfigurationError, match="is on meta and the fit runs on cpu: set ACCELERATE_USE_CPU=true"):
+    expected = "is on meta and the fit runs on cpu: to use the CPU, set ACCELERATE_USE_CPU=true"
+    with pytest.raises(ConfigurationError, match=expected):
         fit()
 
 
@@ -149,7 +150,7 @@ def on_two_ranks() -> list[Any]:
 def test_two_ranks_have_to_know_of_each_other() -> None:
     close_pools()
     for rank, (refused, *fits, after, again) in enumerate(run_ranks(on_two_ranks, 2)):
-        assert f"says process 0 of 1, and this is rank {rank} of 2" in refused
+        assert f"says process 0 of 1, but this is rank {rank} of 2" in refused
         assert "PartialState(cpu=True), Accelerator(cpu=True) or TrainingArguments(use_cpu=True)" in refused
         assert fits == [[2, rank, "no"]] * 2
         assert after == (2, True, "MULTI_CPU")

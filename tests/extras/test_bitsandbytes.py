@@ -60,6 +60,32 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(optimizer: str, tmp_path: 
     assert tensors["optimizer/main/small.weight/state1"].dtype == "F32"
 
 
+class Allocating(optim.PagedAdamW):
+    """Remembers the memory that it allocated for state; on a GPU it is paged."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.allocated: list[torch.Tensor] = []
+
+    def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        self.allocated.append(super().get_state_buffer(p, dtype=dtype))
+        return self.allocated[-1]
+
+
+def test_a_paged_optimizer_allocates_its_restored_state_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "Allocating", Allocating, raising=False)
+    fit(tmp_path, 2, "Allocating")
+    optimizers: list[Any] = []
+    monkeypatch.setattr(
+        Net, "on_fit_end", lambda self: optimizers.extend(self.trainer.optimizers.values()), raising=False
+    )
+    fit(tmp_path, 4, "Allocating")
+    allocated = {tensor.data_ptr() for tensor in optimizers[0].allocated}
+    state = [values[key] for values in optimizers[0].state.values() for key in ("state1", "state2")]
+    assert len(state) == 8
+    assert {tensor.data_ptr() for tensor in state} == allocated
+
+
 def on_ranks(folder: Path) -> bool:
     return resumed(folder, "AdamW8bit", "ddp", 2)
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
 from torchao.quantization.granularity import PerGroup
 
-from fabricate import CheckpointError, ConfigurationError, RankError, Trainer, TrainModule
+from fabricate import CheckpointError, ConfigurationError, ModelSummary, RankError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.cli.main import main
 from fabricate.seeding import rng_state, set_rng_state
@@ -276,7 +276,8 @@ def test_other_scales_beside_the_same_codes_are_another_base(base: Path, tmp_pat
 def test_the_plan_counts_quantised_bytes_and_the_parameters_that_they_stand_for(
     kind: str, base: Path, tmp_path: Path
 ) -> None:
-    module = fit(base, kind, tmp_path, steps=1)
+    summary = ModelSummary()
+    module = fit(base, kind, tmp_path, steps=1, plugins=[summary])
     plan = {n: line["value"] for n, line in json.loads((tmp_path / "plan.json").read_text())["settings"].items()}
     quantised = quantised_weights(module)
     assert len(quantised) == 14
@@ -287,6 +288,8 @@ def test_the_plan_counts_quantised_bytes_and_the_parameters_that_they_stand_for(
     assert counted == sum(held.values()) + sum(p.nbytes for p in plain)
     whole = transformers.AutoModelForCausalLM.from_pretrained(base)
     assert plan["parameters_frozen"] == whole.num_parameters()
+    (row,) = summary.layers
+    assert row.parameters == row.trainable + whole.num_parameters()
     assert plan["quantised_weights"][0].startswith("14 by ")
 
 
@@ -300,7 +303,8 @@ def test_a_validation_leaves_the_weights_as_they_are(base: Path, tmp_path: Path)
 
 def test_save_frozen_is_refused_because_no_checkpoint_holds_them(base: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"save_frozen=True, and .* are quantised, which checkpoints do not hold"
+        ConfigurationError,
+        match=r"save_frozen=True, but .* are quantised, and checkpoints do not hold quantised weights",
     ):
         fit(base, "nf4", tmp_path, save_frozen=True)
 

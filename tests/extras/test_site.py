@@ -74,7 +74,7 @@ def test_the_search_finds_an_argument(page: Page, address: str) -> None:
     if page.viewport_size["width"] < 1000:  # type: ignore[index]
         page.click("label[for=__search].md-header__button")
     page.fill("input.md-search__input", "gradient_accumulation_steps")
-    page.wait_for_selector(".md-search-result__item", timeout=20_000)
+    page.wait_for_selector(".md-search-result__item", timeout=60_000)
 
 
 def test_the_api_page_has_every_public_name(site: Path) -> None:

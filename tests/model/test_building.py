@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fabricate import ConfigurationError, Trainer, TrainModule
+from fabricate.model.building import build_model
 from fabricate.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -268,6 +269,62 @@ def test_weights_from_files_are_those_that_transformers_loads(
         assert f"{len(found)} tensors read from files, each rank its part" in note
     else:
         assert note.startswith("built whole on the CPU of every rank, because it needs real tensors ("), note
+
+
+class GivesValues(Base):
+    """Sets the values of its layer in `configure_model`, in one of the usual ways, and only once, as Lightning's documentation advises."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layer: Any = None
+        self.calls: list[str] = []
+
+    def configure_model(self) -> None:
+        if self.layer is not None:
+            return
+        self.calls.append(self.how)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.LSTM(3, 2))
+        if self.how == "state":
+            self.layer[0].load_state_dict({"weight": torch.full((3, 4), 7.0), "bias": torch.full((3,), 7.0)})
+        elif self.how == "apply":
+            self.layer.apply(lambda layer: [torch.nn.init.constant_(p, 7.0) for p in layer.parameters(recurse=False)])
+        elif self.how == "reads":
+            for parameter in self.layer[0].parameters():
+                parameter.data.fill_(7.0 if float(parameter.sum()) < 1e9 else 0.0)
+
+
+@pytest.mark.parametrize("how", ["state", "apply", "reads", ""])
+def test_values_given_in_configure_model_are_those_that_train(how: str) -> None:
+    module = GivesValues(how)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.layer[0].parameters(), lr=0.0)  # type: ignore[method-assign]
+    Trainer(max_steps=1, progress=False, print_plan="none").fit(module, TensorDataset(torch.ones(2, 4)), batch_size=2)
+    assert module.calls == [how]
+    for parameter in module.layer[0].parameters():
+        assert bool((parameter == 7).all()) == bool(how)
+
+
+def test_a_transformers_model_from_a_configuration_begins_as_transformers_begins_it() -> None:
+    """The rule of GPT-2 for a block scales the projections in it by the number of layers."""
+    from transformers import GPT2Config, GPT2Model
+
+    class FromConfiguration(Base):
+        def configure_model(self) -> None:
+            config = GPT2Config(
+                n_layer=8, n_embd=64, n_head=2, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0
+            )
+            self.net = GPT2Model(config)
+
+    module = FromConfiguration()
+    assert "GPT2Attention gives c_proj.weight its values" in build_model(module, 0)
+    block = module.net.h[0]
+    assert block.attn.c_proj.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.1)
+    assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_layers_that_reset_themselves_are_built_without_memory() -> None:
+    assert build_model(GivesValues(""), 0).startswith("built on the meta device")
+    assert "layer.0.weight is given values by" in build_model(GivesValues("state"), 0)
 
 
 def test_what_the_files_lack_is_initialised_by_the_rule_of_the_model(answers: dict[int, list[dict[Any, Any]]]) -> None:

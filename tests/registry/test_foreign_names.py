@@ -245,7 +245,9 @@ def test_stopping_by_an_attribute_is_refused_when_it_is_set() -> None:
     def stop() -> None:
         Trainer().should_stop = True
 
-    assert error_of(stop) == "trainer.should_stop is not read; use trainer.stop('reason')"
+    assert (
+        error_of(stop) == "trainer.should_stop was assigned, but fabricate does not read it; use trainer.stop('reason')"
+    )
 
 
 def test_early_stopping_takes_lightnings_name_for_its_metric() -> None:

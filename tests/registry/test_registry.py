@@ -17,6 +17,7 @@ import fabricate
 from fabricate import DDP, FSDP, Callback, ConfigurationError, PluginError, Precision, Single, Strategy
 from fabricate.registry.names import build, parse_name
 from fabricate.registry.registry import Registry
+from fabricate.strategies.device_map import DeviceMap
 from tests.support.distributions import Install, installing
 
 
@@ -130,6 +131,7 @@ def test_built_in_names_give_built_in_objects() -> None:
     registry = Registry()
     assert {name: type(registry.resolve("strategy", name)[0]) for name in registry.names("strategy")} == {
         "ddp": DDP,
+        "device_map": DeviceMap,
         "fsdp": FSDP,
         "single": Single,
     }
@@ -154,7 +156,7 @@ def test_a_class_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, Precision()])
 def test_what_is_neither_name_nor_strategy_is_refused(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"give a name \(ddp, fsdp, single\), a name with options"):
+    with pytest.raises(ConfigurationError, match=r"give a name \(ddp, device_map, fsdp, single\), a name with options"):
         Registry().resolve("strategy", value)
 
 

@@ -255,7 +255,8 @@ class Answering(Regression):
         if self.kind == "tensor":
             return self(batch[0]) * 0 + batch[0]
         if self.kind == "mapping":
-            return {"first": first, "positive": first > 0, "text": [f"{value:.3f}" for value in first.tolist()]}
+            text = [f"{value:.3f}" for value in first.tolist()]
+            return {"first": first, "positive": first > 0, "text": text, "time first": batch[0].T.contiguous().T}
         return [f"{value:.3f}" for value in first.tolist()]
 
 
@@ -431,6 +432,7 @@ def test_predictions_come_once_per_sample_in_order_on_rank_0(
     assert first["text"] == texts
     assert [row["text"] for row in first["mapping"]] == texts
     assert torch.equal(torch.stack([row["first"] for row in first["mapping"]]), x[:, 0])
+    assert torch.equal(torch.stack([row["time first"] for row in first["mapping"]]), x)
     assert [bool(row["positive"]) for row in first["mapping"]] == (x[:, 0] > 0).tolist()
     assert first["mapping"][0]["positive"].dtype == torch.bool
     for found in others:

@@ -39,10 +39,14 @@ def test_pure_bfloat16_passes_with_an_optimizer_that_it_takes() -> None:
     check_precision("bf16-true", rtol=0.1, strategies=["single", "ddp", "fsdp"], optimizer=kahan)
 
 
+def test_a_model_larger_than_its_device_passes() -> None:
+    check_strategy("device_map")
+
+
 def test_every_built_in_name_is_checked() -> None:
     """Here or above; TF32 needs an NVIDIA GPU."""
     registry = Registry()
-    assert registry.names("strategy") == ["ddp", "fsdp", "single"]
+    assert registry.names("strategy") == ["ddp", "device_map", "fsdp", "single"]
     assert registry.names("precision") == ["bf16", "bf16-true", "fp16", "fp32", "no", "tf32"]
 
 

@@ -103,6 +103,52 @@ def test_collections_arrays_texts_and_truth_values_are_looked_at_too(
     assert note.split(" changed since")[0].split(", ")[-7:] == [f"Remembering.{name}" for name in changed]
 
 
+class Replay:
+    def __init__(self) -> None:
+        self.rows = list[float]()
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.uses = torch.nn.Linear(3, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.uses += 1
+        return self.layer(x)
+
+
+class Carrying(Regression):
+    """As scripts carry a hidden state and a replay buffer: None at first, set where it is first needed, in an object of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Any = None
+        self.never: Any = None
+        self.blocks = torch.nn.ModuleList([Block()])
+        self.replay, self.untouched = Replay(), Replay()
+
+    def on_epoch_start(self) -> None:
+        self.empty: Any = None
+        self.cell: Any = (torch.zeros(1), torch.zeros(1))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.hidden = batch[0].mean()
+        self.replay.rows.append(1.0)
+        return super().training_step([self.blocks[0](batch[0]), batch[1]])
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_what_is_set_only_during_the_fit_and_objects_of_the_user_are_looked_at_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    monkeypatch.setattr(unsaved, "few", ", ".join)
+    fit(Carrying(), 4, run_dir=tmp_path, save_every=2, strategy=strategy)
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    changed = ["seen", "mean", "hidden", "replay", "cell", "blocks.0.uses"]
+    assert note.split(" changed since")[0] == "note: " + ", ".join(f"Carrying.{name}" for name in changed)
+
+
 class Layers(Regression):
     def __init__(self) -> None:
         super().__init__()

@@ -188,6 +188,24 @@ def test_going_back_in_a_run_keeps_what_came_after_aside(tmp_path: Path, monkeyp
     assert steps(tmp_path / "back" / "before-1") == [8]
 
 
+def test_a_relative_run_directory_stays_where_it_was_when_the_trainer_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaves(Callback):
+        def on_step(self, step: int) -> None:
+            (tmp_path / f"{step}").mkdir()
+            os.chdir(tmp_path / f"{step}")
+
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(run_dir="run", max_steps=3, save_every=1, log_every=1, progress=False, plugins=[Leaves()])
+    (tmp_path / "before").mkdir()
+    os.chdir(tmp_path / "before")
+    trainer.fit(Regression(), ROWS, ROWS, batch_size=2)
+    assert steps(tmp_path / "run") == [1, 2, 3]
+    assert len(metrics(tmp_path / "run")) >= 3
+    assert not list(tmp_path.glob("*/run"))
+
+
 def test_a_run_from_another_ones_checkpoint_does_not_meet_old_files(tmp_path: Path) -> None:
     fit(tmp_path / "straight")
     fit(tmp_path / "other", SAVED, seed=77)

@@ -447,13 +447,15 @@ def test_a_module_that_stays_in_eval_mode_gets_a_note_once(capsys: pytest.Captur
     )
 
 
-def test_a_parameter_that_on_fit_start_replaces_is_refused() -> None:
-    def on_fit_start(self: Any) -> None:
+@pytest.mark.parametrize(("hook", "forwards"), [("on_fit_start", 0), ("on_step", 2)])
+def test_a_parameter_that_a_hook_replaces_is_refused(hook: str, forwards: int) -> None:
+    def replace(self: Any) -> None:
         self.layer = torch.nn.Linear(3, 1)
 
     refused(
         "that is not a parameter of the module; make it an attribute of the module",
-        module=wrong_module(on_fit_start=on_fit_start),
+        module=wrong_module(**{hook: replace}),
+        forwards=forwards,
     )
 
 

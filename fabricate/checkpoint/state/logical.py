@@ -166,6 +166,7 @@ class Saver:
             for key, value in self.strategy.optimizer_state(optimizer, parameter).items():
                 logical = f"optimizer/{label}/{name}/{key}"
                 if isinstance(value, Strategy.Part):
+                    _check_plain(logical, value, self.strategy)
                     self.part(logical, value)
                 elif is_wrapper(value):
                     inner = {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
@@ -199,6 +200,15 @@ class Saver:
             return where
 
         return encode(value, tensor, path)
+
+
+def _check_plain(name: str, part: Strategy.Part, strategy: Strategy) -> None:
+    """`CheckpointError` for a shard that is made of other tensors. With a run_dir this is known before the first step."""
+    if is_wrapper(part.memory):
+        raise CheckpointError(
+            f"{name} is {type(part.memory).__name__}, which strategy={strategy.name!r} cannot save in parts; use strategy='ddp' or another "
+            "optimizer"
+        )
 
 
 def decode_with(reader: Reader, tree: object) -> Any:
@@ -322,8 +332,8 @@ def _check_complete(
     left_out = {f"model/{n}" for n in _left_out(reader)}
     missing = [n for n in names if n not in source and n not in transient and not left_out.intersection(names[n])]
     used = set(source.values())
-    made = {f"model/{n}" for n in shared_state(reader)["module"]["transient"]}
-    surplus = [n for n in reader.manifest.tensors if n in saved and n not in used and n not in made]
+    recorded_transient = {f"model/{n}" for n in shared_state(reader)["module"]["transient"]}
+    surplus = [n for n in reader.manifest.tensors if n in saved and n not in used and n not in recorded_transient]
     surplus += sorted(left_out.difference(*names.values()))
     if missing or surplus:
         raise CheckpointError(

@@ -118,11 +118,13 @@ def _checkpoints(first: RunFiles, second: RunFiles) -> Iterator[Different]:
     shared: list[Checkpoint] = [each for each in first.checkpoints if each.step in by_step]
     for each in shared:
         with Reader(each.path) as a, Reader(by_step[each.step]) as b:
-            found = compare(a, b)
-        tensors = [difference for difference in found if difference.elements is not None]
-        for difference in [*tensors, *found][:1]:
+            comparison = compare(a, b)
+        tensors = [difference for difference in comparison if difference.elements is not None]
+        for difference in [*tensors, *comparison][:1]:
             name = f"{difference.name} at step {each.step} ({difference.component})"
-            yield Different("checkpoints", name, difference.text, f"and {len(found) - 1} more: fabricate ckpt diff")
+            yield Different(
+                "checkpoints", name, difference.text, f"and {len(comparison) - 1} more: fabricate ckpt diff"
+            )
             return
     if not shared and (first.checkpoints or second.checkpoints):
         steps = (", ".join(str(each.step) for each in run.checkpoints) or "none" for run in (first, second))

@@ -79,8 +79,8 @@ class RunFiles:
 
     def keep(self) -> dict[str, Any]:
         """By what checkpoints are the best: "metric" and "mode", of the last fit."""
-        known: list[dict[str, Any]] = [event["keep"] for event in self.of_kind("started") if "keep" in event]
-        return known[-1] if known else {"metric": "val_loss", "mode": "min"}
+        settings: list[dict[str, Any]] = [event["keep"] for event in self.of_kind("started") if "keep" in event]
+        return settings[-1] if settings else {"metric": "val_loss", "mode": "min"}
 
     def best(self) -> Checkpoint | None:
         """The best checkpoint by `keep`; of equals the oldest. None where none recorded the metric."""

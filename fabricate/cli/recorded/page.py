@@ -57,7 +57,7 @@ def page(runs: Sequence[RunFiles]) -> str:
     cards = [
         _summary(run, name, n if len(runs) > 1 else None) for n, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    made = f"Made by fabricate {__version__} at {moment(datetime.now(UTC).timestamp())}."
+    footer = f"Made by fabricate {__version__} at {moment(datetime.now(UTC).timestamp())}."
     body = joined(
         element("header", element("h1", " and ".join(names)), element("p", _subtitle(runs), class_="faint")),
         element(
@@ -68,7 +68,7 @@ def page(runs: Sequence[RunFiles]) -> str:
             element("div", *figures, class_="charts") if figures else element("p", "No metrics are recorded yet."),
             *_sections(runs, names),
         ),
-        element("footer", f"{made} Charts: uPlot 1.6.32, MIT licence."),
+        element("footer", f"{footer} Charts: uPlot 1.6.32, MIT licence."),
         json_block("data", data),
         *(Html(f"<script>{script}</script>") for script in scripts),
     )
@@ -413,8 +413,10 @@ def _samples(run: RunFiles) -> Iterator[Html]:
     newest = max(steps, default=0)
     if len(steps) > _MOST_SAMPLES:
         yield element("p", f"Of the last {_MOST_SAMPLES} of {len(steps):,} steps.", class_="faint")
-    for step, made in sorted(steps.items(), reverse=True)[:_MOST_SAMPLES]:
-        yield element("details", element("summary", f"step {step:,}"), *made, open="open" if step == newest else None)
+    for step, samples in sorted(steps.items(), reverse=True)[:_MOST_SAMPLES]:
+        yield element(
+            "details", element("summary", f"step {step:,}"), *samples, open="open" if step == newest else None
+        )
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -431,9 +433,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], body: Sequence[Html] = (), **attributes: str) -> Html:
     """A table that scrolls where it is wider than the screen."""
-    made = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
+    body_rows = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
     head = element("thead", element("tr", *(element("th", column) for column in columns)))
-    table = element("table", head, element("tbody", *made, *body), class_="rows", **attributes)
+    table = element("table", head, element("tbody", *body_rows, *body), class_="rows", **attributes)
     return element("div", table, class_="scroll")
 
 

@@ -112,24 +112,24 @@ class Use(NamedTuple):
 def fits(run: RunFiles, *, sampler: bool = False) -> list[Fit]:
     """The fits of a run that made steps, in order. `sampler`: whether orders that only the script's data knows are at hand. Raises
     FabricateError where the order cannot be computed."""
-    known: list[Fit] = []
+    recorded: list[Fit] = []
     for event in run.events:
         if event["event"] == "started" and "data" in event:
-            known.append(Fit(event["step"], event["epoch"], event["position"], event["data"]))
-        elif event["event"] == "skipped" and known:
-            known[-1].skipped.append(event["step"])
-    if not known:
+            recorded.append(Fit(event["step"], event["epoch"], event["position"], event["data"]))
+        elif event["event"] == "skipped" and recorded:
+            recorded[-1].skipped.append(event["step"])
+    if not recorded:
         raise FabricateError(
             f"{str(run.run_dir)!r} does not say in what order its data was read: its events.jsonl has no 'started' with 'data', which "
             "every fit of this version writes"
         )
-    ends = [*(fit.begin for fit in known[1:]), run.last_step]
-    for number, fit in enumerate(known):
+    ends = [*(fit.begin for fit in recorded[1:]), run.last_step]
+    for number, fit in enumerate(recorded):
         fit.end = min(ends[number:])
-    made = [fit for fit in known if fit.end > fit.begin]
-    for fit in made:
+    with_updates = [fit for fit in recorded if fit.end > fit.begin]
+    for fit in with_updates:
         _check(fit, sampler)
-    return made
+    return with_updates
 
 
 def _check(fit: Fit, sampler: bool) -> None:
@@ -163,11 +163,11 @@ def _epochs(fit: Fit, orders: Orders) -> Iterator[tuple[int, int, int, int, Epoc
         epoch, position, before = epoch + 1, 0, before + windows
 
 
-def rows_of_step(made: list[Fit], step: int, orders: Orders = recorded_order) -> tuple[int, list[Part]]:
+def rows_of_step(recorded: list[Fit], step: int, orders: Orders = recorded_order) -> tuple[int, list[Part]]:
     """The epoch of a step, and what every rank took in every micro-step. A rank without rows is left out."""
-    fit = next((fit for fit in made if fit.begin < step <= fit.end), None)
+    fit = next((fit for fit in recorded if fit.begin < step <= fit.end), None)
     if fit is None:
-        there = [f"{fit.begin + 1} to {fit.end}" for fit in made]
+        there = [f"{fit.begin + 1} to {fit.end}" for fit in recorded]
         raise ConfigurationError(f"--step {step}: the run has the steps {few(there) or 'none'}")
     window = fit.window(step)
     for epoch, first, stop, before, order in _epochs(fit, orders):
@@ -189,9 +189,9 @@ def _parts(fit: Fit, order: EpochOrder, begin: int, end: int) -> Iterator[Part]:
                 yield Part(reader * data["ranks_per_row"], micro_step, rows)
 
 
-def uses_of_row(made: list[Fit], row: Any, orders: Orders = recorded_order) -> Iterator[Use]:
+def uses_of_row(recorded: list[Fit], row: Any, orders: Orders = recorded_order) -> Iterator[Use]:
     """Where the run saw a row, by rising step."""
-    for fit in made:
+    for fit in recorded:
         windows = fit.window(fit.end) + 1
         for epoch, first, stop, before, order in _epochs(fit, orders):
             if before >= windows:

@@ -90,10 +90,10 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
         part = values[number * len(values) // intervals : (number + 1) * len(values) // intervals]
         finite = [value for value in part if math.isfinite(value)]
         means.append(sum(finite) / len(finite) if finite else math.nan)
-    known = [mean for mean in means if math.isfinite(mean)]
-    if not known:
+    finite_means = [mean for mean in means if math.isfinite(mean)]
+    if not finite_means:
         return " " * intervals
-    low, span = min(known), (max(known) - min(known)) or 1.0
+    low, span = min(finite_means), (max(finite_means) - min(finite_means)) or 1.0
     top = len(_BLOCKS) - 1
     return "".join(_BLOCKS[round((mean - low) / span * top)] if math.isfinite(mean) else " " for mean in means)
 

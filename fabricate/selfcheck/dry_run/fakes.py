@@ -63,9 +63,9 @@ class Fakes:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         if not inputs and func.overloadpacket.__name__ in _MAKERS:
             with self._mode:
-                made = func(*args, **kwargs)
-            if made.device.type == "cpu" and made.ndim and (made.is_floating_point() or made.is_complex()):
-                return made
+                result = func(*args, **kwargs)
+            if result.device.type == "cpu" and result.ndim and (result.is_floating_point() or result.is_complex()):
+                return result
         if not inputs:
             return func(*args, **kwargs)
         name = str(func)
@@ -97,8 +97,8 @@ class Fakes:
             else:
                 places.append(index)
         with self._mode:
-            found: torch.Tensor = torch.ops.aten.index.Tensor(tensor, places)
-        return found
+            rows: torch.Tensor = torch.ops.aten.index.Tensor(tensor, places)
+        return rows
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -11,26 +11,26 @@ _MOST_TRIALS = 12
 def largest(peak: Callable[[int], int], first: int, room: int) -> tuple[int | None, int]:
     """The most rows, up to `MOST`, for which `peak(rows)` is at most `room`, and that peak. 0 rows where one does not fit, with the
     peak of one; None where memory does not grow with the rows."""
-    known = {first: peak(first)}
+    peaks = {first: peak(first)}
     slope = 0.0
     for factor in (2, 1024):  # few rows may hide behind what else takes memory
-        second = max(1, first * factor if known[first] <= room else first // factor)
+        second = max(1, first * factor if peaks[first] <= room else first // factor)
         if slope <= 0 and second != first:
-            known[second] = peak(second)
-            slope = (known[second] - known[first]) / (second - first)
+            peaks[second] = peak(second)
+            slope = (peaks[second] - peaks[first]) / (second - first)
     if slope <= 0:
-        return (None, known[first]) if known[first] <= room else (0, known[first])
+        return (None, peaks[first]) if peaks[first] <= room else (0, peaks[first])
     for _ in range(_MOST_TRIALS):
-        low = max((rows for rows, count in known.items() if count <= room), default=0)
-        high = min((rows for rows, count in known.items() if count > room), default=MOST + 1)
+        low = max((rows for rows, count in peaks.items() if count <= room), default=0)
+        high = min((rows for rows, count in peaks.items() if count > room), default=MOST + 1)
         if high - low == 1:
             break
         if not low:
             guess = high // 2
         elif high > MOST:
-            guess = low + int((room - known[low]) // slope)
+            guess = low + int((room - peaks[low]) // slope)
         else:  # the line between the two lies above, as memory is the largest of several straight lines
-            guess = low + int((room - known[low]) * (high - low) // (known[high] - known[low]))
+            guess = low + int((room - peaks[low]) * (high - low) // (peaks[high] - peaks[low]))
         rows = min(max(guess, low + 1), high - 1)
-        known[rows] = peak(rows)
-    return low, known[low or min(known)]
+        peaks[rows] = peak(rows)
+    return low, peaks[low or min(peaks)]

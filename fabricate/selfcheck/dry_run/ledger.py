@@ -90,12 +90,12 @@ class Ledger:
         return sum(held.size for key in keys if (held := self._alive.get(key)))
 
     def _sorted(self) -> dict[str, int]:
-        found = Counter(self.by_kind)
+        by_kind = Counter(self.by_kind)
         for key in {tensor.untyped_storage()._cdata for tensor in self.gradients()}:
             if held := self._alive.get(key):
-                found[held.kind] -= held.size
-                found[GRADIENTS] += held.size
-        return {kind: found[kind] for kind in KINDS if found[kind]}
+                by_kind[held.kind] -= held.size
+                by_kind[GRADIENTS] += held.size
+        return {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
 
     def _move(self, held: _Held, kind: str) -> None:
         self.by_kind[held.kind] -= held.size

@@ -20,16 +20,16 @@ def without_values() -> Iterator[None]:
     """While inside, a parameter that a module registers goes to the meta device at once: of a model there is never more than one
     parameter, and nothing is initialised. Buffers keep their values."""
     register = torch.nn.Module.register_parameter
-    known: Any = WeakIdKeyDictionary()
+    outlines: Any = WeakIdKeyDictionary()
 
     def register_outline(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         register(module, name, param)
         if param is None or param.is_meta or isinstance(param, torch.nn.parameter.UninitializedParameter):
             return
-        if param not in known:
-            known[param] = torch.nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-            known[param].__dict__.update(param.__dict__)
-        module._parameters[name] = known[param]
+        if param not in outlines:
+            outlines[param] = torch.nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            outlines[param].__dict__.update(param.__dict__)
+        module._parameters[name] = outlines[param]
 
     torch.nn.Module.register_parameter = register_outline  # type: ignore[assignment, method-assign]
     try:
@@ -40,12 +40,12 @@ def without_values() -> Iterator[None]:
 
 def make_fake(module: torch.nn.Module, fakes: Fakes) -> None:
     """Give `module` fake parameters of the shapes that it has, shared ones once. It computes nothing afterwards."""
-    made: dict[int, torch.nn.Parameter] = {}
+    parameters: dict[int, torch.nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is None or is_fake(parameter):
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 empty = fakes.empty(parameter.shape, parameter.dtype)
-                made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
-            child._parameters[name] = made[id(parameter)]
+                parameters[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
+            child._parameters[name] = parameters[id(parameter)]

@@ -41,7 +41,7 @@ Rows = int | None
 
 def rehearse(
     trainer: Owner,
-    found: Resolved,
+    resolved: Resolved,
     module: TrainModule,
     data: Data,
     recorder: Recorder,
@@ -52,15 +52,15 @@ def rehearse(
     """What an update of the fit takes on this rank. All ranks. fakes: what makes batches fake; None: they stay as they are.
     room: bytes for which the largest micro-batch is searched."""
     began = time.monotonic()
-    with opened(trainer, found, module, ["train"], data, began, make_engine=make_engine) as run:
+    with opened(trainer, resolved, module, ["train"], data, began, make_engine=make_engine) as run:
         recorder.ledger.watching = False  # a look at the data is not what the training takes
         with recorder:
-            prepare_fit(run, found, data, "never", began)
+            prepare_fit(run, resolved, data, "never", began)
         recorder.ledger.watching = True
         rehearsal = _Rehearsal(run, recorder, fakes)
-        measured = rehearsal.measure(found)
+        measured = rehearsal.measure(resolved)
         if room is not None:
-            rows, full = rehearsal.largest(room, found)
+            rows, full = rehearsal.largest(room, resolved)
             measured = replace(measured, room=room, largest_rows=rows, largest_bytes=full)
     return measured
 
@@ -79,7 +79,7 @@ class _Rehearsal:
         self.hosted = [kind for kind in _STATES if f"host {kind}" in hosted]
         self.kept = "gradient buckets" if isinstance(run.engine.strategy, DDP) else ledger.KEPT
 
-    def measure(self, found: Resolved) -> Measured:
+    def measure(self, resolved: Resolved) -> Measured:
         """Three updates, the last of which is reported."""
         work = self._work(self.rows)
         self._update(work)
@@ -88,11 +88,11 @@ class _Rehearsal:
         self.recorder.traffic.begin()
         self._update(work, marks)
         at_peak, in_forward = (self.ledger.looks[mark] or {} for mark in marks)
-        launch = found.launch
+        launch = resolved.launch
         return Measured(
             module=type(self.run.module).__name__,
-            strategy=found.strategy.name,
-            precision=found.precision.name,
+            strategy=resolved.strategy.name,
+            precision=resolved.precision.name,
             world_size=launch.world_size,
             ranks_per_node=launch.local_world_size,
             rows=self.rows,
@@ -124,9 +124,9 @@ class _Rehearsal:
         readers = self.run.engine.data_world_size
         for window, micro_batches in self.first:
             before = len(micro_batches) * (self.rows or 1) * readers
-            made = [(_resized(batch, self.rows, rows, self.fakes), n and (rows or n)) for batch, n in micro_batches]
+            batches = [(_resized(batch, self.rows, rows, self.fakes), n and (rows or n)) for batch, n in micro_batches]
             scaled = window.rows if rows == self.rows else before * (rows or 1) // (self.rows or 1)
-            work.append((replace(window, rows=scaled), made))
+            work.append((replace(window, rows=scaled), batches))
         return work
 
     def _update(self, work: list[tuple[Window, list[tuple[Any, Rows]]]], looks: Iterable[int] = ()) -> None:
@@ -202,8 +202,8 @@ def _resized(batch: Any, before: Rows, rows: Rows, fakes: Fakes) -> Any:
             first = rows if part.ndim and len(part) == before and rows is not None else None
             return fakes.empty(part.shape if first is None else (first, *part.shape[1:]), part.dtype)
         if isinstance(part, Mapping):
-            found = {key: made(value) for key, value in part.items()}
-            return found if type(part) is dict else type(part)(found)  # type: ignore[call-arg]
+            parts = {key: made(value) for key, value in part.items()}
+            return parts if type(part) is dict else type(part)(parts)  # type: ignore[call-arg]
         if isinstance(part, tuple) and type(part) is not tuple:  # a named one
             return type(part)(*map(made, part))
         if isinstance(part, list | tuple):

@@ -71,12 +71,12 @@ class Traffic:
 
     def sent(self, ranks_per_node: int) -> tuple[Sent, ...]:
         """What was counted, the largest first."""
-        found = [
+        matching = [
             Sent(operation, len(ranks), calls, size, *_ring(operation, size, calls, ranks, ranks_per_node))
             for (operation, ranks), calls in self._calls.items()
             for size in [self._bytes[operation, ranks]]
         ]
-        return tuple(sorted(found, key=lambda each: -each.bytes))
+        return tuple(sorted(matching, key=lambda each: -each.bytes))
 
 
 def _ring(operation: str, size: int, calls: int, ranks: Sequence[int], ranks_per_node: int) -> tuple[int, int, int]:

@@ -62,11 +62,11 @@ class DryTrainer(trainer.Trainer):
         if isinstance(batch_size, BatchSizeFinder):  # the rehearsal searches for the size itself
             batch_size = first_size(batch_size, Loading()).batch_size
         loading = Loading(None, num_workers, collate_fn, shuffle)
-        found, data = self._open_data(module, train, val, resume, batch_size, loading)
-        if "DEEPSPEED" in found.strategy.distributed_types:
+        resolved, data = self._open_data(module, train, val, resume, batch_size, loading)
+        if "DEEPSPEED" in resolved.strategy.distributed_types:
             raise ConfigurationError(
-                f"--dry-run: strategy={found.strategy.name!r} is DeepSpeed's engine, which does not run on tensors without memory; try "
-                "strategy='fsdp', which divides the same, or `fabricate plan` without --dry-run for the memory of states"
+                f"--dry-run: strategy={resolved.strategy.name!r} is DeepSpeed's engine, which does not run on tensors without memory; try "
+                "strategy='fsdp', which shards the same tensors, or `fabricate plan` without --dry-run for the memory of states"
             )
         fakes = Fakes() if self.fake else None
         if fakes is None:
@@ -75,7 +75,7 @@ class DryTrainer(trainer.Trainer):
             recorder = Recorder(fakes.run)
             make_fake(module, fakes)
         engine = functools.partial(RecordedEngine if fakes is None else FakeEngine, recorder)
-        self.measured = rehearse(self, found, module, data, recorder, engine, fakes, self.room)
+        self.measured = rehearse(self, resolved, module, data, recorder, engine, fakes, self.room)
         return FitResult(0, 0, stop_reason="dry run")
 
     def _evaluate(self, stage: str, *arguments: Any, **options: Any) -> Any:

@@ -49,10 +49,10 @@ def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
     if run.run_dir is None or "best" not in keep or keep["metric"] in metrics:
         return
     wanted = keep["metric"]
-    known = ", ".join(metrics) or "nothing"
+    recorded = ", ".join(metrics) or "nothing"
     if wanted.startswith("val"):
         raise ConfigurationError(
-            f"keep: validation gives {known}, but not {wanted!r}, the metric that chooses the best checkpoints; name one of these"
+            f"keep: validation gives {recorded}, but not {wanted!r}, the metric that chooses the best checkpoints; name one of these"
         )
     if f"val_{wanted}" in metrics and wanted not in run.journal.latest and wanted not in ("loss", "lr", "grad_norm"):
         raise ConfigurationError(
@@ -279,8 +279,8 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
         engine.strategy.after_evaluation(engine.model)
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})
-    found = {name: rows.gather() for name, rows in predicted.items()}
-    return found[""] if list(found) == [""] else None if engine.rank else found
+    outputs = {name: rows.gather() for name, rows in predicted.items()}
+    return outputs[""] if list(outputs) == [""] else None if engine.rank else outputs
 
 
 class Rows:
@@ -353,7 +353,10 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
         [indices, encode(outputs, put, "predictions"), [[str(t.dtype), list(t.shape)] for t in tensors]]
     )
     flat = torch.cat(
-        [torch.empty(0, dtype=torch.uint8), *(t.detach().cpu().reshape(-1).view(torch.uint8) for t in tensors)]
+        [
+            torch.empty(0, dtype=torch.uint8),
+            *(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors),
+        ]
     )
     parts = run.engine.send(flat.numpy().data)
     if not parts:

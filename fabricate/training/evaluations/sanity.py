@@ -58,5 +58,10 @@ def put_back(run: Run) -> Iterator[None]:
             for buffer, value in buffers:
                 buffer.copy_(value)
         run.journal.latest, run.optim.changing = latest, changing
-        asked = run.requests
-        asked.stop, asked.save, asked.paths, asked.evaluate = before.stop, before.save, before.paths, before.evaluate
+        requests = run.requests
+        requests.stop, requests.save, requests.paths, requests.evaluate = (
+            before.stop,
+            before.save,
+            before.paths,
+            before.evaluate,
+        )

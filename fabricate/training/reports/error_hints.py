@@ -80,7 +80,7 @@ def _no_room(run: Run) -> str:
     per_rank = needed.per_rank(strategy, engine.world_size)
     takes = ", ".join(f"{kind} {size_text(count)}" for kind, count in per_rank.items())
     held = f"about {size_text(total(per_rank, on_device))} on each rank ({takes}), activations not counted"
-    found = f"out of memory on rank {engine.rank}: strategy={strategy.name!r} keeps {held}; a rank has {size_text(room)} ({where})."
+    text = f"out of memory on rank {engine.rank}: strategy={strategy.name!r} keeps {held}; a rank has {size_text(room)} ({where})."
     ways = []
     if not strategy.shards_parameters:
         ways.append(
@@ -98,7 +98,7 @@ def _no_room(run: Run) -> str:
         )
     if engine.precision.compute_dtype == "float32":
         ways.append("precision='bf16' halves activations")
-    return f"{found} What helps: {'; '.join(ways)}"
+    return f"{text} What helps: {'; '.join(ways)}"
 
 
 def _missed(run: Run, text: str) -> str:
@@ -110,7 +110,7 @@ def _missed(run: Run, text: str) -> str:
 
 def _apart(run: Run, exc: BaseException) -> str:
     device = run.engine.device
-    elsewhere = [f"{name} ({found})" for name, found in _tensors_of(run.module) if found.type != device.type]
+    elsewhere = [f"{name} ({other})" for name, other in _tensors_of(run.module) if other.type != device.type]
     frame = _frame(run, exc)
     if frame is not None:
         elsewhere += [
@@ -134,12 +134,12 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.device]]:
 def _frame(run: Run, exc: BaseException) -> FrameType | None:
     """The innermost frame of the traceback that runs a method of the module or of a layer inside it."""
     inside = {id(child) for child in run.module.modules()}
-    found, step = None, exc.__traceback__
+    innermost, step = None, exc.__traceback__
     while step is not None:
         if id(step.tb_frame.f_locals.get("self")) in inside:
-            found = step.tb_frame
+            innermost = step.tb_frame
         step = step.tb_next
-    return found
+    return innermost
 
 
 def _where(run: Run, exc: BaseException) -> str:

@@ -35,13 +35,13 @@ def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None
     if root is not None:
         options = {tracker: {option: root.name} for tracker, option in _NAMES.items()}
         options["wandb"]["dir"] = str(root / "trackers")
-    known = _read(root) if goes_on and root is not None else {}
-    for tracker, same in known.items():
+    recorded_runs = _read(root) if goes_on and root is not None else {}
+    for tracker, same in recorded_runs.items():
         options[tracker] = options.get(tracker, {}) | same
     if goes_on and path is not None and engine.rank == 0:
         with Reader(path) as reader:  # what was logged after the checkpoint is logged again
             options["tensorboard"] = {"purge_step": reader.manifest.step + 1}
-    configured = _CONFIGURED_ONCE & set(known)
+    configured = _CONFIGURED_ONCE & set(recorded_runs)
     config = {**plan, **recorded(run.module)[0]}
     started = engine.trackers.start(engine.accelerator, config, run.settings.trackers, options, configured)
     if root is not None and engine.rank == 0:
@@ -50,8 +50,8 @@ def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None
 
 def _read(root: Path) -> dict[str, dict[str, str]]:
     file = root / "trackers" / "runs.json"
-    known: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.is_file() else {}
-    return known
+    recorded: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.is_file() else {}
+    return recorded
 
 
 def _write(root: Path, started: dict[str, dict[str, str]]) -> None:

@@ -48,7 +48,7 @@ class _Memory:
         self._seen[id(value)] = value  # so that the number stays its own
         if isinstance(value, torch.Tensor):
             if self._has_room(value.nbytes) and not value.is_inference() and type(value) is torch.Tensor:
-                self._undo.append(partial(value.copy_, value.detach().clone()))
+                self._undo.append(partial(_copy_back, value, value.detach().clone()))
         elif isinstance(value, np.ndarray):
             if self._has_room(value.nbytes):
                 self._undo.append(partial(np.copyto, value, value.copy()))
@@ -57,7 +57,7 @@ class _Memory:
             if len(value) <= _MOST_ITEMS:
                 for item in value.values() if isinstance(value, dict) else value:
                     self.take(item)
-        elif _is_users(value):
+        elif is_users(value):
             self.take_attributes(value)
 
     def take_attributes(self, value: object) -> None:
@@ -73,6 +73,11 @@ class _Memory:
         return fits
 
 
+def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if not torch.equal(tensor, before):  # so that torch does not count a change where there was none
+        tensor.copy_(before)
+
+
 def _refill(collection: Any, before: Any) -> None:
     collection.clear()
     collection.extend(before) if isinstance(collection, list | deque) else collection.update(before)
@@ -84,7 +89,7 @@ def _reset(value: object, before: dict[str, Any]) -> None:
     vars(value).update(before)
 
 
-def _is_users(value: object) -> bool:
+def is_users(value: object) -> bool:
     """Whether `value` is an object of a class of the user's, not of an installed package."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return False

@@ -50,12 +50,12 @@ def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
     and is not in `accept_changes`. Changes nothing, the same on every rank."""
     now, then = configuration(run), _saved(path, tree)
     topics = {each.name: each.topic for each in run.optim.configured}
-    found = [
+    changes = [
         *_apart(now["optimizers"], then["optimizers"], topics),
         *_apart(now["trainer"], then["trainer"], {name: name for name in _DECIDE}),
         *_arguments(run.module, tree["module"]),
     ]
-    refused = [change for change in found if change.override and change.override not in run.settings.accept_changes]
+    refused = [change for change in changes if change.override and change.override not in run.settings.accept_changes]
     if refused:
         needed = tuple(dict.fromkeys([*run.settings.accept_changes, *(change.override for change in refused)]))
         raise CheckpointError(
@@ -63,7 +63,7 @@ def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
             f"Trainer(accept_changes={needed!r}); to go on as before, set the old ones; to start over, fit(..., resume='never') or "
             "another run_dir"
         )
-    return found
+    return changes
 
 
 def take_over(run: Run, changes: list[Change]) -> None:

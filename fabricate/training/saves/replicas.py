@@ -78,15 +78,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _options(run: Run) -> dict[str, Any]:
     """The options of every group of every optimizer, by a name for people."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for label, optimizer in run.optim.optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
             for option, value in group.items():
                 if isinstance(value, torch.Tensor):
                     value = value.tolist()
                 if option != "params" and isinstance(value, int | float | str | tuple | list | None):
-                    found[f"{option} of group {number} of optimizer {label!r}"] = value
-    return found
+                    options[f"{option} of group {number} of optimizer {label!r}"] = value
+    return options
 
 
 def _digest(values: Any) -> str:
@@ -116,11 +116,11 @@ def _raise_options(run: Run, mine: dict[str, Any]) -> NoReturn:
 
 def _raise_weights(run: Run, mine: dict[tuple[str, int], int]) -> NoReturn:
     everyone = run.engine.gather_json([[name, start, value] for (name, start), value in mine.items()])
-    known: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    by_rank: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(everyone):
         for name, start, value in sums:
-            known[name, start][value].append(rank)
-    apart = {name: list(ranks.values()) for (name, _), ranks in known.items() if len(ranks) > 1}
+            by_rank[name, start][value].append(rank)
+    apart = {name: list(ranks.values()) for (name, _), ranks in by_rank.items() if len(ranks) > 1}
     groups = " and ".join(f"ranks {ranks}" for ranks in next(iter(apart.values())))
     raise RankError(
         f"ranks that train the same model hold different weights {_since(run)}: {few(list(apart))} ({groups} differ). {_REMEDY}. Nothing "

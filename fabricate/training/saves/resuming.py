@@ -163,8 +163,8 @@ def _make_room(run_dir: Path, path: Path, warn: Callable[[str], None]) -> None:
     if path.resolve().parent != root.resolve():
         _move_aside(run_dir, _EVERYTHING, f"resume={str(path)!r} is of another run", warn)
         return
-    found = [p.name for p in format.committed(root)]
-    newer = [f"checkpoints/{name}" for name in found[found.index(path.name) + 1 :]] if path.name in found else []
+    names = [p.name for p in format.committed(root)]
+    newer = [f"checkpoints/{name}" for name in names[names.index(path.name) + 1 :]] if path.name in names else []
     _move_aside(run_dir, newer, f"resume={str(path)!r} goes back", warn)
 
 
@@ -209,7 +209,9 @@ def resume(run: Run, path: Path) -> None:
     now = run.engine.topology()
     run.journal.event("resumed", path=path.name, saved=saved, now=now, changed=[str(change) for change in changes])
     changed = [f"{name} {value} -> {now.get(name, 1)}" for name, value in saved.items() if value != now.get(name)]
-    run.module.print("; ".join([f"resumed from {path} (step {run.progress.step})", *changed]))
+    here = Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    run.module.print("; ".join([f"resumed from {shown} (step {run.progress.step})", *changed]))
     if changes:
         run.module.print(f"changed since it was saved: {'; '.join(map(str, changes))}")
 
@@ -349,13 +351,13 @@ def find(run_dir: Path, which: str, keep: dict[str, Any]) -> tuple[Path, str]:
     the run where `keep` names none."""
     if "best" not in keep and keep["metric"] == "val_loss":  # which is the default
         keep = _keep_of(run_dir) or keep
-    found = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
-    chosen = found[::-1] if which == "last" else best_checkpoints(found, keep["metric"], keep["mode"])
-    if not chosen and which == "best" and found:
-        with Reader(found[-1]) as reader:
-            known = ", ".join(sorted(reader.manifest.metrics)) or "none"
+    checkpoints = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
+    chosen = checkpoints[::-1] if which == "last" else best_checkpoints(checkpoints, keep["metric"], keep["mode"])
+    if not chosen and which == "best" and checkpoints:
+        with Reader(checkpoints[-1]) as reader:
+            recorded = ", ".join(sorted(reader.manifest.metrics)) or "none"
         raise CheckpointError(
-            f"checkpoint='best': no checkpoint in {run_dir} recorded {keep['metric']!r}; recorded are {known}: name one with "
+            f"checkpoint='best': no checkpoint in {run_dir} recorded {keep['metric']!r}; recorded are {recorded}: name one with "
             "Trainer(keep={'last': 2, 'best': 1, 'metric': ..., 'mode': 'min'})"
         )
     if not chosen:

@@ -72,15 +72,16 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
 
 
 def leave_out_frozen_weights(run: Run) -> None:
-    """Remember what checkpoints leave out, under save_frozen=False or because some of it is quantised: by digest, for a resume, and
-    whether it changes. All ranks."""
+    """Remember what checkpoints leave out, under save_frozen=False, or because some of it is quantised or does not lie on the
+    device: by digest, for a resume, and whether it changes. All ranks."""
     quantised, save_frozen = quantised_weights(run.module), run.settings.save_frozen
     if quantised and save_frozen:
         raise ConfigurationError(
-            f"save_frozen=True, and {few(list(quantised))} are quantised, which checkpoints do not hold; leave save_frozen out, and they "
-            "hold a digest of all that is frozen"
+            f"save_frozen=True, but {few(list(quantised))} are quantised, and checkpoints do not hold quantised weights; leave save_frozen "
+            "out: checkpoints then hold a digest of all frozen weights"
         )
-    if quantised or (save_frozen is False and run.run_dir is not None):
+    offloaded = save_frozen is None and any(p.is_meta for p in run.optim.frozen.values())
+    if quantised or ((offloaded or save_frozen is False) and run.run_dir is not None):
         # What peft trains a copy of is not used, and may come from the random generator.
         left_out = {n: p for n, p in run.optim.frozen.items() if save_frozen is False or ".original_module." not in n}
         run.checkpoints.frozen_digests = frozen_digests(run.module, left_out, run.engine.strategy)
@@ -88,10 +89,12 @@ def leave_out_frozen_weights(run: Run) -> None:
 
 
 def _frozen_sums(run: Run) -> dict[str, list[int]]:
-    quantised, frozen = quantised_weights(run.module), run.optim.frozen
+    """Of what code could change."""
+    quantised, frozen, strategy = quantised_weights(run.module), run.optim.frozen, run.engine.strategy
     held = {
-        name: quantised[name].tensors() if name in quantised else [run.engine.strategy.local_part(frozen[name]).memory]
+        name: quantised[name].tensors() if name in quantised else [strategy.local_part(frozen[name]).memory]
         for name in run.checkpoints.frozen_digests
+        if not frozen[name].is_meta
     }
     return {name: [int(bits(tensor).sum(dtype=torch.int64)) for tensor in tensors] for name, tensors in held.items()}
 
@@ -102,9 +105,10 @@ def _check_frozen(run: Run) -> None:
         return
     now = _frozen_sums(run)
     if changed := [name for name, value in run.checkpoints.frozen_sums.items() if now[name] != value]:
+        why = "save_frozen=False" if run.settings.save_frozen is False else "frozen weights are not saved"
         raise ConfigurationError(
-            f"{few(changed)} changed since the fit began, and save_frozen=False leaves out of checkpoints what requires no gradient, so "
-            "that a resumed run would begin with the old values; use save_frozen=True, or leave alone what is quantised"
+            f"{few(changed)} changed since the fit began, and {why}, so that a resumed run would begin with the old values; use "
+            "save_frozen=True, or do not change parameters that are quantised"
         )
 
 

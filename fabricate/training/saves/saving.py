@@ -264,9 +264,9 @@ def _waits_for_metric(run: Run, found: list[Path]) -> bool:
         or best_checkpoints(found, keep["metric"], keep["mode"], [])
     ):
         return False
-    known = ", ".join(run.journal.latest) or "nothing yet"
+    recorded = ", ".join(run.journal.latest) or "nothing yet"
     run.journal.note(
-        f"keep: no checkpoint has the metric {keep['metric']!r}, by which the best are to be kept, so none is deleted. There is: {known}"
+        f"keep: no checkpoint has the metric {keep['metric']!r}, by which the best are to be kept, so none is deleted. There is: {recorded}"
     )
     return True
 
@@ -277,11 +277,11 @@ def prune(run: Run) -> None:
     if run.engine.rank != 0 or run.settings.keep["last"] is None:
         return
     try:
-        found = format.committed(checkpoints(run))
-        if _waits_for_metric(run, found):
+        committed = format.committed(checkpoints(run))
+        if _waits_for_metric(run, committed):
             return
-        held = kept(found, run.settings.keep)
-        format.prune(path for path in found if path not in held)
+        held = kept(committed, run.settings.keep)
+        format.prune(path for path in committed if path not in held)
     except StorageError as exc:
         run.journal.event("prune_failed", reason=str(exc))
         print(f"warning: {exc}. Training goes on; the next save tries again", file=sys.stderr, flush=True)

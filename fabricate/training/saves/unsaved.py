@@ -18,7 +18,7 @@ from fabricate.errors import few
 from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.module import overrides
 from fabricate.optim.schedules import captured
-from fabricate.training.saves.attributes import OURS
+from fabricate.training.saves.attributes import OURS, is_users
 from fabricate.training.state.run_state import Run
 
 _LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
@@ -68,10 +68,12 @@ def note_changed(run: Run) -> None:
             f"what the torchmetrics objects logged as {few(outside)} have counted in this epoch is not in the checkpoint, because they are "
             "not part of the module: assign each in __init__, self.accuracy = ..., or put them into a torch.nn.ModuleDict"
         )
-    held = run.optim.held
-    now = {name: _mark(value) for name, value in _held(run) if name in held} if held else {}
-    if changed := [name for name, mark in now.items() if held[name] != mark]:
-        run.optim.held = {name: mark for name, mark in held.items() if name not in changed}
+    if run.run_dir is None:
+        return
+    held, unset = run.optim.held, _mark(None)  # None and what is not there yet are the same
+    now = {name: _mark(value) for name, value in _held(run) if _counts(value)}
+    if changed := [name for name, mark in now.items() if held.get(name, unset) not in (mark, _NAMED)]:
+        held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
             f"{few(changed)} changed since the fit began and is not in the checkpoint, so that a resumed run begins with what __init__ "
             "sets: use register_buffer for a tensor, or put it into `state` in on_save(self, state) and take it out in on_load(self, state)"
@@ -101,9 +103,16 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
             yield from _attributes(f"{type(sampler).__name__} (train)", sampler, seeded=True)
 
 
+def _made_by_fsdp(kind: type) -> bool:
+    """Whether `kind` is the class that `fully_shard` gives to a layer. torch.distributed.fsdp is not imported for it: that takes 0.6 s."""
+    return any(base.__module__.startswith("torch.distributed.fsdp") for base in kind.__mro__)
+
+
 def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tuple[str, Any]]:
     """`seeded`: a generator called "generator" is seeded for each epoch."""
-    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+    kind = next(kind for kind in type(value).__mro__ if not _made_by_fsdp(kind))
+    package = kind.__module__.partition(".")[0]
+    if package in _LIBRARIES or package.startswith("fabricate_"):  # plugins of this repository save what a resume needs
         return
     follows = ("epoch", "_epoch") if callable(getattr(value, "set_epoch", None)) else ()
     for name, attribute in getattr(value, "__dict__", {}).items():
@@ -131,10 +140,14 @@ def _draws(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray) or type(value) in (*_PLAIN, *_COLLECTIONS)
+    if isinstance(value, torch.nn.Module):
+        return False
+    return isinstance(value, torch.Tensor | np.ndarray) or type(value) in (*_PLAIN, *_COLLECTIONS) or is_users(value)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes)
+_NAMED = object()
+"""The mark of what a note has named already."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COLLECTIONS = (list, tuple, dict, set, deque)
 _MOST_ITEMS, _MOST_BYTES = (1000, 50, 0), 2**24
 """Of longer collections, by how deep they lie, the length is looked at, of larger arrays the shape."""
@@ -146,6 +159,8 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return id(value), None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
+    if depth == 0 and is_users(value):
+        value = vars(value)
     if type(value) not in _COLLECTIONS:
         return repr(value) if type(value) in _PLAIN else type(value).__name__
     if len(value) > _MOST_ITEMS[depth]:

@@ -294,13 +294,13 @@ class WindowLosses:
     def _weight_per_row(self, weight: Any, rows: int) -> float:
         """What these optimizers' losses weigh per row of a window, a power of two: agreed by all ranks in the first window, the largest of
         theirs, for which it waits for the device. `weight` is that of the first micro-batch, of `rows`."""
-        known = self._losses.run.optim.weight_per_row
-        if self.optimizer not in known:
+        weights = self._losses.run.optim.weight_per_row
+        if self.optimizer not in weights:
             each = float(weight) / rows if rows else 0.0
             exponent = round(math.log2(each)) if 0 < each < math.inf else _NO_WEIGHT
             (largest,) = self._losses.run.engine.agree([exponent])
-            known[self.optimizer] = 1.0 if largest == _NO_WEIGHT else 2.0**largest
-        return known[self.optimizer]
+            weights[self.optimizer] = 1.0 if largest == _NO_WEIGHT else 2.0**largest
+        return weights[self.optimizer]
 
     def _begin_sums(self) -> Callable[[], torch.Tensor]:
         engine = self._losses.run.engine

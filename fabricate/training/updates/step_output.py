@@ -20,10 +20,10 @@ from fabricate.training.state.run_state import Run
 def unpack(output: Any) -> tuple[Any, Any, Any]:
     """The loss, the weight or None, the name of the optimizer (or a list) or None."""
     if isinstance(output, Mapping):
-        known = {"loss", "weight", "optimizer"}
-        unknown = sorted(set(output) - known)
+        allowed = {"loss", "weight", "optimizer"}
+        unknown = sorted(set(output) - allowed)
         if "loss" not in output or unknown:
-            missing = known - set(output)
+            missing = allowed - set(output)
             raise ConfigurationError(
                 f"training_step returned a mapping with the keys {sorted(output)}; it has to hold 'loss', one number to train on, and may "
                 f"hold 'weight' and 'optimizer'{did_you_mean(unknown[0], missing) if unknown else ''}; record "
@@ -98,6 +98,11 @@ def check_loss(run: Run, loss: Any) -> None:
     if loss.ndim:
         raise ConfigurationError(
             f"{where} a tensor of shape {tuple(loss.shape)}; reduce it to one number, for instance with .mean()"
+        )
+    if not torch.is_grad_enabled():
+        raise ConfigurationError(
+            f"{where} a loss without gradient: gradients are off around the whole fit, by torch.no_grad() or "
+            "torch.set_grad_enabled(False) in the code that calls it; call fit outside of it"
         )
     if not loss.requires_grad:
         raise ConfigurationError(

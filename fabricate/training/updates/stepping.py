@@ -58,11 +58,11 @@ def _shared(run: Run, names: Sequence[str]) -> tuple[list[str], str] | None:
 def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
     """The key in `updates` of the update for which `training_step` returned a loss with `chosen` under "optimizer": a name, a list of
     names or None. `name`: that of the window so far, which has to be the same."""
-    known = list(run.optim.named)
+    named = list(run.optim.named)
     if chosen is None:
-        holders, parameter = _shared(run, known) or ([], "")
+        holders, parameter = _shared(run, named) or ([], "")
         raise ConfigurationError(
-            f"there are several optimizers ({', '.join(known)}), and {' and '.join(holders)} both hold {parameter}, so they cannot step "
+            f"there are several optimizers ({', '.join(named)}), and {' and '.join(holders)} both hold {parameter}, so they cannot step "
             "together; training_step has to return {'loss': ..., 'optimizer': name}"
         )
     names = [chosen] if isinstance(chosen, str) else chosen
@@ -71,7 +71,7 @@ def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
     for each in names:
         if each not in run.optim.named:
             raise ConfigurationError(
-                f"training_step returned optimizer={chosen!r}{did_you_mean(str(each), known)}; there are {', '.join(known)}"
+                f"training_step returned optimizer={chosen!r}{did_you_mean(str(each), named)}; there are {', '.join(named)}"
             )
     key = ", ".join(names)
     if run.optim.turns and key != name:

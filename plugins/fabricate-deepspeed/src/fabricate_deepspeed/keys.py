@@ -84,10 +84,10 @@ def check(content: Mapping[str, Any], where: str) -> None:
         off = value in (False, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
         if path in _REFUSED and off is path.endswith("compute_grad_norm"):
             raise ConfigurationError(f"{where}: {path} is refused: {_REFUSED[path]}; remove it")
-    known = [*PASSED, *WITHOUT_EFFECT, *_REFUSED]
+    allowed = [*PASSED, *WITHOUT_EFFECT, *_REFUSED]
     for key in content:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigurationError(f"{where}: {key!r} is no key of a DeepSpeed configuration{meant}")
 

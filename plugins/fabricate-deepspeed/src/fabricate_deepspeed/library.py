@@ -44,17 +44,17 @@ def load(device: torch.device) -> ModuleType:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
-        found = get_accelerator()
-        if found.device_name() != device.type:
+        accelerator = get_accelerator()
+        if accelerator.device_name() != device.type:
             raise ConfigurationError(
-                f"DeepSpeed was imported for {found.device_name()} in this process and the run is on {device.type}; start a new "
+                f"DeepSpeed was imported for {accelerator.device_name()} in this process and the run is on {device.type}; start a new "
                 "process, or unset DS_ACCELERATOR"
             )
         if device.type == "cpu":
             # Its shared-memory reduction is for inference and would be compiled now, for half a minute.
             importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
             # It means oneDNN's fast kernels; torch computes in float16 without them, which the precision verifies.
-            found.is_fp16_supported = lambda: True
+            accelerator.is_fp16_supported = lambda: True
     return deepspeed
 
 

@@ -27,13 +27,13 @@ _ELEMENTWISE = (
 def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
     """Raise `ConfigurationError` for an optimizer that would do something else on flat slices of the parameters."""
     kind = type(optimizer)
-    known = kind.__name__ in _ELEMENTWISE and kind.__module__.partition(".")[0] in ("torch", "deepspeed")
+    is_elementwise = kind.__name__ in _ELEMENTWISE and kind.__module__.partition(".")[0] in ("torch", "deepspeed")
     if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes
         raise ConfigurationError(
             f"strategy={strategy!r} trains flat slices of the parameters, and {kind.__name__} keeps its state in blocks with a scale each, "
             "which slices cut; use one of torch's, or strategy='ddp'"
         )
-    if not known and not allow_untested:
+    if not is_elementwise and not allow_untested:
         raise ConfigurationError(
             f"strategy={strategy!r} trains flat slices of the parameters, and {kind.__name__} is not known to treat every element by "
             f"itself; use one of torch's, strategy='fsdp', or say that it does: '{strategy}:allow_untested_optimizer=true'"

@@ -53,11 +53,11 @@ def slices(engine: Any) -> Iterator[tuple[torch.nn.Parameter, Slice]]:
     if engine.zero_optimization_stage() < 3:
         for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
             for parameter in group:
-                found = parameter._hp_mapping
-                if found is None:
+                mapping = parameter._hp_mapping
+                if mapping is None:
                     yield parameter, Slice(flat, 0, 0, 0)
                 else:
-                    inside, whole = found.hp_fragment_address, found.lp_fragment_address
+                    inside, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
                     yield parameter, Slice(flat, inside.start, inside.numel, whole.start)
         return
     files = Files(zero) if zero.swap_optimizer else None

@@ -95,8 +95,8 @@ class ZeRO3(ZeRO):
         zero = self._configuration.content["zero_optimization"]
         content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         with library.environment(), library.refusals(self._configuration.where):
-            made = self._deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=content)
-        cut: Callable[[list[torch.nn.Parameter]], None] = made._convert_to_zero_parameters
+            zero_init = self._deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=content)
+        cut: Callable[[list[torch.nn.Parameter]], None] = zero_init._convert_to_zero_parameters
         return cut
 
     def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:

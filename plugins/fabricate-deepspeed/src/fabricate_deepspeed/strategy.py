@@ -163,19 +163,19 @@ class ZeRO(Strategy, abc.ABC):
 
     def _give_memory(self) -> None:
         """What is on the meta device becomes real, one parameter after another; the values come later. All ranks."""
-        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that its id stays taken
+        memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that its id stays taken
         for submodule in self._root.modules():
             for table in (submodule._parameters, submodule._buffers):
                 for key, tensor in table.items():
                     if tensor is None or not tensor.is_meta:
                         continue
-                    if id(tensor) not in made:
+                    if id(tensor) not in memory:
                         fresh = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
                         if isinstance(tensor, torch.nn.Parameter):
                             fresh = torch.nn.Parameter(fresh, tensor.requires_grad)
                             self._place([fresh])
-                        made[id(tensor)] = (tensor, fresh)
-                    table[key] = made[id(tensor)][1]
+                        memory[id(tensor)] = (tensor, fresh)
+                    table[key] = memory[id(tensor)][1]
 
     def prepare_optimizers(
         self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
@@ -227,11 +227,11 @@ class ZeRO(Strategy, abc.ABC):
         return engine
 
     def _verify(self, dtype: torch.dtype) -> None:
-        found = {p.dtype for p in self._root.parameters() if p.requires_grad and p.is_floating_point()}
-        if found != {dtype}:
+        dtypes = {p.dtype for p in self._root.parameters() if p.requires_grad and p.is_floating_point()}
+        if dtypes != {dtype}:
             raise FabricateError(
                 f"strategy={self.name!r} was to train parameters in {dtype} (precision={self._settled.precision.name!r}) and DeepSpeed "
-                f"trains {', '.join(map(str, sorted(found, key=str)))}; build the module's parameters in float32"
+                f"trains {', '.join(map(str, sorted(dtypes, key=str)))}; build the module's parameters in float32"
             )
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:

@@ -81,15 +81,15 @@ class Files:
         """A tensor of zeros for the state of `flat`, in a file and not in memory."""
         from deepspeed.runtime.swap_tensor.optimizer_utils import SwapTensorContext
 
-        known = self._swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
-        made = torch.empty(0, dtype=dtype)
-        made.ds_id = f"{key}-{flat.ds_id}"  # type: ignore[attr-defined]
-        context = SwapTensorContext(made, known.swap_folder)
+        swap_info = self._swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
+        placeholder = torch.empty(0, dtype=dtype)
+        placeholder.ds_id = f"{key}-{flat.ds_id}"  # type: ignore[attr-defined]
+        context = SwapTensorContext(placeholder, swap_info.swap_folder)
         with open(context.swap_path, "wb") as file:
-            file.truncate(self._swapper._io_aligned_numel(known.numel()) * made.element_size())
-        known.tensors.append(context)
-        known.has_state_tensors = True
-        return made
+            file.truncate(self._swapper._io_aligned_numel(swap_info.numel()) * placeholder.element_size())
+        swap_info.tensors.append(context)
+        swap_info.has_state_tensors = True
+        return placeholder
 
     def renew(self, number: int) -> None:
         """Bring the parameters of group `number` up to date with its master weights."""
@@ -105,8 +105,8 @@ class Files:
         are not aligned, and trains with wrong values, without an error."""
 
         def keep(parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]) -> None:
-            known = self._swapper.swap_params_info[parameter.ds_id]
-            known.unswapped_gradients.update(zip(gradient_offsets, gradient_tensors, strict=True))
+            swap_info = self._swapper.swap_params_info[parameter.ds_id]
+            swap_info.unswapped_gradients.update(zip(gradient_offsets, gradient_tensors, strict=True))
 
         self._swapper.swap_out_gradients = keep
 

@@ -53,13 +53,13 @@ class Replicas:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
-        found: list[tuple[str, object]] = [*self._module.named_parameters(), *self._module.named_buffers()]
+        tensors: list[tuple[str, object]] = [*self._module.named_parameters(), *self._module.named_buffers()]
         for label, optimizer in self._trainer.optimizers.items():
             for parameter, state in optimizer.state.items():
-                found += [(f"{label}/{names[parameter]}/{key}", value) for key, value in state.items()]
+                tensors += [(f"{label}/{names[parameter]}/{key}", value) for key, value in state.items()]
         device = self._trainer.accelerator.device
         # By name, so that ranks meet in one order. Step counters on the CPU are the same on every rank.
-        for name, value in sorted(found, key=lambda pair: pair[0]):
+        for name, value in sorted(tensors, key=lambda pair: pair[0]):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == device.type:
                 yield name, value.detach()
 

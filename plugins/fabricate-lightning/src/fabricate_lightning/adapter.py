@@ -150,10 +150,10 @@ class Adapted(TrainModule):
         configured = optimizers.read(where, self._original().configure_optimizers())
         self.optimizers, self.schedulers = configured.optimizers, configured.schedulers
         self._at_epoch_end = configured.at_epoch_end()
-        made = optimizers.for_fabricate(
+        answer = optimizers.for_fabricate(
             configured, self._due, self._advance if overrides(self.lightning, "lr_scheduler_step") else None
         )
-        return made[0] if len(made) == 1 else made
+        return answer[0] if len(answer) == 1 else answer
 
     def _original(self) -> Any:
         """The user's module; of a copy on the meta device, which the plan makes, one with the copy's parameters."""
@@ -177,19 +177,19 @@ class Adapted(TrainModule):
 
     def _advance_others(self, epoch: int) -> None:
         """Advance the schedulers that fabricate does not advance. At the end of an epoch, after its hooks."""
-        known = self.view.callback_metrics
+        metrics = self.view.callback_metrics
         for config in self._at_epoch_end:
             if (epoch + 1) % config.frequency:
                 continue
             if not config.reduce_on_plateau:
                 self._advance(config.scheduler, None)
-            elif config.monitor not in known:
-                text = f"{type(config.scheduler).__name__} waits for {config.monitor!r}, and logged are {', '.join(known) or 'none'}"
+            elif config.monitor not in metrics:
+                text = f"{type(config.scheduler).__name__} waits for {config.monitor!r}, and logged are {', '.join(metrics) or 'none'}"
                 if config.strict:
                     raise ConfigurationError(f"{text}; name one of these as 'monitor'")
                 self.print(f"{text}: the learning rate stays as it is")
             else:
-                self._advance(config.scheduler, known[config.monitor])
+                self._advance(config.scheduler, metrics[config.monitor])
 
     def total_steps(self) -> float:
         """Updates of the whole fit; infinite where that is not known."""
@@ -299,16 +299,16 @@ class Adapted(TrainModule):
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
         logs, world_size = self.view.logs, self.view.world_size
-        found = logs.settle(trainer.metrics, self.lightning, world_size)
+        settled = logs.settle(trainer.metrics, self.lightning, world_size)
         self.hooks.of_callbacks("on_train_epoch_end", monitoring=False)
         self.hooks.of_module("on_train_epoch_end")
-        found |= logs.settle({}, self.lightning, world_size)
+        settled |= logs.settle({}, self.lightning, world_size)
         logs.reset()
         self.hooks.of_callbacks("on_train_epoch_end", monitoring=True)
         self._advance_others(epoch)
-        for name, value in found.items():
+        for name, value in settled.items():
             self.record(name, value)
-        self._to_loggers(found, trainer.step, epoch)
+        self._to_loggers(settled, trainer.step, epoch)
         self._in_epoch = False
 
     def on_preempt(self) -> None:
@@ -384,13 +384,13 @@ class Adapted(TrainModule):
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
         view, word, logs = self.view, WORDS[stage], self.view.logs
-        found = self._found | logs.settle({}, self.lightning, view.world_size)
+        settled = self._found | logs.settle({}, self.lightning, view.world_size)
         self.hooks(f"on_{word}_epoch_end")
-        found |= logs.settle({}, self.lightning, view.world_size)
+        settled |= logs.settle({}, self.lightning, view.world_size)
         logs.reset()
-        metrics |= found
+        metrics |= settled
         if not view.sanity_checking:
-            self._to_loggers(found, trainer.step, trainer.epoch if view.function == "fit" else None)
+            self._to_loggers(settled, trainer.step, trainer.epoch if view.function == "fit" else None)
         self.hooks(f"on_{word}_end")
         if view.sanity_checking:
             self.hooks.of_callbacks("on_sanity_check_end")

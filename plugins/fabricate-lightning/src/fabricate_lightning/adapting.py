@@ -51,8 +51,8 @@ def adapt(
     attach(module, view)
     hooks = Hooks(view, module, view.called, view.logs)
     own = {"lightning": module, "hooks": hooks, "view": view, "__module__": type(module).__module__}
-    made: Any = type(type(module).__name__, (*_parts(module, hooks, view), Adapted), own)
-    adapted: Adapted = made(**{str(name): value for name, value in dict(module.hparams).items()})
+    adapted_class: Any = type(type(module).__name__, (*_parts(module, hooks, view), Adapted), own)
+    adapted: Adapted = adapted_class(**{str(name): value for name, value in dict(module.hparams).items()})
     return adapted
 
 
@@ -81,11 +81,11 @@ def with_own(callbacks: list[Any], own: Any) -> list[Any]:
 
 def _take_callbacks(view: TrainerView, callbacks: list[Any]) -> None:
     """Let `view` have callbacks of which fabricate's Trainer, which has its own arguments, does nothing."""
-    found = translated(callbacks)
-    if found.settings or found.plugins:
-        kinds = ", ".join(type(callback).__name__ for callback in callbacks if callback not in found.called)
+    translation = translated(callbacks)
+    if translation.settings or translation.plugins:
+        kinds = ", ".join(type(callback).__name__ for callback in callbacks if callback not in translation.called)
         raise ConfigurationError(
             f"adapt: {kinds} becomes arguments of the Trainer: give these (keep=, save_every=, max_time=, plugins=), or take "
             "fabricate_lightning.Trainer(callbacks=...)"
         )
-    view.callbacks, view.called = callbacks, found.called
+    view.callbacks, view.called = callbacks, translation.called

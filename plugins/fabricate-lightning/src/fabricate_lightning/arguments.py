@@ -170,9 +170,9 @@ def _strategy(given: Mapping[str, Any], world_size: int) -> Pairs:
         )
     precision = given["precision"]
     if not isinstance(precision, str | int | None) or precision not in PRECISIONS:
-        known = ", ".join(str(name) for name in PRECISIONS if isinstance(name, str))
+        allowed = ", ".join(str(name) for name in PRECISIONS if isinstance(name, str))
         raise ConfigurationError(
-            f"Trainer(precision={precision!r}) has no counterpart in fabricate; give one of {known}"
+            f"Trainer(precision={precision!r}) has no counterpart in fabricate; give one of {allowed}"
         )
     yield "precision", PRECISIONS[precision]
 

@@ -56,26 +56,26 @@ class Translated:
 
 def translated(callbacks: Iterable[Any]) -> Translated:
     """`callbacks`, as far as fabricate does what they do. `ConfigurationError` for one that cannot run."""
-    found = Translated()
+    translation = Translated()
     for callback in callbacks:
         _check(callback)
         plugin = next((make for name, make in _PLUGINS.items() if is_a(callback, name)), None)
         if is_a(callback, "ModelCheckpoint"):
-            found.checkpoints.append(callback)
+            translation.checkpoints.append(callback)
         elif is_a(callback, "Timer"):
-            found.settings["max_time"] = Every(minutes=_duration(callback) / 60)
+            translation.settings["max_time"] = Every(minutes=_duration(callback) / 60)
         elif plugin is not None:
-            found.plugins.append(plugin(callback))
+            translation.plugins.append(plugin(callback))
         elif not any(is_a(callback, name) for name in _SHOWN):
-            found.called.append(callback)
-    if any(isinstance(plugin, StochasticWeightAveraging) for plugin in found.plugins):
-        found.notes.append(
+            translation.called.append(callback)
+    if any(isinstance(plugin, StochasticWeightAveraging) for plugin in translation.plugins):
+        translation.notes.append(
             "StochasticWeightAveraging averages weights at the ends of epochs, in Lightning at their starts; batch norm gets new "
             "statistics after the fit, in Lightning in an epoch more"
         )
-    if found.checkpoints:
-        _keep(found)
-    return found
+    if translation.checkpoints:
+        _keep(translation)
+    return translation
 
 
 def _check(callback: Any) -> None:
@@ -118,23 +118,23 @@ def _duration(callback: Any) -> float:
     return float(remaining)
 
 
-def _keep(found: Translated) -> None:
+def _keep(translation: Translated) -> None:
     """Which checkpoints are kept, and when they are taken."""
-    found.settings["keep"] = _kept(found.checkpoints)
-    cadences = {str(every): every for c in found.checkpoints if (every := _cadence(c)) is not None}
+    translation.settings["keep"] = _kept(translation.checkpoints)
+    cadences = {str(every): every for c in translation.checkpoints if (every := _cadence(c)) is not None}
     if len(cadences) > 1:
         raise ConfigurationError(
             f"callbacks: ModelCheckpoint every {' and every '.join(cadences)}: a run saves in one rhythm; leave one out"
         )
-    found.settings["save_every"] = next(iter(cadences.values()), None)
-    if any(c.save_on_exception for c in found.checkpoints):
-        found.plugins.append(SaveOnException())
-    if any(c.filename is not None for c in found.checkpoints):
-        found.notes.append("ModelCheckpoint(filename=...) is not used: checkpoints are named by their step")
-    weights_only = [c.save_weights_only for c in found.checkpoints]
-    found.settings["save_weights_only"] = all(weights_only)
+    translation.settings["save_every"] = next(iter(cadences.values()), None)
+    if any(c.save_on_exception for c in translation.checkpoints):
+        translation.plugins.append(SaveOnException())
+    if any(c.filename is not None for c in translation.checkpoints):
+        translation.notes.append("ModelCheckpoint(filename=...) is not used: checkpoints are named by their step")
+    weights_only = [c.save_weights_only for c in translation.checkpoints]
+    translation.settings["save_weights_only"] = all(weights_only)
     if any(weights_only) and not all(weights_only):
-        found.notes.append(
+        translation.notes.append(
             "ModelCheckpoint(save_weights_only=True) beside one without it: all checkpoints hold everything"
         )
 
@@ -187,10 +187,10 @@ def learning_rates(optimizers: Iterable[torch.optim.Optimizer], configs: Iterabl
     names = {
         id(config.scheduler.optimizer): config.name for config in configs if hasattr(config.scheduler, "optimizer")
     }
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for optimizer in optimizers:
         name = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
-        name = f"{name}-{sum(other.partition('/')[0] == name for other in found)}" if name in found else name
+        name = f"{name}-{sum(other.partition('/')[0] == name for other in rates)}" if name in rates else name
         for number, group in enumerate(optimizer.param_groups, 1):
-            found[name if len(optimizer.param_groups) == 1 else f"{name}/pg{number}"] = float(group["lr"])
-    return found
+            rates[name if len(optimizer.param_groups) == 1 else f"{name}/pg{number}"] = float(group["lr"])
+    return rates

@@ -33,17 +33,17 @@ def load_from_checkpoint(kind: type[M], path: str | Path, **overrides: Any) -> M
     `save_hyperparameters` are its arguments, as far as JSON holds them; `overrides` win. Raises `CheckpointError` where there is no
     checkpoint, where it is damaged, or where an argument was not recorded and is not overridden.
     """
-    made: list[M] = []
+    modules: list[M] = []
 
     class Loaded(TrainModule):
         def __init__(self, **hparams: Any) -> None:
             super().__init__()
-            made.append(kind(**_arguments(kind, hparams)))
-            share(self, made[0])
+            modules.append(kind(**_arguments(kind, hparams)))
+            share(self, modules[0])
 
     with imported(path) as checkpoint:
         Loaded.load_from_checkpoint(checkpoint, **overrides)
-    return made[0]
+    return modules[0]
 
 
 def _arguments(kind: Any, hparams: dict[str, Any]) -> dict[str, Any]:
@@ -51,13 +51,13 @@ def _arguments(kind: Any, hparams: dict[str, Any]) -> dict[str, Any]:
     parameters = list(inspect.signature(kind).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return hparams
-    known = {p.name: hparams[p.name] for p in parameters if p.name in hparams}
+    recorded = {p.name: hparams[p.name] for p in parameters if p.name in hparams}
     missing = [
-        p.name for p in parameters if p.name not in known and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+        p.name for p in parameters if p.name not in recorded and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
     ]
-    if len(missing) == 1 and not known and hparams and (lightnings := base(kind, "LightningModule")) is not None:
+    if len(missing) == 1 and not recorded and hparams and (lightnings := base(kind, "LightningModule")) is not None:
         return {missing[0]: type(lightnings().hparams)(hparams)}  # a mapping whose values are attributes as well
-    return known
+    return recorded
 
 
 def load_weights(module: Any, path: str | Path) -> None:

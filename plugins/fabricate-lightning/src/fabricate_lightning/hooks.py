@@ -69,10 +69,10 @@ class Hooks:
         return answer
 
     def _of(self, hook: str, which: str) -> list[Callable[..., Any]]:
-        found = self._known.get((hook, which))
-        if found is None:
-            found = self._known[hook, which] = list(self._functions(hook, which))
-        return found
+        functions = self._known.get((hook, which))
+        if functions is None:
+            functions = self._known[hook, which] = list(self._functions(hook, which))
+        return functions
 
     def _functions(self, hook: str, which: str) -> Iterable[Callable[..., Any]]:
         for callback in self._callbacks if which != "module" else ():

@@ -11,8 +11,8 @@ _PACKAGES = ("lightning", "pytorch_lightning")
 
 def base(kind: type, name: str) -> type | None:
     """The class of Lightning called `name` among the bases of `kind`, or `kind` itself; None where there is none."""
-    found = (c for c in kind.__mro__ if c.__name__ == name and c.__module__.partition(".")[0] in _PACKAGES)
-    return next(found, None)
+    bases = (c for c in kind.__mro__ if c.__name__ == name and c.__module__.partition(".")[0] in _PACKAGES)
+    return next(bases, None)
 
 
 def is_a(value: object, name: str) -> bool:

@@ -154,21 +154,21 @@ class Logs:
     def settle(self, known: Mapping[str, float], module: torch.nn.Module, world_size: int) -> dict[str, float]:
         """What was logged for the epoch or the evaluation since the last call, by the names that go to loggers. known: what fabricate
         recorded of the epoch, empty in an evaluation. All ranks; waits for the device."""
-        found: dict[str, float] = {}
+        settled: dict[str, float] = {}
         if known:
             for recorded, (name, options) in self.epoch.items():
-                found |= self._settled(name, known.get(f"epoch_{recorded}", math.nan), options)
+                settled |= self._settled(name, known.get(f"epoch_{recorded}", math.nan), options)
             self.epoch = {}
         for name, options, value in self._summed(world_size):
-            found |= self._settled(name, value, options)
+            settled |= self._settled(name, value, options)
         for name, (metric, options) in sorted(self._all_objects(module, world_size).items()):
             value = metric.compute()
             self._computed.append(metric)
             several = value.items() if isinstance(value, Mapping) else [(None, value)]
             for key, each in several:
-                found |= self._settled(name if key is None else f"{name}_{key}", _one_number(name, each), options)
+                settled |= self._settled(name if key is None else f"{name}_{key}", _one_number(name, each), options)
         self._objects = {}
-        return found
+        return settled
 
     def forget(self) -> None:
         """A fit or an evaluation begins."""
@@ -234,12 +234,12 @@ class Logs:
 
 
 def _reduction(name: str, reduce_fx: Any) -> str:
-    known = _REDUCTIONS.get(reduce_fx) if isinstance(reduce_fx, str) or callable(reduce_fx) else None
-    if known is None:
+    named = _REDUCTIONS.get(reduce_fx) if isinstance(reduce_fx, str) or callable(reduce_fx) else None
+    if named is None:
         raise ConfigurationError(
             f"self.log({name!r}, reduce_fx={reduce_fx!r}): give 'mean', 'sum', 'min' or 'max', or log a torchmetrics object"
         )
-    return known
+    return named
 
 
 def _one_number(name: str, value: Any) -> torch.Tensor:

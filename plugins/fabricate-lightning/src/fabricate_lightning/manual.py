@@ -92,8 +92,8 @@ class Manual(Adapted):
         self.optimizers, self.schedulers = configured.optimizers, configured.schedulers
         self._stepping = [Stepping(optimizer, self.lightning, self._before_step) for optimizer in self.optimizers]
         # The module advances its schedulers itself; fabricate has them to save them.
-        made = optimizers.for_fabricate(configured, lambda config: False, lambda scheduler, metric: None)
-        return {str(number): each for number, each in enumerate(made)}
+        answer = optimizers.for_fabricate(configured, lambda config: False, lambda scheduler, metric: None)
+        return {str(number): each for number, each in enumerate(answer)}
 
     def stepping_optimizers(self) -> list[Any]:
         return self._stepping

@@ -48,10 +48,10 @@ class Configured:
 
     def at_epoch_end(self) -> list[SchedulerConfig]:
         """Those that fabricate does not advance: by a metric, or by epoch beside one by step of the same optimizer."""
-        found = []
+        at_end = []
         for configs in map(self.of, self.optimizers):
-            found += [c for c in configs if c.reduce_on_plateau or c.interval != _interval(configs)]
-        return found
+            at_end += [c for c in configs if c.reduce_on_plateau or c.interval != _interval(configs)]
+        return at_end
 
 
 def read(where: str, returned: Any) -> Configured:
@@ -101,8 +101,8 @@ def _of_mapping(where: str, returned: Mapping[str, Any]) -> tuple[list[Any], lis
 def _scheduler(where: str, given: Any, monitor: str | None) -> SchedulerConfig:
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     if unknown := sorted(options.keys() - {field.name for field in fields(SchedulerConfig)}):
-        known = ", ".join(field.name for field in fields(SchedulerConfig))
-        raise ConfigurationError(f"{where}: a mapping for a scheduler holds {unknown[0]!r}; known are {known}")
+        allowed = ", ".join(field.name for field in fields(SchedulerConfig))
+        raise ConfigurationError(f"{where}: a mapping for a scheduler holds {unknown[0]!r}; known are {allowed}")
     if options.get("scheduler") is None:
         raise ConfigurationError(f"{where}: a mapping for a scheduler has to hold 'scheduler'")
     if isinstance(options["scheduler"], Mapping):

@@ -72,8 +72,8 @@ class Surface:
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or a list of several. With manual optimization each is one whose `step` takes a closure."""
-        found = self.trainer.stepping_optimizers if use_pl_optimizer else self.trainer.optimizers
-        return found[0] if len(found) == 1 else found
+        listed = self.trainer.stepping_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return listed[0] if len(listed) == 1 else listed
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward of `loss`, with manual optimization."""

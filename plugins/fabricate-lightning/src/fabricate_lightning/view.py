@@ -234,8 +234,10 @@ class TrainerView:
     @property
     def log_dir(self) -> str | None:
         """Where the first logger writes, else the run directory."""
-        found = getattr(self.logger, "log_dir", None) or getattr(self.logger, "save_dir", None) or self.default_root_dir
-        return str(found)
+        folder = (
+            getattr(self.logger, "log_dir", None) or getattr(self.logger, "save_dir", None) or self.default_root_dir
+        )
+        return str(folder)
 
     def take_logged(self, name: str, value: Any, **given: Any) -> None:
         """What `self.log` got."""

@@ -73,9 +73,9 @@ def _model(module: Any) -> Any:
     """The model with token embeddings in `module`: the only one, or the only one that is trained."""
     from transformers import PreTrainedModel
 
-    found = [child for child in module.modules() if isinstance(child, PreTrainedModel)]
-    inner = {id(child) for model in found for child in model.modules() if child is not model}
-    outer = [model for model in found if id(model) not in inner]
+    models = [child for child in module.modules() if isinstance(child, PreTrainedModel)]
+    inner = {id(child) for model in models for child in model.modules() if child is not model}
+    outer = [model for model in models if id(model) not in inner]
     trained = [model for model in outer if any(parameter.requires_grad for parameter in model.parameters())]
     if len(trained) != 1:
         raise ConfigurationError(

@@ -224,13 +224,13 @@ class _Draw:
     def _next(self, source: int, before: int, count: int) -> Counts:
         """The next `count` rows of a source of which `before` were drawn: pass after pass, each in an order of its own."""
         length = self.lengths[source]
-        found: list[Counts] = [np.empty(0, dtype=np.int64)]
+        drawn: list[Counts] = [np.empty(0, dtype=np.int64)]
         while count:
             number, start = divmod(before, length)
             order = np.random.default_rng((self.seed, 2, source, number)).permutation(length)[start : start + count]
-            found.append(order)
+            drawn.append(order)
             before, count = before + len(order), count - len(order)
-        return np.concatenate(found)
+        return np.concatenate(drawn)
 
 
 def _check(sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:

@@ -71,7 +71,7 @@ def _pack_rows(rows: Mapping[str, list[list[int]]], length: int, too_long: str) 
 
 def _whole_rows(rows: Mapping[str, list[list[int]]]) -> list[tuple[list[int], list[int]]]:
     """Tokens and labels of each row, without padding."""
-    found = []
+    whole_rows = []
     everyone = zip(
         rows["input_ids"],
         rows.get("labels", rows["input_ids"]),
@@ -87,8 +87,8 @@ def _whole_rows(rows: Mapping[str, list[list[int]]]) -> list[tuple[list[int], li
         if "attention_mask" in rows:
             kept = [place for place, real in enumerate(mask) if real]
             ids, labels = [ids[place] for place in kept], [labels[place] for place in kept]
-        found.append((ids, labels))
-    return found
+        whole_rows.append((ids, labels))
+    return whole_rows
 
 
 def _pieces(ids: list[int], labels: list[int], length: int, too_long: str) -> list[tuple[list[int], list[int]]]:
