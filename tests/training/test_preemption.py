@@ -27,8 +27,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fabricate import Callback, ConfigurationError, FitResult, RankError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.distributed.connections import break_connections
+from fabricate.distributed.group import Group
 from fabricate.testing import close_pools, run_ranks
 from fabricate.training.interruptions import overdue, preemption
+from fabricate.training.interruptions.requests import Requests, SignalWhileWaiting
 from tests.support.workers import own_children
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -548,6 +550,25 @@ def test_a_signal_ends_the_wait_for_a_worker_that_hangs_and_the_state_is_saved(t
     assert time.monotonic() - began < 60
 
 
+def test_an_overdue_wait_ends_once_however_long_its_workers_take_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overdue, "PATIENCE_SECONDS", 0.5)
+    requests, ended = Requests(), []
+
+    def items() -> Iterator[int]:
+        try:
+            time.sleep(30)
+            yield 0
+        finally:
+            time.sleep(2)
+            ended.append("workers")
+
+    with preemption.signals_heard(requests), overdue.overdue_waits_end(requests, Group(0, 1), "one wait"):
+        requests.ask(signal="SIGTERM")
+        with pytest.raises(SignalWhileWaiting):
+            list(overdue.waiting(requests, items()))
+    assert ended == ["workers"]
+
+
 class HangsOnOneRank(Hangs):
     """As `Hangs`, on rank 1 alone."""
 
@@ -583,11 +604,11 @@ def hang_on_two_ranks(root: str, number: int, ranks: list[int], where: str) -> l
         message = str(exc)
     break_connections(dist.distributed_c10d._get_default_group())  # as the end of the process does
     seconds = time.monotonic() - began
-    for _ in range(4):  # a thread that is just ending may hold the frames of the fit for a moment
+    for _ in range(10):  # a thread that is just ending may hold the frames of the fit for a moment
         gc.collect()
         for worker in own_children():  # torch has ended it and does not wait for its end
             worker.join(5)
-    assert not own_children()
+    assert [(child.pid, child.exitcode) for child in own_children()] == []
     preemption._told.clear()
     return [message, seconds]
 

@@ -81,6 +81,7 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
         if requests.overdue:  # sent by this process, see `fabricate.training.interruptions.overdue`
             requests.overdue = False
             if requests.waits_since:
+                requests.waits_since = 0.0  # a second one would cut off the end of the workers, which may take seconds
                 raise SignalWhileWaiting
             return
         name = signal.Signals(number).name
