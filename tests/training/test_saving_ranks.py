@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import traceback
 from collections.abc import Callable
@@ -81,6 +82,24 @@ def remember(root: Path, strategy: str) -> Any:
     return found
 
 
+class RowsOfItsOwn(Net):
+    """Stores how many rows it saw, which is alike on all ranks, and which, which is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows_seen, self.last = 0, torch.zeros(4)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.rows_seen, self.last = self.rows_seen + len(batch[1]), batch[1][0].clone()
+        return super().training_step(batch)
+
+    def on_save(self, state: dict[str, Any]) -> None:
+        state["inner"] = {"rows": self.rows_seen, "last": self.last}
+        state["rows"] = self.rows_seen
+        if self.trainer.is_main:
+            state["only here"] = 1
+
+
 def on_two_ranks(root: Path) -> dict[str, Any]:
     """Everything that two ranks write into `root`; what a run returned or raised, by name."""
 
@@ -109,6 +128,7 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
         "ddp remembers": lambda: remember(root, "ddp"),
         "fsdp remembers": lambda: remember(root, "fsdp"),
         "mixed": lambda: fit(root / "mixed", 2, strategy="fsdp:wrap=Linear", module=MixedWidths(), batch_size=2).seen,
+        "rows of its own": lambda: fit(root / "own-rows", strategy="ddp", module=RowsOfItsOwn(), batch_size=2).seen,
     }
     found = {}
     for name, run in jobs.items():
@@ -151,6 +171,18 @@ def updates(*ranks: list[list[int]]) -> list[list[int]]:
 def test_two_ranks_that_crashed_end_as_two_that_never_stopped(pair: Pair, strategy: str) -> None:
     pair[strategy]
     assert_same_run(pair.root / f"straight-{strategy}", pair.root / f"crashed-{strategy}")
+
+
+def test_state_that_on_save_stores_with_another_value_on_some_rank_is_named(pair: Pair) -> None:
+    assert pair["rows of its own"]
+
+    def notes(run: str) -> list[str]:
+        lines = (pair.root / run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return [event["text"] for event in map(json.loads, lines) if event["event"] == "note"]
+
+    (own,) = (text for text in notes("own-rows") if text.startswith("on_save"))
+    assert "on_save of the module stores another value of inner on rank 1 than on rank 0" in own
+    assert not any(text.startswith("on_save") for text in notes("straight-fsdp"))  # equal values, one of them sharded
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

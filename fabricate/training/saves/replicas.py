@@ -7,9 +7,10 @@ an error of torch's, and a checkpoint would hold those of rank 0. Must not know:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import xxhash
 
@@ -47,6 +48,37 @@ def compare(run: Run) -> None:
     if any(other[0] == place and other[1] != values for place, values, _ in everyone for other in everyone):
         _raise_weights(run, weights)
     run.optim.equal_at = run.progress.step
+
+
+def digest_of(value: Any) -> str:
+    """Of something that a listener of `on_save` stores: equal for equal values. Of what is sharded, only the shape counts."""
+    if isinstance(value, Mapping):
+        return _digest([(key, digest_of(each)) for key, each in value.items()])
+    if isinstance(value, list | tuple):
+        return _digest([digest_of(each) for each in value])
+    if not isinstance(value, torch.Tensor):
+        return _digest(value.tolist() if isinstance(value, np.ndarray) else value)
+    plain = not is_sharded(value) and not is_wrapper(value) and value.layout is torch.strided
+    return _digest((value.dtype, value.shape, int(bits(value.detach()).sum(dtype=torch.int64)) if plain else 0))
+
+
+def note_states_apart(run: Run) -> None:
+    """Note what listeners of `on_save` stored with other values on some rank: a checkpoint keeps those of rank 0. All ranks, one message,
+    and none where nobody stores anything."""
+    states = run.checkpoints.listener_states
+    if not states or run.engine.all_have(states):
+        return
+    zero, *others = run.engine.gather_json(states)
+    for rank, other in enumerate(others, 1):
+        for name, values in other.items():  # what only rank 0 stores is meant for all
+            if apart := [key for key, value in values.items() if zero.get(name, {}).get(key) != value]:
+                listener = "the module" if name == "module" else f"plugin {name!r}"
+                run.journal.note(
+                    f"on_save of {listener} stores another value of {few(apart)} on rank {rank} than on rank 0. A checkpoint keeps the values "
+                    "of rank 0, and after a resume every rank has those. Where each rank needs its own, store "
+                    "accelerator.gather(value[None]) and take the row of the rank in on_load"
+                )
+                return
 
 
 def _sums(run: Run) -> dict[tuple[str, int], int]:

@@ -43,7 +43,7 @@ from fabricate.module import recorded
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.strategies.quantised import quantised_weights
 from fabricate.training.saves.changes import configuration
-from fabricate.training.saves.replicas import bits
+from fabricate.training.saves.replicas import bits, digest_of
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing
 
@@ -163,6 +163,8 @@ def _plugins(run: Run, saver: Saver, names: Sequence[str]) -> dict[str, Any]:
         if name in names:
             state: dict[str, Any] = {}
             call(trainer=run.trainer, module=run.module, state=state)
+            if run.engine.world_size > 1:
+                run.checkpoints.listener_states[name] = {str(key): digest_of(value) for key, value in state.items()}
             plugins[name] = saver.encode(state, f"plugin/{name}", saver.whole)
     return plugins
 

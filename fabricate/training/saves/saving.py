@@ -23,7 +23,7 @@ from fabricate.distributed.failures import is_echo
 from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
 from fabricate.training.reports.log_lines import write_line
-from fabricate.training.saves.replicas import compare
+from fabricate.training.saves.replicas import compare, note_states_apart
 from fabricate.training.saves.saved_state import assemble, own_buffers
 from fabricate.training.saves.unsaved import note_changed
 from fabricate.training.state.run_state import Run
@@ -224,6 +224,7 @@ def _assemble(run: Run, path: Path) -> Content:
     committing.agree(run.engine, path, failure)
     assert content is not None
     content.exchange()
+    note_states_apart(run)
     return content
 
 

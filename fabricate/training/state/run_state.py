@@ -103,6 +103,8 @@ class Checkpoints:
     """The digests of the parameters that checkpoints leave out, by name."""
     frozen_sums: dict[str, list[int]] = field(default_factory=dict)
     """Of this rank's part of each of them, the sum of its bits when the fit began."""
+    listener_states: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Among several ranks: the digests of what each listener of `on_save` stored last, by its names."""
     restored: bool = False
     """Whether the run continues from a checkpoint."""
 
