@@ -74,9 +74,9 @@ def note_states_apart(run: Run) -> None:
             if apart := [key for key, value in values.items() if zero.get(name, {}).get(key) != value]:
                 listener = "the module" if name == "module" else f"plugin {name!r}"
                 run.journal.note(
-                    f"on_save of {listener} stores another value of {few(apart)} on rank {rank} than on rank 0. A checkpoint keeps the values "
-                    "of rank 0, and after a resume every rank has those. Where each rank needs its own, store "
-                    "accelerator.gather(value[None]) and take the row of the rank in on_load"
+                    f"on_save of {listener} stores another value of {few(apart)} on rank {rank} than on rank 0. A checkpoint keeps the "
+                    "values of rank 0, and after a resume every rank has those. Where each rank needs its own, store "
+                    "accelerator.gather(value[None]), and take the row of the rank in on_load"
                 )
                 return
 
