@@ -54,6 +54,7 @@ from fabricate.training.saves.unsaved import remember, unsaved_notes
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import train_mode
 from fabricate.training.updates.stepping import prepare_updates
+from fabricate.training.written import refuse_max_norm
 from fabricate.values import Every
 
 _SHOWN_SECONDS = 10.0
@@ -65,6 +66,7 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
     assert run.source is not None
     settings, engine = run.settings, run.engine
     _check_validation(run)
+    refuse_max_norm(run.module, engine.strategy, engine.world_size)
     _configure_optimizers(run)
     plan = _plan(run, resolved, data)
     run.journal.planned_bytes = plan["memory_per_rank"]["total"]

@@ -1,4 +1,5 @@
-"""Writes of a step into parameters that the strategy computes with copies of: they would be lost. Must not know: the loop."""
+"""Writes of a step into parameters that the strategy computes with copies of: they would be lost. And those of layers that rewrite their
+own weight. Must not know: the loop."""
 
 from __future__ import annotations
 
@@ -14,11 +15,26 @@ from fabricate.distributed.engine import Engine
 from fabricate.errors import ConfigurationError
 from fabricate.module import STEPS, TrainModule
 from fabricate.strategies.assigning import ASSIGN
+from fabricate.strategies.base import Strategy
 from fabricate.strategies.sharding import is_sharded
 
 _OURS = ("torch.distributed.", "deepspeed.", "fabricate.", "bitsandbytes.")
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
 """Names that end like those of functions that write."""
+
+
+def refuse_max_norm(module: torch.nn.Module, strategy: Strategy, world_size: int) -> None:
+    """Raise `ConfigurationError` for an embedding whose forward rewrites its weight where that would be lost, or differ between ranks."""
+    for name, layer in module.named_modules():
+        if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) or layer.max_norm is None:
+            continue
+        if layer.weight.requires_grad and (world_size > 1 or not strategy.keeps_written(layer.weight)):
+            raise ConfigurationError(
+                f"{name} is {type(layer).__name__}(max_norm={layer.max_norm:g}), whose forward rewrites the rows of its weight that it looks "
+                f"up: under strategy={strategy.name!r} these writes would be lost, or differ between ranks. Build it without max_norm and "
+                f"look rows up in torch.renorm(weight, {layer.norm_type:g}, 0, {layer.max_norm:g}) with torch.nn.functional, or train in one "
+                "process with strategy='single'"
+            )
 
 
 class Written(TorchFunctionMode):

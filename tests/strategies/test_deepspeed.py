@@ -540,6 +540,29 @@ def _written(writes: str) -> dict[str, str]:
     return found
 
 
+class Bounded(WritingSteps):
+    """A layer that rewrites its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.words = torch.nn.Embedding(5, WIDTH, max_norm=0.5)
+
+
+def _bounded() -> list[str]:
+    texts = []
+    for strategy in ("ddp", "fsdp", "zero1", "zero3"):
+        with pytest.raises(ConfigurationError) as caught:
+            Trainer(strategy=strategy, max_steps=2, progress=False).fit(Bounded(), ROWS, batch_size=4)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_an_embedding_with_max_norm_is_refused_by_name_on_several_ranks() -> None:
+    for text in run_ranks(_bounded, 2)[0]:
+        assert text.startswith("words is Embedding(max_norm=0.5), whose forward rewrites the rows of its weight")
+        assert "torch.renorm(weight, 2, 0, 0.5)" in text
+
+
 @pytest.mark.parametrize(
     ("writes", "name", "lost"),
     [("trained", "first.weight", ["fsdp", "zero1", "zero3"]), ("frozen", "teacher.weight", ["fsdp", "zero3"])],
