@@ -30,10 +30,10 @@ def refuse_max_norm(module: torch.nn.Module, strategy: Strategy, world_size: int
             continue
         if layer.weight.requires_grad and (world_size > 1 or not strategy.keeps_written(layer.weight)):
             raise ConfigurationError(
-                f"{name} is {type(layer).__name__}(max_norm={layer.max_norm:g}), whose forward rewrites the rows of its weight that it looks "
-                f"up: under strategy={strategy.name!r} these writes would be lost, or differ between ranks. Build it without max_norm and "
-                f"look rows up in torch.renorm(weight, {layer.norm_type:g}, 0, {layer.max_norm:g}) with torch.nn.functional, or train in one "
-                "process with strategy='single'"
+                f"{name} is {type(layer).__name__}(max_norm={layer.max_norm:g}), whose forward rewrites the rows of its weight that it "
+                f"looks up: under strategy={strategy.name!r} these writes would be lost, or differ between ranks. Build it without max_norm"
+                f" and look rows up in torch.renorm(weight, {layer.norm_type:g}, 0, {layer.max_norm:g}) with torch.nn.functional, or train "
+                "in one process with strategy='single'"
             )
 
 

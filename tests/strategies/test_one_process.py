@@ -122,12 +122,12 @@ class Hooks(Callback):
 
 
 def hooked() -> list[str]:
-    """A hook on a gradient, set before the fit, or when it begins."""
+    """A hook on a gradient, registered before the fit, in either way, or when it begins."""
     said = []
-    for plugins in ([], [Hooks()]):
-        module = made(Net, "adamw")
-        if not plugins:
-            next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
+    for register in ("register_hook", "register_post_accumulate_grad_hook", ""):
+        module, plugins = made(Net, "adamw"), [] if register else [Hooks()]
+        if register:
+            getattr(next(module.parameters()), register)(lambda gradient: None)
         with pytest.raises(ConfigurationError) as caught:
             Trainer(strategy="fsdp", max_steps=1, progress=False, plugins=plugins).fit(module, ROWS, batch_size=BATCH)
         said.append(str(caught.value))
@@ -213,7 +213,7 @@ def test_a_process_group_of_another_size_is_an_error_before_ranks_wait(answers: 
 
 def test_hooks_on_gradients_that_would_not_be_called_are_an_error(answers: dict[str, Any]) -> None:
     begin = "strategy='fsdp' would not call the hooks on the gradients of "
-    assert [text[: len(begin)] for text in answers["hooked"]] == [begin, begin], answers["hooked"]
+    assert [text[: len(begin)] for text in answers["hooked"]] == [begin] * 3, answers["hooked"]
 
 
 def test_a_process_group_that_the_script_opened_is_kept(answers: dict[str, Any]) -> None:
