@@ -28,7 +28,8 @@ def refuse_max_norm(module: torch.nn.Module, strategy: Strategy, world_size: int
     for name, layer in module.named_modules():
         if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) or layer.max_norm is None:
             continue
-        if layer.weight.requires_grad and (world_size > 1 or not strategy.keeps_written(layer.weight)):
+        kept = world_size == 1 and all(strategy.keeps_written(parameter) for parameter in layer.parameters())
+        if layer.weight.requires_grad and not kept:
             raise ConfigurationError(
                 f"{name} is {type(layer).__name__}(max_norm={layer.max_norm:g}), whose forward rewrites the rows of its weight that it "
                 f"looks up: under strategy={strategy.name!r} these writes would be lost, or differ between ranks. Build it without max_norm"
