@@ -53,6 +53,18 @@ def leave_at_exit() -> None:
         _exit_handlers.append(atexit.register(_leave))
 
 
+@contextlib.contextmanager
+def looking_alone() -> Iterator[None]:
+    """While open, libraries that ask torch whether ranks work together see one process: torchmetrics would wait in `compute` for ranks that
+    do not compute. For the user's code that runs on one rank only; torch's own functions are not changed."""
+    before = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = before
+
+
 def _leave() -> None:
     if dist.is_initialized():
         connections = opened().connections.get("main")

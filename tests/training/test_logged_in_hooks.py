@@ -240,6 +240,35 @@ class WholeSet(Regression):
         return {"r2": r2, "rows": len(outputs), "ordered": int(torch.equal(y, y.sort().values))}
 
 
+class WithTorchmetrics(WholeSet):
+    """torchmetrics objects synchronise over the ranks in `compute`, unless there is one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torchmetrics.MeanSquaredError()
+
+    def compute_metrics(self, outputs: list[Any]) -> dict[str, Any]:
+        guess, y = (torch.stack([each[key] for each in outputs]) for key in ("guess", "y"))
+        self.kept.reset()
+        errors = {"kept": self.kept, "local": torchmetrics.MeanSquaredError()}
+        for error in errors.values():
+            error.update(guess, y)
+        return {name: error.compute() for name, error in errors.items()}
+
+
+def squared_errors() -> list[dict[str, float]]:
+    return [
+        Trainer(progress=False, strategy="ddp", timeout="30 seconds").test(WithTorchmetrics(), ROWS[:7], batch_size=2)
+    ]
+
+
+def test_torchmetrics_computes_in_compute_metrics_on_several_ranks() -> None:
+    y = torch.arange(7) / 8
+    wanted = float((y - y**2).square().mean())
+    for (metrics,) in run_ranks(squared_errors, 2, timeout=60):
+        assert (metrics["test_kept"], metrics["test_local"]) == (pytest.approx(wanted), pytest.approx(wanted))
+
+
 def r2(rows: int) -> float:
     y = torch.arange(rows) / 8
     return float(1 - (y - y**2).square().sum() / (y - y.mean()).square().sum())

@@ -17,6 +17,7 @@ import torch
 from fabricate.checkpoint.format.codec import decode, encode
 from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_labels, visible_rows
 from fabricate.data.source import Source
+from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import CrossEntropies
 from fabricate.metrics.reduction import one_number
@@ -177,7 +178,8 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
     computed: dict[str, float] = {}
     if outputs:
         where = f"{type(run.module).__name__}.compute_metrics"
-        with refusing_logs(run.module, "compute_metrics runs on rank 0 only; return the metric from it"):
+        reason = "compute_metrics runs on rank 0 only; return the metric from it"
+        with refusing_logs(run.module, reason), looking_alone():
             returned = run.module.compute_metrics(outputs)
         if not isinstance(returned, Mapping):
             raise ConfigurationError(f"{where} returned {type(returned).__name__}; return a mapping of metrics")
