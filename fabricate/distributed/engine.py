@@ -34,6 +34,7 @@ from fabricate.model.compiling import Compilation, compiled
 from fabricate.module import TrainModule, step_function
 from fabricate.precisions.base import Precision
 from fabricate.registry.validation import ranks_per_row, reasons
+from fabricate.strategies.assigning import lay_out
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.offloaded import refuse_offloaded
 from fabricate.strategies.quantised import kept_unpacked, refuse_quantised
@@ -338,6 +339,7 @@ class Engine(Group):
             materialise(module, seed)
         self.precision.convert(module)
         self._compile_units(module)
+        self.notes.extend(lay_out(module, self.strategy))
         waiting = blanks(module)
         self.root = Root(module, self.context, self.moment, keeps_casts=not self.strategy.shards_parameters)
         self.root.steps = steps

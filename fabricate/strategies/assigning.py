@@ -1,4 +1,4 @@
-"""`parameter.data = value` for parameters in shards. Must not know: strategies, hooks."""
+"""`parameter.data = value` for parameters in shards, and for those that a strategy is going to cut. Must not know: hooks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fabricate.errors import ConfigurationError
-from fabricate.strategies.sharding import Part, is_sharded
+from fabricate.strategies.base import Strategy
+from fabricate.strategies.sharding import Part, is_sharded, is_wrapper
 
 ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """The function that `tensor.data = value` calls."""
+
+
+def lay_out(module: torch.nn.Module, strategy: Strategy) -> list[str]:
+    """Make the parameters contiguous of which `strategy` computes with copies, because those are cut from a flat tensor: convolutions in
+    `channels_last`, transposed weights. Values stay. Returns a note about them, or nothing."""
+    names = []
+    for name, parameter in module.named_parameters():
+        if not parameter.is_contiguous() and not is_wrapper(parameter) and not strategy.keeps_written(parameter):
+            parameter.data = parameter.data.contiguous()
+            names.append(name)
+    text = f"strategy={strategy.name!r} needs contiguous parameters: {', '.join(names[:4])} are converted, with the same values"
+    return [text] if names else []
 
 
 class Assigning(TorchFunctionMode):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from fabricate.errors import ConfigurationError, few
+from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import CAST_COPIES, Strategy
 from fabricate.strategies.quantised import FOUR_BIT, SCALES, quantised_weights
 from fabricate.strategies.sharding import is_sharded
@@ -575,6 +575,6 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
     for register, hooks in registers.items():
         if hooked := [name for name, parameter in module.named_parameters() if getattr(parameter, hooks)]:
             raise ConfigurationError(
-                f"strategy='fsdp' would not call the hooks on the gradients of {few(hooked)} ({register}): change gradients in "
+                f"strategy='fsdp' would not call the hooks on the gradients of {', '.join(hooked[:4])} ({register}): change gradients in "
                 "on_before_step(self), or use strategy='ddp'"
             )

@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
+_DEEPSPEEDS = {
+    *("ds_id", "ds_external_parameters", "ds_recompute_parameters", "ds_grads_remaining"),
+    "applied_pre_backward_ref_cnt",
+}
 OURS = frozenset(
     {*vars(torch.nn.Module()), "_trainer", "_logged", "_no_log", "_turn", "_uses_trainer", "_arguments", "_built"}
+    | _DEEPSPEEDS
 )
-"""The attributes that torch and fabricate give a module."""
+"""The attributes that torch, fabricate and DeepSpeed give a module."""
 _MOST_BYTES, _MOST_ITEMS = 2**26, 1000
 """Tensors and arrays beyond so many bytes, and what lies in longer collections, are left alone."""
 
