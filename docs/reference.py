@@ -21,11 +21,12 @@ _INTRODUCTION = """\
 
 Written by `docs/reference.py` from `fabricate/hooks.py`; change the text there.
 
-A module or a plugin implements a hook by defining a method of that name. The method may take any of the arguments below; they are
-passed by name. Objects that do not inherit from `Callback`, `Strategy`, `Precision` or `TrainModule` mark their functions with
-`@fabricate.hookimpl`. The module and the plugins that implement a hook are its *listeners*; [Plugins](plugins.md) explains the
-order in which they are called. Start with [Write a plugin](write-a-plugin.md). The [glossary](glossary.md) explains window,
-boundary and other terms.
+A hook is a named point of the loop. A module or a plugin implements a hook by defining a method of that name. The method can take any
+of the hook's arguments that are listed below; fabricate passes them by name. `trainer` is the `Trainer` that calls the hook, and `module`
+is the `TrainModule` that this `Trainer` runs. Objects that do not inherit from `Callback`, `Strategy`, `Precision` or `TrainModule` mark
+their functions with `@fabricate.hookimpl`. The module and the plugins that implement a hook are its *listeners*;
+[Plugins](plugins.md) explains the order in which they are called. Start with [Write a plugin](write-a-plugin.md). The
+[glossary](glossary.md) explains window, boundary and other terms.
 """
 _INTERFACES = """\
 # Strategies and precisions: what to override
@@ -56,22 +57,24 @@ for the same arguments.
 _SECTIONS = {
     "Wrappable work": (
         hooks.ACTIONS,
-        "The first implementation that returns a value other than None is used. Wrap it with `@hookimpl(wrapper=True)`: a generator "
-        "that yields once, receives the returned value and returns it.",
+        "Each of these hooks does one piece of the loop's work. Of several implementations, the first that returns a value other than "
+        "None is used. To wrap this work, write a generator function marked with `@hookimpl(wrapper=True)`: it yields once, receives "
+        "the returned value from `yield`, and returns this value.",
     ),
     "The state of a listener": (
         hooks.PER_LISTENER,
         "These hooks are called separately for each listener, so they cannot be wrapped. It is an error if a checkpoint holds the state "
-        "of a plugin that is not active, or lacks the state of one that is; `Trainer(accept_changes=('plugins',))` accepts both.",
+        "of a plugin that is not active, or lacks the state of an active plugin; `Trainer(accept_changes=('plugins',))` accepts both.",
     ),
     "Events": (
         tuple(n for n in hooks.EVENTS if n not in hooks.ACTIONS + hooks.PER_LISTENER),
-        "They return nothing; a returned value is an error. To request an action, call `trainer.request_save()`, "
-        "`trainer.request_eval()` and `trainer.stop(reason)`, which act at the next update boundary.",
+        "Events return nothing; a returned value is an error. To request an action, call `trainer.request_save()`, "
+        "`trainer.request_eval()` or `trainer.stop(reason)`, which act at the next boundary between two updates.",
     ),
     "Registrations": (
         hooks.REGISTRATIONS,
-        "For installed distributions: what they offer. None of these runs in a training loop.",
+        "An installed distribution implements these hooks to offer strategies and other objects by name. None of these hooks runs in "
+        "a training loop.",
     ),
 }
 
@@ -80,7 +83,11 @@ def hooks_page() -> str:
     """docs/hooks.md, ending in a newline."""
     loop = (hooks.__doc__ or "").partition("as the hooks see it:\n")[2].partition("\nEvery hook runs")[0]
     parts = [_INTRODUCTION, "## The loop\n", "```text\n" + inspect.cleandoc(loop) + "\n```\n"]
-    parts.append("Every hook runs on every rank, in the same order on each, unless its text says otherwise.\n")
+    parts.append(
+        "Every hook runs on every rank, in the same order on each, unless its text says otherwise. If several optimizers take\n"
+        "[turns](glossary.md) on a window, the hooks from `train_step` to `optimizer_step` run in every turn, and `on_step` runs after\n"
+        "the last turn.\n"
+    )
     for title, (names, text) in _SECTIONS.items():
         parts += [f"## {title}\n", text + "\n", *map(_entry, names)]
     return "\n".join(parts)

@@ -18,13 +18,15 @@ The loop, as the hooks see it:
             on_epoch_end                       after the last update of the epoch
             write_checkpoint (inside it on_save, per listener), on_saved      when due
     write_checkpoint, on_saved                     the last state, unless it is saved already
-    on_preempt                                     when a signal ended the run; else
-    on_log                                         what was not logged yet
-    on_load_weights                                under load_best, per listener
-    on_complete                                    an evaluation after it, if it is requested
-    on_export
+    if a signal, a time limit or a stop file ended the fit:
+        on_preempt
+    else:
+        on_log                                     what was not logged yet
+        on_load_weights                            under load_best, per listener
+        on_complete                                then an evaluation, if one is requested
+        on_export                                  with a run_dir
     on_fit_end
-    on_exception                                   when something was raised
+    on_exception                                   when an exception was raised
     on_teardown                                    always
 
 Every hook runs on every rank, in the same order on each, unless its text says otherwise. Events return nothing (a returned
@@ -60,20 +62,21 @@ class Registrations:
 
     @hookspec
     def register_strategies(self, register: Callable[..., None]) -> None:
-        """Offer strategies: `register("name", factory, summary="...")`. `factory` is a `Strategy` class or a callable
-        that returns one from keyword options; a string "package.module:attribute" is imported only when chosen."""
+        """Offer strategies: `register("name", factory, summary="...")`. `factory` is a `Strategy` class or a callable that returns a
+        strategy from keyword options. If `factory` is a string "package.module:attribute", it is imported only when the strategy is
+        chosen."""
 
     @hookspec
     def register_precisions(self, register: Callable[..., None]) -> None:
-        """Offer precisions, as `register_strategies` does; `factory` gives a `Precision`."""
+        """Offer precisions, with the same arguments as in `register_strategies`; `factory` returns a `Precision`."""
 
     @hookspec
     def register_trackers(self, register: Callable[..., None]) -> None:
-        """Offer experiment trackers; `factory(run_name=..., logging_dir=...)` gives an Accelerate `GeneralTracker`."""
+        """Offer experiment trackers; `factory(run_name=..., logging_dir=...)` returns a `GeneralTracker` of Accelerate."""
 
     @hookspec
     def register_commands(self, register: Callable[..., None]) -> None:
-        """Offer command-line commands; `factory()` gives a `click.Command`, shown as `fabricate NAME`."""
+        """Offer command-line commands; `factory()` returns a `click.Command`, which is called as `fabricate NAME`."""
 
 
 class Events:
@@ -81,8 +84,8 @@ class Events:
 
     @hookspec
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Once, when everything is built and prepared, before a checkpoint is loaded. Optimizers exist; parameters may be
-        changed."""
+        """Called once per fit, when everything is built and prepared, before a checkpoint is loaded. The optimizers exist. The values
+        of parameters can be changed here."""
 
     @hookspec
     def on_load(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
@@ -91,20 +94,20 @@ class Events:
 
     @hookspec
     def on_load_weights(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
-        """Called when only the weights of a checkpoint are loaded, once for each listener: for an evaluation with `checkpoint=`, at
-        the end of a fit with `load_best`, and in `load_from_checkpoint` (for the module only; `trainer` is None there). `state` is
-        the same as in `on_load`: restore what belongs to the weights (an average of them, statistics) and ignore what belongs to
+        """Called when only the weights of a checkpoint are loaded, once for each listener: for an evaluation with `checkpoint=`, at the
+        end of a fit with `load_best`, and in `load_from_checkpoint` (for the module only; `trainer` is None there). `state`: the same
+        mapping as in `on_load`. Restore what belongs to the weights (an average of the weights, statistics) and ignore what belongs to
         training. Not wrappable. Not called for a listener whose state is not in the checkpoint."""
 
     @hookspec
     def on_epoch_start(self, trainer: Any, module: Any, epoch: int) -> None:
-        """A pass over the training data begins or is resumed. `epoch` counts from 0."""
+        """Called when a pass over the training data begins or is resumed. `epoch` counts from 0."""
 
     @hookspec(firstresult=True)
     def train_step(self, trainer: Any, module: Any, batch: Any) -> Any:
-        """Wrappable: the forward of one micro-batch through the prepared model, which runs `module.training_step`.
-        `batch` is on the device. Returns what `training_step` returned. Wrap it with `@hookimpl(wrapper=True)` to time,
-        profile or change it. No collectives of your own inside (the model's own are running)."""
+        """Wrappable: the forward of one micro-batch through the prepared model, which runs `module.training_step`. `batch` is on the
+        device. Returns what `training_step` returned. Wrap this hook to time, profile or change the forward. Do not call collectives
+        here, because those of the model are running."""
 
     @hookspec
     def on_accumulate(
@@ -118,116 +121,118 @@ class Events:
         num_micro_steps: int,
         is_last: bool,
     ) -> None:
-        """After the backward of each micro-batch: gradients were accumulated, weights have not changed. `loss`: this rank's
-        detached mean, 0-dim, on the device; `weight`: the number of items that mean was taken over (int, float or 0-dim tensor; 0
-        on a rank that had no rows); `micro_step` from 0 to `num_micro_steps - 1`; `is_last`: true in the last micro-batch of the
-        window, after gradients were synchronised. Gradients may still be unnormalised or scaled: read them, but do not change them.
-        No collectives when `is_last` is false."""
+        """Called after the backward of each micro-batch: its gradients were accumulated, and the weights have not changed. `loss`: the
+        detached mean loss of this rank, a 0-dim device tensor. `weight`: the number of items that this mean was taken over (int, float
+        or 0-dim tensor; 0 on a rank that had no rows). `micro_step` counts from 0 to `num_micro_steps - 1`. `is_last`: True in the last
+        micro-batch of the window, after gradients were synchronised. The gradients can still be unnormalised or scaled: read them, but
+        do not change them. Do not call collectives when `is_last` is False."""
 
     @hookspec
     def on_before_step(
         self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None
     ) -> None:
-        """Gradients complete, averaged over the global batch, unscaled and clipped: the place to edit `parameter.grad`.
-        `optimizer`: the optimizer that this update steps; if there are several, one object with the parameter groups of all of
-        them. `grad_norm`: global norm over its parameters before clipping, a 0-dim device tensor. Implementing this hook is an
-        error under a strategy that hides gradients (ZeRO)."""
+        """Called when the gradients are complete, averaged over the global batch, unscaled and clipped. This is the place to edit
+        `parameter.grad`. `optimizer`: the optimizer that this update steps; if this update steps several optimizers, one object with
+        the parameter groups of all of them. `grad_norm`: the global norm of the gradients of these parameter groups before clipping, a
+        0-dim device tensor. Implementing this hook is an error under a strategy that hides gradients (ZeRO)."""
 
     @hookspec(firstresult=True)
     def optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> bool | None:
-        """Wrappable: the update itself. Returns True when weights changed, False when the update was skipped (fp16 overflow). A
-        wrapper must return that value. An implementation that is not a wrapper replaces the update if it returns True or False; if
-        it returns None, the next implementation runs."""
+        """Wrappable: the call of the optimizer. Returns True when weights changed, False when the update was skipped (fp16 overflow). A
+        wrapper must return that value. An implementation that is not a wrapper replaces the call of the optimizer if it returns True or
+        False. If it returns None, the next implementation runs."""
 
     @hookspec
     def on_step(self, trainer: Any, module: Any, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
-        """After an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`: weighted
-        mean over the whole window and all ranks, a 0-dim device tensor. `grad_norm`: the norm before clipping; None under a
-        strategy that cannot compute it. If optimizers take turns, both are those of the last turn. With several ranks, a listener
-        that takes `loss` causes one small all-reduce per update; one that takes `grad_norm` causes one norm per update. List only
-        the arguments that you use. Weights may be changed (an EMA swap, a projection), on every rank alike; under "zero3" within
-        `trainer.strategy.changing(parameters)`. A training_step must not change weights: under "fsdp" and
-        ZeRO it computes with copies."""
+        """Called after an applied update: weights changed, scheduler advanced, gradients cleared. `step` counts from 1. `loss`: the
+        weighted mean over the whole window and all ranks, a 0-dim device tensor. `grad_norm`: the norm before clipping; None under a
+        strategy that cannot compute it. If optimizers take turns, `loss` and `grad_norm` are those of the last turn. With several
+        ranks, a listener that takes `loss` causes one small all-reduce per update. A listener that takes `grad_norm` causes one
+        computation of the norm per update. So list only the arguments that you use. The values of weights can be changed here (an EMA
+        swap, a projection), in the same way on every rank; under "zero3" within `trainer.strategy.changing(parameters)`. Do not change
+        weights in `training_step`, because under "fsdp" and ZeRO it computes with copies of the weights."""
 
     @hookspec
     def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:
-        """An update was not applied (fp16 overflow, non-finite gradients under `nonfinite="skip"`). `step`: the number of updates
-        applied so far; a skipped update does not increase it."""
+        """Called when an update was not applied (fp16 overflow, non-finite gradients under `nonfinite="skip"`). `step`: the number of
+        updates applied so far; a skipped update does not increase it."""
 
     @hookspec
     def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:
-        """At a log boundary, and at the end of a fit for what came after the last one: floats, reduced over micro-batches and
-        ranks, the same on every rank. No collectives needed. On a GPU the host waits for the device before this call, unless the
-        progress bar is the only listener."""
+        """Called at a log boundary, and at the end of a fit if values were logged after the last log boundary. `metrics`: floats,
+        reduced over micro-batches and ranks, the same on every rank, so no collectives are needed. `step`: the last update that
+        `metrics` includes. On a GPU the host waits for the device before this call, unless the progress bar is the only listener."""
 
     @hookspec
     def on_eval_start(self, trainer: Any, module: Any, stage: str) -> None:
-        """Before an evaluation. `stage`: "validate", "test" or "predict". The module is in eval mode. What `module.log` gets here
-        is a metric of this evaluation."""
+        """Called before an evaluation. `stage`: "validate", "test" or "predict". The module is in eval mode. A value logged here with
+        `module.log` is a metric of this evaluation."""
 
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
-        """Wrappable: one evaluation batch, without grad, in eval mode; returns what the module's step returned.
-        `trainer.batch_indices` holds the indices of its rows in the data set; it is empty if the batch is a stand-in. A listener
-        that stores predictions somewhere else returns ()."""
+        """Wrappable: one evaluation batch, without grad, in eval mode; returns what the `..._step` method of the module returned.
+        `trainer.batch_indices` holds the indices in the data set of the rows of `batch`; it is empty if the batch is a stand-in. A
+        wrapper that stores predictions itself returns (), and `trainer.predict` then does not collect them."""
 
     @hookspec
     def on_eval_end(self, trainer: Any, module: Any, stage: str, metrics: dict[str, float]) -> None:
-        """After an evaluation. `metrics`: floats over exactly the data set, the same on every rank; empty for "predict". Values
-        logged here with `module.log` are reduced over ranks and added to `metrics`: those that the module logs are there when
-        plugins are called, those that a plugin logs only after all plugins ran. A value that is written into `metrics` directly has
-        to be the same on every rank; otherwise it is an error. For metrics that need all rows at once use
-        `TrainModule.compute_metrics`."""
+        """Called after an evaluation. `metrics`: floats, computed over exactly the rows of the data set, the same on every rank; empty
+        for "predict". Values logged here with `module.log` are reduced over ranks and added to `metrics`. Values that the module logs
+        are in `metrics` when this hook of the plugins is called. Values that a plugin logs are added after all plugins ran. A value
+        that is written into `metrics` directly must be the same on every rank; otherwise it is an error. For metrics that need all rows
+        at once, use `TrainModule.compute_metrics`."""
 
     @hookspec
     def on_save(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
         """Called while a checkpoint is assembled, on all ranks, once for each listener. Put tensors, arrays and JSON values into
-        `state`, a mapping for this listener alone. The values of rank 0 are stored; for sharded tensors (a DTensor, or the
-        `Strategy.Part` that `trainer.strategy.local_part(parameter)` returns on each rank) the part of every rank is stored. Not
-        wrappable. If it raises, nothing is committed and the previous checkpoint stays the newest."""
+        `state`, a mapping for this listener alone. The checkpoint stores the values of rank 0. Of a sharded tensor, it stores the part
+        of every rank; a sharded tensor is a DTensor, or the `Strategy.Part` that `trainer.strategy.local_part(parameter)` returns on
+        each rank. Not wrappable. If this hook raises an error, nothing is committed and the previous checkpoint stays the newest."""
 
     @hookspec(firstresult=True)
     def write_checkpoint(self, trainer: Any, path: Path) -> bool | None:
-        """Wrappable: writes and commits the checkpoint at `path` (which does not exist before). Returns True. The result is then
+        """Wrappable: writes and commits the checkpoint at `path`, which does not exist before. Returns True. The result is then
         verified: if there is no valid checkpoint at `path`, that is an error and `on_saved` is not called."""
 
     @hookspec
     def on_saved(self, trainer: Any, module: Any, path: Path, step: int) -> None:
-        """The checkpoint at `path` is durable on all ranks: upload it, send a notification. Do not change it."""
+        """Called when the checkpoint at `path` is durable on all ranks: upload it, send a notification. Do not change the checkpoint.
+        `step`: the update after which it was saved."""
 
     @hookspec
     def on_epoch_end(self, trainer: Any, module: Any, epoch: int) -> None:
-        """A pass over the training data is complete (not called if the fit stopped in the middle of it). Values logged here with
-        `module.log` are written with the metrics of this epoch, under their own names."""
+        """Called when a pass over the training data is complete, but not if the fit stopped in the middle of the pass. Values logged
+        here with `module.log` are written with the metrics of this epoch, under their own names."""
 
     @hookspec
     def on_complete(self, trainer: Any, module: Any) -> None:
-        """The fit is complete: training has ended, and its last state is saved. A listener may change the weights here, on every
-        rank in the same way (under "zero3" within `trainer.strategy.changing(parameters)`); the changed weights are exported and
-        stay in the module. With `trainer.request_eval()` they are validated first. `trainer.calibrate()` reads the training data
-        once more. When a complete run is resumed, this hook is called again."""
+        """Called when the fit is complete: training has ended, and its last state is saved. A listener can change the weights here, on
+        every rank in the same way (under "zero3" within `trainer.strategy.changing(parameters)`). The changed weights are exported and
+        stay in the module. If this hook calls `trainer.request_eval()`, the changed weights are validated before they are exported.
+        `trainer.calibrate()` reads the training data once more. When a complete run is resumed, this hook is called again."""
 
     @hookspec
     def on_export(self, trainer: Any, module: Any, path: Path) -> None:
-        """The final weights have been written to `path`; rank 0 may add files."""
+        """Called when the final weights have been written to `path`. Rank 0 can add files to this directory."""
 
     @hookspec
     def on_fit_end(self, trainer: Any, module: Any) -> None:
-        """The fit ended without an exception; the final checkpoint and export are done."""
+        """Called when the fit ended without an exception, after the final checkpoint and, if the fit is complete, the export."""
 
     @hookspec
     def on_preempt(self, trainer: Any, module: Any, signal: str) -> None:
-        """The run is ending early, to be resumed later; all ranks have agreed and the state is saved. `signal`: what requested it:
-        "SIGTERM", "SIGUSR1", "SIGINT", "max_time" or "stop file". Time may be short: a scheduler kills the process some time later."""
+        """Called when the fit ends early, to be resumed later. All ranks have agreed, and the state is saved. `signal`: what requested
+        the end: "SIGTERM", "SIGUSR1", "SIGINT", "max_time" or "stop file". The time for this hook is limited: a scheduler kills the
+        process some time after the request."""
 
     @hookspec
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """An exception was raised; it is raised to the caller after this hook. It may have happened on this rank only: no
-        collectives."""
+        """Called when an exception was raised; after this hook, the exception is raised to the caller of `fit`. It was possibly raised
+        on this rank only, so do not call collectives."""
 
     @hookspec
     def on_teardown(self, trainer: Any, module: Any) -> None:
-        """Always called last, also after an exception. Release resources here. No collectives."""
+        """Always called last, also after an exception. Release resources here. Do not call collectives."""
 
 
 REGISTRATIONS = tuple(name for name in vars(Registrations) if name.startswith("register_"))
