@@ -69,7 +69,8 @@ _SECTIONS = {
     "Events": (
         tuple(n for n in hooks.EVENTS if n not in hooks.ACTIONS + hooks.PER_LISTENER),
         "Events return nothing; a returned value is an error. To request an action, call `trainer.request_save()`, "
-        "`trainer.request_eval()` or `trainer.stop(reason)`, which act at the next boundary between two updates.",
+        "`trainer.request_eval()` or `trainer.stop(reason)`, which act at the next boundary between two updates. "
+        "Collectives are allowed in an event unless its text says otherwise.",
     ),
     "Registrations": (
         hooks.REGISTRATIONS,

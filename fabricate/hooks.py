@@ -213,7 +213,7 @@ class Events:
 
     @hookspec
     def on_export(self, trainer: Any, module: Any, path: Path) -> None:
-        """Called when the final weights have been written to `path`. Rank 0 can add files to this directory."""
+        """Called when the final weights have been written to the directory `path`. Add files to it on rank 0 only."""
 
     @hookspec
     def on_fit_end(self, trainer: Any, module: Any) -> None:
