@@ -122,7 +122,7 @@ class Events:
         is_last: bool,
     ) -> None:
         """Called after the backward of each micro-batch: its gradients were accumulated, and the weights have not changed. `loss`: the
-        detached mean loss of this rank, a 0-dim device tensor. `weight`: the number of items that this mean was taken over (int, float
+        detached mean loss of this rank, a 0-dim device tensor. `weight`: the number of items over which this mean was taken (int, float
         or 0-dim tensor; 0 on a rank that had no rows). `micro_step` counts from 0 to `num_micro_steps - 1`. `is_last`: True in the last
         micro-batch of the window, after gradients were synchronised. The gradients can still be unnormalised or scaled: read them, but
         do not change them. Do not call collectives when `is_last` is False."""
@@ -159,8 +159,8 @@ class Events:
 
     @hookspec
     def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:
-        """Called at a log boundary, and at the end of a fit if values were logged after the last log boundary. `metrics`: floats,
-        reduced over micro-batches and ranks, the same on every rank, so no collectives are needed. `step`: the last update that
+        """Called at each log boundary, and at the end of a fit for values that were logged after the last log boundary. `metrics`:
+        floats, reduced over micro-batches and ranks, the same on every rank, so no collectives are needed. `step`: the last update that
         `metrics` includes. On a GPU the host waits for the device before this call, unless the progress bar is the only listener."""
 
     @hookspec
@@ -171,8 +171,9 @@ class Events:
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
         """Wrappable: one evaluation batch, without grad, in eval mode; returns what the `..._step` method of the module returned.
-        `trainer.batch_indices` holds the indices in the data set of the rows of `batch`; it is empty if the batch is a stand-in. A
-        wrapper that stores predictions itself returns (), and `trainer.predict` then does not collect them."""
+        `trainer.batch_indices` holds the indices in the data set of the rows of `batch`; it is empty if the batch is a stand-in. By
+        default, `trainer.predict` collects the returned values. A wrapper that stores predictions itself returns (), so that nothing is
+        collected."""
 
     @hookspec
     def on_eval_end(self, trainer: Any, module: Any, stage: str, metrics: dict[str, float]) -> None:
@@ -202,14 +203,16 @@ class Events:
     @hookspec
     def on_epoch_end(self, trainer: Any, module: Any, epoch: int) -> None:
         """Called when a pass over the training data is complete, but not if the fit stopped in the middle of the pass. Values logged
-        here with `module.log` are written with the metrics of this epoch, under their own names."""
+        here with `module.log` are written with the metrics of this epoch, under the names given (the averages over an epoch have the
+        prefix `epoch_`)."""
 
     @hookspec
     def on_complete(self, trainer: Any, module: Any) -> None:
         """Called when the fit is complete: training has ended, and its last state is saved. A listener can change the weights here, on
         every rank in the same way (under "zero3" within `trainer.strategy.changing(parameters)`). The changed weights are exported and
-        stay in the module. If this hook calls `trainer.request_eval()`, the changed weights are validated before they are exported.
-        `trainer.calibrate()` reads the training data once more. When a complete run is resumed, this hook is called again."""
+        stay in the module. If this hook calls `trainer.request_eval()`, the changed weights are validated before they are exported. If
+        this hook calls `trainer.calibrate()`, the training data is read once more to update layers that collect statistics of their
+        inputs, such as batch norm. When a complete run is resumed, this hook is called again."""
 
     @hookspec
     def on_export(self, trainer: Any, module: Any, path: Path) -> None:
