@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, CheckpointError, Trainer, TrainModule
+from fabricate import Callback, CheckpointError, FabricateError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import Files
 from tests.support.regression import ROWS, Regression
@@ -229,6 +229,14 @@ def test_a_run_goes_on_from_the_newest_checkpoint_of_another_run_directory(tmp_p
     fit(tmp_path / "begun", SAVED)
     fit(tmp_path / "other", resume=tmp_path / "begun")
     assert weights(tmp_path / "other") == weights(tmp_path / "straight")
+    fit(tmp_path / "third", resume=tmp_path / "begun" / "checkpoints")
+    assert weights(tmp_path / "third") == weights(tmp_path / "straight")
+
+
+def test_metrics_that_cannot_be_written_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(FabricateError, match=r"cannot write .*metrics\.jsonl: No space left on device. Make room"):
+        fit(tmp_path)
 
 
 def test_a_path_that_is_no_checkpoint_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def committed(root: Path, files: Files = LOCAL) -> list[Path]:
 
 
 def find(path: Path, files: Files = LOCAL) -> Path:
-    """Return `path` itself if it is a checkpoint, else the newest one of the run directory `path`. None is opened.
+    """Return `path` itself if it is a checkpoint, else the newest one of the run directory `path`, or in its `checkpoints`. None is
+    opened.
 
     Raises:
         CheckpointError: it is neither.
@@ -157,7 +158,7 @@ def find(path: Path, files: Files = LOCAL) -> Path:
     names = [] if path.is_file() else _names(path, files)
     if MANIFEST_NAME in names:
         return path
-    checkpoints = committed(path / "checkpoints", files) if names else []
+    checkpoints = (committed(path / "checkpoints", files) or committed(path, files)) if names else []
     if checkpoints:
         return checkpoints[-1]
     raise CheckpointError(

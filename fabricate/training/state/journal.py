@@ -5,6 +5,7 @@ Owns: those files, the last known value of every metric, the rates of the last l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from fabricate.distributed.engine import Engine
+from fabricate.errors import FabricateError
 from fabricate.metrics.counters import Progress, Tokens
 from fabricate.metrics.device import peak_memory, stopwatch
 from fabricate.metrics.reading import exact
@@ -120,12 +122,21 @@ class Journal:
 
     def _append(self, line: dict[str, Any]) -> None:
         assert self._run_dir is not None
-        if self._metrics_file is None:
-            self._metrics_file = (self._run_dir / "metrics.jsonl").open("a", buffering=1)  # each line is there at once
-        self._metrics_file.write(json.dumps(line) + "\n")
+        path = self._run_dir / "metrics.jsonl"
+        try:
+            if self._metrics_file is None:
+                self._metrics_file = path.open("a", buffering=1)  # each line is there at once
+            self._metrics_file.write(json.dumps(line) + "\n")
+        except OSError as exc:  # torn off, the line would be in the way of all that follow
+            self.close()
+            raise FabricateError(
+                f"cannot write {path}: {exc.strerror}. Make room or let this user write there, and start the same command again: it "
+                "resumes from the newest checkpoint"
+            ) from exc
 
     def close(self) -> None:
         """Let go of the files; the run is over."""
         if self._metrics_file is not None:
-            self._metrics_file.close()
+            with contextlib.suppress(OSError):  # lines are there already; what could not be written is an error there
+                self._metrics_file.close()
             self._metrics_file = None
