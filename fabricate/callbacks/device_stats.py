@@ -28,7 +28,7 @@ class DeviceStats(Callback):
         import psutil  # type: ignore[import-untyped]
 
         process = psutil.Process()
-        process.cpu_percent()  # from here on; the first call gives nothing
+        process.cpu_percent()  # psutil measures between two calls: this first one gives no value
         psutil.cpu_percent()
         on_device = _device_meter(module) if module.device.type != "cpu" else dict
 
@@ -48,7 +48,7 @@ class DeviceStats(Callback):
 
 
 def _device_meter(module: TrainModule) -> Callable[[], dict[str, float]]:
-    """What measures the device of `module`, as far as its torch module says something."""
+    """A function that measures the device of `module`: those of the known meters that torch's module for this kind of device has."""
     import torch
 
     device = module.device
@@ -58,7 +58,7 @@ def _device_meter(module: TrainModule) -> Callable[[], dict[str, float]]:
     if hasattr(own, "utilization"):
         try:
             own.utilization(device)
-        except Exception as exc:  # without its library, or on a device that a container hides from the driver
+        except Exception as exc:  # its library is missing, or a container hides the device from the driver
             module.print(f"DeviceStats: device_utilization is not known here ({exc})")
         else:
             meters["device_utilization"] = own.utilization

@@ -38,7 +38,8 @@ class EarlyStopping(Callback):
         mode = metric_mode(f"EarlyStopping({metric!r})", metric, mode)
         if not isinstance(patience, int) or patience < 1 or min_delta < 0:
             raise ConfigurationError(
-                f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): at least 1 (whole) and 0"
+                f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r}): give a whole number of at least 1 "
+                "for patience and a number of at least 0 for min_delta"
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self._worst = math.inf if mode == "min" else -math.inf
@@ -48,8 +49,8 @@ class EarlyStopping(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         if not trainer.validates:
             raise ConfigurationError(
-                f"EarlyStopping(metric={self.metric!r}) needs validations, and this fit has none: pass val= to fit, "
-                "and set validate_every so that at least one validation takes place before the end"
+                f"EarlyStopping(metric={self.metric!r}): this fit runs no validation. Pass val= to fit, "
+                "and set validate_every to an interval that is shorter than the fit"
             )
         # Each fit starts over; a resumed one takes its state from the checkpoint afterwards, in on_load.
         self.best, self.waited = self._worst, 0
@@ -61,7 +62,8 @@ class EarlyStopping(Callback):
     def _check(self, recorded: Collection[str]) -> None:
         if self.metric not in recorded:
             raise ConfigurationError(
-                f"EarlyStopping(metric={self.metric!r}): validation gave {', '.join(sorted(recorded)) or 'nothing'}; use one of these"
+                f"EarlyStopping(metric={self.metric!r}): validation recorded "
+                f"{', '.join(sorted(recorded)) or 'no metrics'}, and not this one. Give the name of a recorded metric"
             )
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
@@ -87,11 +89,11 @@ class EarlyStopping(Callback):
 
     def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
         then = state.get("metric", self.metric), state.get("mode", self.mode)
-        if then != (self.metric, self.mode):  # which state belongs to which of several goes by their order
+        if then != (self.metric, self.mode):  # several EarlyStopping plugins get their states by their order
             raise CheckpointError(
-                f"EarlyStopping(metric={self.metric!r}, mode={self.mode!r}) would continue from the state of EarlyStopping("
-                f"metric={then[0]!r}, mode={then[1]!r}): list the plugins in the same order, with the same metrics, or start over with "
+                f"EarlyStopping(metric={self.metric!r}, mode={self.mode!r}): the state in the checkpoint is that of EarlyStopping("
+                f"metric={then[0]!r}, mode={then[1]!r}). List the plugins in the same order, with the same metrics, or start over with "
                 "resume='never'"
             )
         self.best, self.waited = state["best"], state["waited"]
-        self._stop(trainer)  # the run had ended so: it does not train on because its script is started again
+        self._stop(trainer)  # the run had stopped early: starting the script again must not continue the training

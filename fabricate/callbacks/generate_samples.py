@@ -46,17 +46,18 @@ class GenerateSamples(Callback):
         self.prompts = tuple(prompts)
         self.tokenizer, self.model, self.seed, self.generate = tokenizer, model, seed, generate
         self.texts: list[str] = []
-        """Of the last validation, in the order of the prompts, each with its prompt; empty on ranks that generated nothing."""
+        """The texts of the last validation, each with its prompt, in the order of the prompts. Empty on ranks that generated nothing."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._tokenizer(module)
         self._model(module)
         if not trainer.validates:
             raise ConfigurationError(
-                "GenerateSamples generates at the start of a validation, and this fit has none: pass val= to fit, and set validate_every"
+                "GenerateSamples: samples are generated at the start of a validation, but this fit runs none. Pass val= to fit, "
+                "and set validate_every to an interval that is shorter than the fit"
             )
 
-    @hookimpl(trylast=True)  # after what puts other weights into the module for an evaluation
+    @hookimpl(trylast=True)  # after plugins that put other weights into the module for the evaluation
     def on_eval_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self.texts = []
         if stage != "validate" or not (trainer.is_main or trainer.strategy.lockstep):
@@ -101,8 +102,8 @@ class GenerateSamples(Callback):
         tokenizer = self.tokenizer if self.tokenizer is not None else getattr(module, "tokenizer", None)
         if not callable(getattr(tokenizer, "encode", None)) or not callable(getattr(tokenizer, "decode", None)):
             raise ConfigurationError(
-                f"GenerateSamples(tokenizer={self.tokenizer!r}): {type(module).__name__} has no attribute tokenizer with encode and "
-                "decode; give one, as transformers.AutoTokenizer.from_pretrained(...)"
+                f"GenerateSamples(tokenizer={self.tokenizer!r}): neither this argument nor {type(module).__name__}.tokenizer is an "
+                "object with the methods encode and decode. Give one, for example transformers.AutoTokenizer.from_pretrained(...)"
             )
         return tokenizer
 
@@ -111,7 +112,8 @@ class GenerateSamples(Callback):
             model: torch.nn.Module | None = dict(module.named_modules()).get(self.model)
             if not callable(getattr(model, "generate", None)):
                 raise ConfigurationError(
-                    f"GenerateSamples(model={self.model!r}): {type(module).__name__}.{self.model} is not a module with generate"
+                    f"GenerateSamples(model={self.model!r}): {type(module).__name__}.{self.model} is not a module with a "
+                    "method generate. Give the name of the submodule that generates"
                 )
             return model
         if callable(getattr(type(module), "generate", None)):
@@ -120,14 +122,14 @@ class GenerateSamples(Callback):
         outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
         if len(outer) != 1:
             raise ConfigurationError(
-                f"GenerateSamples(model=None): {type(module).__name__} has {', '.join(outer) or 'no model'} with a "
-                "method generate; name the attribute to use, model='...'"
+                f"GenerateSamples(model=None): {type(module).__name__} has {'several submodules' if outer else 'no submodule'} with "
+                f"a method generate{': ' if outer else ''}{', '.join(outer)}. Give the name of the one to use, model='...'"
             )
         return module.get_submodule(outer[0])
 
 
 def _padding(tokenizer: Any, model: Any) -> int | None:
-    """The token with which transformers fills up; without one it warns at every call."""
+    """The token that transformers pads with. Without one, `generate` warns at every call."""
     for number in (getattr(tokenizer, "pad_token_id", None), model.generation_config.pad_token_id):
         if number is not None:
             return int(number)

@@ -55,9 +55,9 @@ class HubPush(Callback):
         self.at, self.license, self.datasets = at, license, tuple(datasets)
         self.repository = HubRepository(repo, private=private, revision=revision, token=token, endpoint=endpoint)
         self._thread: threading.Thread | None = None
-        """The push under way or the last one, on rank 0."""
+        """The thread of the present or the last push, on rank 0."""
         self._failure: FabricateError | None = None
-        """Of the last push, on rank 0."""
+        """The error of the last push, on rank 0."""
         self._exported: Path | None = None
         """RUN_DIR/model/, once the fit is complete."""
 
@@ -66,7 +66,7 @@ class HubPush(Callback):
         if trainer.settings.fast_dev_run:
             return
         if trainer.run_dir is None:
-            raise ConfigurationError("HubPush pushes RUN_DIR/model/; set Trainer(run_dir=...)")
+            raise ConfigurationError("HubPush pushes RUN_DIR/model/, and no run_dir is set. Set Trainer(run_dir=...)")
         if trainer.is_main:
             self.repository.open()
 
@@ -77,7 +77,7 @@ class HubPush(Callback):
             shutil.rmtree(trainer.run_dir / ".hub-model", ignore_errors=True)
         self._push(trainer, trainer.export(trainer.run_dir / ".hub-model"), f"step {trainer.step}")
 
-    @hookimpl(trylast=True)  # after those that add files
+    @hookimpl(trylast=True)  # after the plugins that add files
     def on_export(self, path: Path) -> None:
         self._exported = path
 
@@ -93,8 +93,8 @@ class HubPush(Callback):
         self._wait(trainer, module)
         if self._any(trainer, module, self._failure is not None):
             raise FabricateError(
-                f"{self._failure or 'rank 0 could not push the model'}; the model is complete in {self._exported}: "
-                f"`fabricate push {trainer.run_dir} {self.repository.repo}` goes on with it"
+                f"{self._failure or 'rank 0 could not push the model'}. The model is complete in {self._exported}. "
+                f"To push it again: fabricate push {trainer.run_dir} {self.repository.repo}"
             ) from self._failure
 
     def _push(self, trainer: Trainer, folder: Path, message: str) -> None:

@@ -39,7 +39,7 @@ class HubRepository:
         api = HfApi(endpoint=self._endpoint, token=self._token)
         if constants.HF_HUB_OFFLINE:
             raise ConfigurationError(
-                f"pushing to {self.repo!r}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it, or push later with "
+                f"pushing to {self.repo!r}: HF_HUB_OFFLINE is set, so nothing can be pushed. Unset it, or push later with "
                 "fabricate push RUN_DIR REPO"
             )
         try:
@@ -47,7 +47,7 @@ class HubRepository:
             self.repo = api.create_repo(self.repo, private=self.private, exist_ok=True).repo_id
         except Exception as exc:
             raise ConfigurationError(
-                f"pushing to {self.repo!r} at {api.endpoint} is not possible: {_reason(exc)}; log in with `hf auth login` or set "
+                f"pushing to {self.repo!r} at {api.endpoint} is not possible: {_reason(exc)}. Log in with `hf auth login`, or set "
                 "HF_TOKEN to a token that may write, or push later with fabricate push RUN_DIR REPO"
             ) from exc
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fabricate.trainer import Trainer
 
 SMOOTHING = 0.98
-"""Of the loss, as a moving average with the correction of its beginning."""
+"""The decay of the moving average of the loss, whose start at 0 is corrected for."""
 
 
 class LearningRateFinder(Callback):
@@ -60,9 +60,9 @@ class LearningRateFinder(Callback):
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         self._mean = 0.0
         self._complete = False
-        """Whether all rates were tried, or all up to the one from which on the loss grew."""
+        """Whether the test is done: all rates were tried, or the loss diverged at one of them."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Memory of weights and buffers, and what it held before the test."""
+        """The memory of each weight and buffer of this rank, and a copy of its values before the test."""
 
     def rate(self, update: int) -> float:
         """The learning rate of an update, from 0."""
@@ -74,18 +74,19 @@ class LearningRateFinder(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.run_dir is not None and not trainer.settings.fast_dev_run:
             raise ConfigurationError(
-                "LearningRateFinder: run_dir is set, but a run must not resume from the weights of a range test; "
-                "use a Trainer without run_dir"
+                f"LearningRateFinder: run_dir={str(trainer.run_dir)!r} is set, but a run must not resume from the weights of a range test. "
+                "Use a Trainer without run_dir"
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
-                f"LearningRateFinder needs one optimizer, and there are {', '.join(trainer.optimizers)}"
+                f"LearningRateFinder: the module has several optimizers ({', '.join(trainer.optimizers)}), and a range test "
+                "needs exactly one. Return one optimizer from configure_optimizers for the range test"
             )
         updates = _updates(trainer)
         if updates is not None and updates < self.num_training_steps and not trainer.settings.fast_dev_run:
             raise ConfigurationError(
-                f"LearningRateFinder(num_training_steps={self.num_training_steps!r}): the fit has {updates} updates, so the rates up to "
-                f"max_lr would not be tried; set max_steps={self.num_training_steps}, or a smaller num_training_steps"
+                f"LearningRateFinder(num_training_steps={self.num_training_steps!r}): the fit has only {updates} updates, so it "
+                f"would end before max_lr is tried. Set max_steps={self.num_training_steps}, or a smaller num_training_steps"
             )
         self.results, self._mean, self._complete = {"lr": [], "loss": []}, 0.0, False
         tensors = [*module.parameters(), *module.buffers()]
@@ -95,8 +96,9 @@ class LearningRateFinder(Callback):
     def on_epoch_start(self, trainer: Trainer) -> None:
         if trainer.step and not self.results["lr"]:
             raise ConfigurationError(
-                f"LearningRateFinder: the fit resumes at step {trainer.step} of a checkpoint, and a range test has "
-                "to begin at the first update; to run it on those weights, fit module = Net.load_from_checkpoint(path) without resume="
+                f"LearningRateFinder: the fit resumes from a checkpoint at step {trainer.step}, but a range test has "
+                "to begin at step 0. To start from the weights of the checkpoint, leave resume= out and fit "
+                "module = Net.load_from_checkpoint(path)"
             )
 
     @hookimpl
@@ -119,7 +121,7 @@ class LearningRateFinder(Callback):
         grown = self.early_stop_threshold is not None and step > 1 and smoothed > self.early_stop_threshold * lowest
         if grown or not math.isfinite(smoothed):
             self._complete = True
-            trainer.stop("learning rate finder: the loss grew")
+            trainer.stop("learning rate finder: the loss diverged")
             return
         self.results["lr"].append(self.rate(step - 1))
         self.results["loss"].append(smoothed)
@@ -159,7 +161,7 @@ class LearningRateFinder(Callback):
 
 
 def _updates(trainer: Trainer) -> int | None:
-    """The updates that the fit comes to, None for data without a length."""
+    """The number of updates of the fit, None for data without a length."""
     try:
         return trainer.total_steps
     except ConfigurationError:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
 _BEGIN, _END = "<!-- fabricate: begin -->", "<!-- fabricate: end -->"
-"""What stands between them is written anew each time; what stands around them stays."""
+"""The text between these two lines is written again each time. The text around them is kept."""
 _TASKS = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
@@ -26,7 +26,7 @@ _TASKS = {
     "ForImageClassification": "image-classification",
     "ForSpeechSeq2Seq": "automatic-speech-recognition",
 }
-"""The task of the hub, by how the name of a transformers model ends."""
+"""By the end of the name of a transformers model: its task on the hub."""
 _SETTINGS = (
     *("module", "parameters_trainable", "parameters_frozen", "strategy", "precision", "world_size", "device"),
     *("train", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "total_steps"),
@@ -72,19 +72,21 @@ def _plan(run_dir: Path) -> dict[str, Any]:
     try:
         plan: dict[str, Any] = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
-        raise ConfigurationError(f"{str(run_dir)!r} has no plan.json that can be read ({exc}); give a run_dir") from exc
+        raise ConfigurationError(
+            f"{str(run_dir)!r} has no plan.json that can be read ({exc}). Give the run directory of a fit"
+        ) from exc
     return plan
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a .jsonl; the last one may be under way."""
+    """The complete lines of a .jsonl file; the last one may still be in writing."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def _measured(run_dir: Path, settings: dict[str, Any], started: dict[str, Any]) -> dict[str, Any] | None:
-    """The line of the validation of these weights: the last one, under `load_best` the best one."""
+    """The line with the validation of these weights: the best one under `load_best`, else the last one."""
     lines = [line for line in _lines(run_dir / "metrics.jsonl") if line["stage"] == "validate"]
     if settings.get("load_best"):
         keep = started["keep"]

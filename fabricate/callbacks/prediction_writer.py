@@ -36,7 +36,7 @@ class PredictionWriter(Callback):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._own: Path | None = None
-        """Where this rank writes; None while nothing is predicted, and on a rank whose rows another one writes."""
+        """Where this rank writes. None while nothing is predicted, and on a rank whose rows another rank writes."""
         self._tensors: dict[str, torch.Tensor] = {}
         self._bytes = self._batches = self._parts = 0
 
@@ -46,7 +46,7 @@ class PredictionWriter(Callback):
         if trainer.is_main:
             if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
                 raise ConfigurationError(
-                    f"PredictionWriter(folder={str(self.folder)!r}): this is not empty; give a new one"
+                    f"PredictionWriter(folder={str(self.folder)!r}): the folder is not empty. Give a new one"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
         trainer.accelerator.wait_for_everyone()
@@ -63,8 +63,8 @@ class PredictionWriter(Callback):
             return output
         if trainer.data_set:
             raise ConfigurationError(
-                "PredictionWriter writes the rows of one data set, and data is a mapping with "
-                f"{trainer.data_set!r}; call predict for each data set separately"
+                "PredictionWriter writes the predictions for one data set, but predict was given a mapping of several (this is "
+                f"{trainer.data_set!r}). Call predict once for each data set"
             )
         if self._own is not None and len(trainer.batch_indices):
             self._add(output, trainer.batch_indices)
@@ -119,14 +119,15 @@ class PredictionWriter(Callback):
 
 
 def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`output` of a batch as JSON, in which a tensor is the name under which it is put into `tensors`."""
+    """`output` of a batch as JSON. Tensors are put into `tensors`; the JSON has their names in it."""
     import torch
 
     if isinstance(output, torch.Tensor | list):
         lengths = tuple(output.shape[:1]) if isinstance(output, torch.Tensor) else (len(output),)
         if lengths != (rows,):
             raise ConfigurationError(
-                f"predict_step returned {_size(output)} for a batch of {rows} rows; the leading dimension has to be the rows"
+                f"predict_step returned {_size(output)} for a batch of {rows} rows. Return one prediction per row: "
+                "the length of a list, or the first dimension of a tensor, has to be the number of rows"
             )
     if isinstance(output, torch.Tensor):
         name = f"{name}.{len(tensors)}"
@@ -139,20 +140,20 @@ def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -
     if isinstance(output, tuple) and output:
         return {"tuple": [_tree(value, rows, name, tensors) for value in output]}
     raise ConfigurationError(
-        f"predict_step returned {type(output).__name__}; return a tensor, a list, or a mapping or tuple of them"
+        f"predict_step returned {type(output).__name__}. Return a tensor, a list, or a mapping or tuple of tensors and lists"
     )
 
 
 def _json(value: Any) -> Any:
-    """`value`, which is JSON that reads back equal: no tuples, no mappings with other keys than texts."""
+    """`value`, after a check that JSON gives it back unchanged. A tuple, or a mapping with keys that are not strings, does not pass."""
     try:
         again = json.loads(json.dumps(value))
         if not _equal(again, value):
             raise TypeError(f"{value!r} would come back as {again!r}")
     except (TypeError, ValueError) as exc:
         raise ConfigurationError(
-            f"PredictionWriter: predict_step returned a value that JSON does not hold ({exc}); return tensors, numbers, texts, lists, or "
-            "mappings with texts as keys"
+            f"PredictionWriter: predict_step returned a value that cannot be stored as JSON ({exc}). Return tensors, numbers, "
+            "strings, lists, or mappings with strings as keys"
         ) from None
     return again
 
@@ -203,7 +204,8 @@ def _read(folder: Path) -> Iterator[Any]:
 
     if not (folder / _COMPLETE).is_file():
         raise ConfigurationError(
-            f"{folder} holds incomplete predictions: PredictionWriter did not finish there; run predict again"
+            f"{folder} holds incomplete predictions, because the predict that wrote them did not finish. Run predict again, "
+            "with a new folder"
         )
     places: list[tuple[int, Path, int]] = []
     rows, of_place, in_batch = [], [], []
@@ -224,7 +226,7 @@ def _read(folder: Path) -> Iterator[Any]:
 
 
 def _batches(own: Path) -> Iterator[tuple[Path, int, Any]]:
-    """Of a rank, each batch: its file, its number, the places of its rows in the data."""
+    """For each batch of a rank: its file, its number in the file, and the places of its rows in the data."""
     from safetensors import safe_open
 
     for path in sorted(own.glob("part-*.safetensors")):

@@ -63,7 +63,7 @@ class Profiler(Callback):
         folder = self.folder or (trainer.run_dir and trainer.run_dir / "profile")
         if folder is None:
             raise ConfigurationError(
-                "Profiler(folder=None) writes to RUN_DIR/profile; give a folder, or Trainer(run_dir=...)"
+                "Profiler(folder=None) writes to RUN_DIR/profile, and no run_dir is set. Give a folder, or set Trainer(run_dir=...)"
             )
         if not (self.all_ranks or trainer.is_main):
             return
@@ -108,7 +108,9 @@ class Profiler(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._profile is not None:
             updates = self.wait + self.warmup + self.active
-            print(f"Profiler: the fit ended after {trainer.step} updates, {updates} are needed; nothing was written")
+            print(
+                f"Profiler: nothing was written. The fit ended after {trainer.step} updates, and wait + warmup + active is {updates}"
+            )
 
     def on_teardown(self) -> None:
         self._stop()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CELL_WIDTH = 110
 LINE_SECONDS = 5.0
-"""Plain lines come no faster than this (the first and the last always do)."""
+"""The least number of seconds between two plain lines (the first and the last are always printed)."""
 
 
 def _duration(seconds: float) -> str:
@@ -84,7 +84,7 @@ class ProgressBar(Callback):
         self._metrics: dict[str, float] = {}
         self._main = False
         self._looked = False
-        """Whether the chosen metrics were compared with those that there are."""
+        """Whether the chosen metrics were compared with those that were recorded."""
         self._tokens = 0.0
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -111,7 +111,7 @@ class ProgressBar(Callback):
         return live
 
     def _refresh(self) -> None:
-        """Redraw a few times per second. While a debugger waits for input, there is no bar in the place where one types."""
+        """Redraw a few times per second. While a debugger waits for input, the bar is hidden, because the user types there."""
         live = self._live
         while not self._done.wait(0.25):
             before, self._hidden = self._hidden, debugging()
@@ -195,14 +195,14 @@ class ProgressBar(Callback):
         self._note_missing(trainer)
 
     def _note_missing(self, trainer: Trainer) -> None:
-        """Name the chosen metrics of which none has come, once: at the end of the first epoch, or of a shorter fit."""
+        """Print, once, the chosen metrics that were not recorded: at the end of the first epoch, or of a shorter fit."""
         recorded = {name.removeprefix("epoch_") for name in trainer.metrics} | trainer.validation_metrics
         missing = [name for name in self._chosen if name not in recorded] if not self._looked else []
         self._looked = True
         if missing and self._main:
             there = ", ".join(sorted(recorded)) or "none"
             print(
-                f"note: progress={missing}: there are no such metrics until now; there are {there}",
+                f"note: progress={missing}: no such metrics were recorded so far. Recorded metrics: {there}",
                 file=sys.stderr,
                 flush=True,
             )

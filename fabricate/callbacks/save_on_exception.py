@@ -38,10 +38,13 @@ class SaveOnException(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run_dir is None:
-            raise ConfigurationError("SaveOnException() saves to RUN_DIR/checkpoints; set Trainer(run_dir=...)")
+            raise ConfigurationError(
+                "SaveOnException() saves to RUN_DIR/checkpoints, and no run_dir is set. Set Trainer(run_dir=...)"
+            )
         if trainer.settings.save_weights_only:
             raise ConfigurationError(
-                "SaveOnException() saves what a run resumes from, and save_weights_only=True leaves that out; choose one of them"
+                "SaveOnException() saves a checkpoint to resume from, but save_weights_only=True leaves out what a resume needs. "
+                "Remove one of the two"
             )
 
     def on_epoch_start(self, module: TrainModule) -> None:
@@ -74,7 +77,7 @@ class SaveOnException(Callback):
         try:
             exception.add_note(f"SaveOnException: {self._save(trainer)}")
         except Exception as second:
-            exception.add_note(f"SaveOnException: nothing was saved: {second}")
+            exception.add_note(f"SaveOnException: no checkpoint was saved: {second}")
 
     def _save(self, trainer: Trainer) -> str:
         import torch
@@ -84,7 +87,7 @@ class SaveOnException(Callback):
         assert trainer.run_dir is not None
         path = trainer.run_dir / "checkpoints" / f"step-{trainer.step:08d}"
         if self._torn:
-            return f"nothing was saved: an update was not complete at step {trainer.step}"
+            return f"no checkpoint was saved, because the update after step {trainer.step} was not complete"
         if path.exists():
             return f"step {trainer.step} was saved already, in {path}"
         set_generator_states(self._generators)
@@ -92,7 +95,7 @@ class SaveOnException(Callback):
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         trainer.save(path)
-        return f"step {trainer.step} is saved in {path}; the same call continues from there"
+        return f"step {trainer.step} is saved in {path}. Run the same script again to continue from it"
 
     def on_teardown(self) -> None:
         self._generators, self._buffers, self._torn = {}, [], True

@@ -54,7 +54,8 @@ class StochasticWeightAveraging(Callback):
         self.swa_lrs = list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
         if not self.swa_lrs or not all(_is_number(rate) and rate > 0 for rate in self.swa_lrs):
             raise ConfigurationError(
-                f"{_NAME}(swa_lrs={swa_lrs!r}): give a positive rate, or a list with one for each group"
+                f"{_NAME}(swa_lrs={swa_lrs!r}): give a positive learning rate, or a list with one for each "
+                "parameter group of the optimizer"
             )
         if annealing_strategy not in ("cos", "linear"):
             raise ConfigurationError(f"{_NAME}(annealing_strategy={annealing_strategy!r}): give 'cos' or 'linear'")
@@ -66,11 +67,11 @@ class StochasticWeightAveraging(Callback):
         self.average_every = _length("average_every", average_every, "steps")
         self.batch_norm_batches = batch_norm_batches
         self.averages = 0
-        """How many weights the average is of."""
+        """How many states of the weights are in the average."""
         self._parts: dict[str, tuple[Strategy.Part, torch.Tensor]] = {}
-        """By the name of a parameter that is trained: what this rank holds of it, and the average of that."""
+        """By the name of each trained parameter: the part of it that this rank holds, and the average of this part."""
         self._began: dict[str, Any] | None = None
-        """The step and the epoch at which the part with the own rate began, and the rates before."""
+        """The step and the epoch at which the phase with `swa_lrs` began, and the learning rates before it."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.averages, self._parts, self._began = 0, {}, None
@@ -79,8 +80,8 @@ class StochasticWeightAveraging(Callback):
         (optimizer,) = trainer.optimizers.values()
         if len(self.swa_lrs) not in (1, len(optimizer.param_groups)):
             raise ConfigurationError(
-                f"{_NAME}(swa_lrs={self.swa_lrs}): the optimizer has {len(optimizer.param_groups)} parameter groups; give one rate, or one "
-                "for each group"
+                f"{_NAME}(swa_lrs={self.swa_lrs}): the optimizer has {len(optimizer.param_groups)} parameter groups. Give one "
+                "learning rate, or a list with one for each group"
             )
         trained = {id(parameter) for group in trainer.strategy.optimizer_groups(optimizer) for parameter in group}
         self._trained = [name for name, parameter in module.named_parameters() if id(parameter) in trained]
@@ -88,13 +89,18 @@ class StochasticWeightAveraging(Callback):
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.strategy.replicas_drift:
             raise ConfigurationError(
-                f"{_NAME}: weights differ between ranks under {trainer.strategy.name!r}; use strategy='ddp'"
+                f"{_NAME}: weights differ between ranks under strategy={trainer.strategy.name!r}, so they cannot be averaged. "
+                "Use strategy='ddp'"
             )
         if len(trainer.optimizers) != 1:
-            raise ConfigurationError(f"{_NAME} needs one optimizer, and there are {', '.join(trainer.optimizers)}")
+            raise ConfigurationError(
+                f"{_NAME}: the module has several optimizers ({', '.join(trainer.optimizers)}), and averaging needs exactly one. Remove "
+                f"{_NAME}, or return one optimizer from configure_optimizers"
+            )
         if trainer.settings.load_best:
             raise ConfigurationError(
-                f"{_NAME} and load_best=True: a fit ends with the average or with its best checkpoint; choose one"
+                f"{_NAME} with load_best=True: a fit can end with the averaged weights or with those of its best checkpoint, not both. "
+                "Remove one of the two"
             )
         if batch_norms(module):
             trainer.calibrate(self.batch_norm_batches)  # which checks here that it will be possible
@@ -113,7 +119,7 @@ class StochasticWeightAveraging(Callback):
             if limit is not None and moment.amount >= limit:
                 raise ConfigurationError(
                     f"{_NAME}(swa_epoch_start={start!r}) is never reached: the fit ends after {limit} "
-                    f"{moment.unit}; choose an earlier moment"
+                    f"{moment.unit}. Choose an earlier moment"
                 )
         return moment
 
@@ -137,7 +143,7 @@ class StochasticWeightAveraging(Callback):
             self._average(trainer, module)
 
     def _follow(self, trainer: Trainer) -> None:
-        """Begin where it is time, and set the rates of the next update."""
+        """Begin the phase with `swa_lrs` when it is due, and set the learning rates of the next update."""
         first = self._first
         if self._began is None and (first is None or _reached(trainer, first.unit) >= first.amount):
             (optimizer,) = trainer.optimizers.values()
@@ -160,7 +166,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = rate * share + before * (1 - share)
 
     def _average(self, trainer: Trainer, module: TrainModule) -> None:
-        """Let the weights join the average."""
+        """Add the present weights to the average."""
         import torch
 
         self._allocate(trainer, module)
@@ -182,7 +188,7 @@ class StochasticWeightAveraging(Callback):
     def on_complete(self, trainer: Trainer, module: TrainModule) -> None:
         if not self.averages:
             module.print(
-                f"{_NAME}: the fit ended before any weights joined the average, so it ends with those of its last update"
+                f"{_NAME}: the fit ended before averaging began, so the module keeps the weights of the last update"
             )
             return
         for part, average in self._parts.values():
@@ -201,7 +207,7 @@ class StochasticWeightAveraging(Callback):
     def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
         if state["settings"] != self._settings() and "plugins" not in trainer.settings.accept_changes:
             raise CheckpointError(
-                f"{_NAME}: the checkpoint was saved with {state['settings']}, this run has {self._settings()}; give the same, or "
+                f"{_NAME}: the checkpoint was saved with {state['settings']}, but this run has {self._settings()}. Give the same, or "
                 "Trainer(accept_changes=('plugins',)) to continue with the new ones"
             )
         self._began, self.averages = state["began"], state["averages"]
@@ -212,7 +218,7 @@ class StochasticWeightAveraging(Callback):
             own.write(state["average"][name].flatten()[own.start : own.start + own.count])
 
     def _settings(self) -> dict[str, Any]:
-        """What a resumed run has to have in common."""
+        """The settings that a resumed run must not change."""
         return {
             "begins": str(self._first),
             "swa_lrs": self.swa_lrs,
@@ -237,7 +243,8 @@ def _start(value: Any) -> int | float | Every:
     elif _is_number(value) and (0 <= value < 1 if isinstance(value, float) else value >= 1):
         return float(value) if isinstance(value, float) else int(value)
     raise ConfigurationError(
-        f"{_NAME}(swa_epoch_start={value!r}): give the number of an epoch, from 1; a share of the fit, such as 0.8; or '2000 steps'"
+        f"{_NAME}(swa_epoch_start={value!r}): give the number of an epoch (1 or more), a share of the fit (0.8, for "
+        "example), or a number of updates ('2000 steps')"
     )
 
 

@@ -61,7 +61,7 @@ class Throughput(Callback):
         self._given = peak, flops_per_row
         self.peak, self.flops_per_row = peak, flops_per_row
         self._counter: FlopCounterMode | None = None
-        """Of the first update, until that is done."""
+        """Counts the first update; None after it."""
         self._counting, self._counts = ExitStack(), False
         self._rows: int | None = None
         """Rows, and tokens, at the last boundary; None before the first update."""
@@ -101,7 +101,7 @@ class Throughput(Callback):
         self._counted(trainer)
 
     def _counted(self, trainer: Trainer) -> None:
-        """The first update is done: its FLOPs are those of its rows."""
+        """After the first update: divide its FLOPs by its rows."""
         if self._counter is None:
             return
         assert self._rows is not None
@@ -111,7 +111,10 @@ class Throughput(Callback):
         self.flops_per_row = self._counter.get_total_flops() * readers / rows or None
         self._counter = None
         if self.flops_per_row is None and trainer.is_main:
-            print("Throughput: no FLOPs were counted (in compiled code none are seen); give flops_per_row=", flush=True)
+            print(
+                "Throughput: no FLOPs were counted (those of compiled code cannot be counted). Give flops_per_row=",
+                flush=True,
+            )
 
     def _measure(self, trainer: Trainer, rates: Mapping[str, float]) -> dict[str, float]:
         rows, tokens = trainer.progress.samples, trainer.progress.tokens
@@ -132,7 +135,7 @@ class Throughput(Callback):
 
 
 def _known_peak(trainer: Trainer, module: TrainModule) -> float | None:
-    """Of this device, in a precision that the table is about."""
+    """The FLOPs per second of this device, if the precision is one that the table is for; else None."""
     import torch
 
     if module.device.type != "cuda" or trainer.precision.compute_dtype not in ("bfloat16", "float16"):

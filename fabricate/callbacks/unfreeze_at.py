@@ -45,12 +45,12 @@ class UnfreezeAt(Callback):
         for name, moment in self.stages.items():
             if moment.unit not in ("steps", "epochs") or moment.amount < 1:
                 raise ConfigurationError(
-                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}): give steps or whole epochs, so that every run "
+                    f"UnfreezeAt({{{name!r}: {str(moment)!r}}}): give a number of steps or of whole epochs, so that every run "
                     "unfreezes at the same update"
                 )
         self._parts: dict[str, list[torch.nn.Parameter]] = {}
         self._frozen: set[str] | None = None
-        """The stages that are frozen; None while that is not known: at the beginning, and after a checkpoint, which has its own."""
+        """The stages that are frozen. None while this is not known: at the start, and after a checkpoint was loaded."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._parts, self._frozen = self._divide(module), None
@@ -65,8 +65,8 @@ class UnfreezeAt(Callback):
                 continue
             if not parameter.requires_grad:
                 raise ConfigurationError(
-                    f"UnfreezeAt({max(stages, key=len)!r}): {name} was frozen before the fit, so the optimizer left "
-                    "it out; leave it trainable in the script, because UnfreezeAt freezes it at the start"
+                    f"UnfreezeAt({max(stages, key=len)!r}): {name} was already frozen before the fit, so the optimizer does not have "
+                    "this parameter. Remove requires_grad_(False) from the script: UnfreezeAt freezes the parameter itself"
                 )
             parts[max(stages, key=len)].append(parameter)
         for stage, parameters in parts.items():
@@ -77,9 +77,8 @@ class UnfreezeAt(Callback):
                     if name and next(child.parameters(), None) is not None
                 ]
                 raise ConfigurationError(
-                    f"UnfreezeAt({stage!r}) matches no parameter that is not matched by a longer name already; give "
-                    "the name of a submodule or a "
-                    f"parameter: {', '.join(known[:8])}"
+                    f"UnfreezeAt({stage!r}): no parameter is left for this name: none begins with the name, or longer names "
+                    f"match all that do. Give the name of a submodule or a parameter: {', '.join(known[:8])}"
                 )
         return parts
 
@@ -91,7 +90,7 @@ class UnfreezeAt(Callback):
             if not settings.fast_dev_run and moment.amount >= (math.inf if limit is None else limit):
                 raise ConfigurationError(
                     f"UnfreezeAt({{{name!r}: {str(moment)!r}}}) is never reached: the fit ends after {limit} "
-                    f"{moment.unit}; choose an earlier moment, or freeze parameters that are never trained with requires_grad_(False)"
+                    f"{moment.unit}. Choose an earlier moment. For parameters that are never trained, call requires_grad_(False) instead"
                 )
 
     def on_epoch_start(self, trainer: Trainer) -> None:
@@ -122,8 +121,8 @@ class UnfreezeAt(Callback):
             return
         if "plugins" not in trainer.settings.accept_changes:
             raise CheckpointError(
-                f"UnfreezeAt: the checkpoint was saved with the stages {state['stages']}, this run has {self._texts()}; give the same, or "
-                "Trainer(accept_changes=('plugins',)) to continue with the new ones"
+                f"UnfreezeAt: the checkpoint was saved with the stages {state['stages']}, but this run has {self._texts()}. "
+                "Give the same, or Trainer(accept_changes=('plugins',)) to continue with the new ones"
             )
         gone = tuple(f"{stage}." for stage in state["stages"])
         trainer.unfreeze(p for name, p in module.named_parameters() if p.requires_grad and f"{name}.".startswith(gone))

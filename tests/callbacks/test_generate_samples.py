@@ -151,8 +151,8 @@ def test_a_model_of_the_users_own_generates(tmp_path: Path) -> None:
     [
         (lambda: GenerateSamples("text"), r"GenerateSamples\(prompts='text'\): give a list"),
         (lambda: fit(GenerateSamples(PROMPTS, tokenizer=1)), r"GenerateSamples\(tokenizer=1\).*encode and decode"),
-        (lambda: fit(GenerateSamples(PROMPTS, model="no")), r"Language.no is not a module with generate"),
-        (lambda: fit(GenerateSamples(PROMPTS), validate_every=None), "this fit has none"),
+        (lambda: fit(GenerateSamples(PROMPTS, model="no")), r"Language.no is not a module with a method generate"),
+        (lambda: fit(GenerateSamples(PROMPTS), validate_every=None), "but this fit runs none"),
     ],
 )
 def test_what_cannot_generate_is_refused_before_the_first_step(build: Any, words: str) -> None:

@@ -119,7 +119,7 @@ def test_a_push_that_failed_half_way_goes_on_where_it_was(
     hub.refuse, hub.allow = "/storage/", 1
     with pytest.raises(FabricateError, match="storage is full") as caught:
         fit(hub.url, run_dir, InParts())
-    assert f"`fabricate push {run_dir} me/tiny` goes on with it" in str(caught.value)
+    assert f"To push it again: fabricate push {run_dir} me/tiny" in str(caught.value)
     assert (len(hub.sent), hub.commits) == (1, [])
     assert load_file(run_dir / "model" / "layer.bias.safetensors")["layer.bias"].shape == (1,)
     assert (run_dir / "checkpoints" / "step-00000008").is_dir()
@@ -185,7 +185,7 @@ def test_saves_are_pushed_and_one_that_fails_is_a_note_and_pushed_with_the_next(
         ("no token", "LocalTokenNotFoundError"),
         ("a wrong token", "Invalid user token"),
         ("no answer", "127.0.0.1:9 is not possible"),
-        ("no run_dir", "set Trainer\\(run_dir"),
+        ("no run_dir", "Set Trainer\\(run_dir"),
         ("no right to create it", "storage is full"),
     ],
 )
@@ -214,7 +214,7 @@ def test_wrong_arguments_are_errors_that_name_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="repo=''"):
         HubPush("")
     done = CliRunner().invoke(main, ["push", str(tmp_path), "me/tiny"])
-    assert (done.exit_code, "has no model/" in done.output) == (2, True)
+    assert (done.exit_code, "has no folder model/" in done.output) == (2, True)
 
 
 def on_two_ranks(hub: str, run_dir: Path) -> str:

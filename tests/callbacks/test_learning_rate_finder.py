@@ -139,7 +139,7 @@ def test_a_schedule_that_advances_by_epochs_changes_no_rate() -> None:
 def test_what_cannot_be_a_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"min_lr=1\.0, max_lr=0\.1"):
         LearningRateFinder(1.0, 0.1)
-    with pytest.raises(ConfigurationError, match="run_dir is set"):
+    with pytest.raises(ConfigurationError, match=r"run_dir='.*' is set"):
         Trainer(max_steps=2, run_dir=tmp_path, plugins=[LearningRateFinder()], progress=False).fit(
             Net(), rows(), batch_size=8
         )
@@ -147,7 +147,7 @@ def test_what_cannot_be_a_range_is_refused(tmp_path: Path) -> None:
 
 def test_a_fit_that_is_too_short_or_goes_on_from_a_checkpoint_is_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"progress": False, "print_plan": "none"}
-    with pytest.raises(ConfigurationError, match=r"num_training_steps=20\): the fit has 5 updates"):
+    with pytest.raises(ConfigurationError, match=r"num_training_steps=20\): the fit has only 5 updates"):
         Trainer(max_steps=5, plugins=[LearningRateFinder(num_training_steps=20)], **options).fit(
             Net(), rows(), batch_size=8
         )
@@ -155,7 +155,7 @@ def test_a_fit_that_is_too_short_or_goes_on_from_a_checkpoint_is_refused(tmp_pat
     assert saved is not None
     trainer = Trainer(max_steps=20, plugins=[LearningRateFinder(num_training_steps=20)], **options)
     module = Net()
-    with pytest.raises(ConfigurationError, match="resumes at step 2 of a checkpoint"):
+    with pytest.raises(ConfigurationError, match="resumes from a checkpoint at step 2"):
         trainer.fit(module, rows(), batch_size=8, resume=saved)
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in Net().state_dict().items())
 

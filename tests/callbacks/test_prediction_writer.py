@@ -108,7 +108,7 @@ def test_a_folder_that_holds_something_is_refused_and_so_are_predictions_that_ar
     with pytest.raises(ConfigurationError, match="incomplete predictions"):
         next(PredictionWriter.read(tmp_path))
     with pytest.raises(
-        ConfigurationError, match="data is a mapping with 'a'; call predict for each data set separately"
+        ConfigurationError, match=r"given a mapping of several \(this is 'a'\). Call predict once for each data set"
     ):
         Trainer(progress=False, plugins=[PredictionWriter(tmp_path / "p")]).predict(Net(), {"a": rows()}, batch_size=4)
 

@@ -67,7 +67,7 @@ def test_a_metric_of_the_validation_can_be_chosen_and_one_that_never_comes_is_na
     assert "  val_loss " in said.out.splitlines()[-1]
     (note,) = [line for line in said.err.splitlines() if line.startswith("note: progress=")]
     assert (
-        "progress=['acuracy']: there are no such metrics until now; there are accuracy, loss, lr, perplexity, val_"
+        "progress=['acuracy']: no such metrics were recorded so far. Recorded metrics: accuracy, loss, lr, perplexity, val_"
         in note
     )
 

@@ -98,7 +98,7 @@ def test_the_profiler_writes_a_trace_and_a_table(tmp_path: Path, capsys: pytest.
 
 def test_a_fit_too_short_for_the_profiler_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(Profiler(wait=10), run_dir=tmp_path)
-    assert "the fit ended after 6 updates, 15 are needed" in capsys.readouterr().out
+    assert "The fit ended after 6 updates, and wait + warmup + active is 15" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 

@@ -152,7 +152,7 @@ def fails_alone(run_dir: Path) -> tuple[str, str, bool]:
 def test_a_rank_that_fails_alone_saves_nothing_and_reports_its_error(tmp_path: Path) -> None:
     (first, _, saved), (second, notes, _) = run_ranks(fails_alone, 2, tmp_path / "run")
     assert (first, second, saved) == ("RankError", "ZeroDivisionError", False)
-    assert "SaveOnException: nothing was saved: another rank goes on" in notes
+    assert "SaveOnException: no checkpoint was saved: another rank goes on" in notes
 
 
 class FailsInStep(Callback):
@@ -170,7 +170,9 @@ class FailsInEvaluation(Net):
 def test_an_update_that_is_not_complete_is_not_saved(tmp_path: Path, plugins: tuple[object, ...]) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         fit(tmp_path, *plugins)
-    assert "nothing was saved: an update was not complete at step 3" in "\n".join(caught.value.__notes__)
+    assert "no checkpoint was saved, because the update after step 3 was not complete" in "\n".join(
+        caught.value.__notes__
+    )
     assert not (tmp_path / "checkpoints").exists()
 
 

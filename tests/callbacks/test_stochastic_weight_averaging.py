@@ -244,16 +244,16 @@ def test_a_fit_that_was_stopped_too_early_says_that_nothing_was_averaged(capsys:
             trainer.stop("enough")
 
     watches, _, module = fit(module=Stops())
-    assert "the fit ended before any weights joined the average" in capsys.readouterr().out
+    assert "the fit ended before averaging began" in capsys.readouterr().out
     assert torch.equal(module.last.weight, watches.final["last.weight"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"swa_lrs": 0.0}, r"swa_lrs=0\.0\): give a positive rate"),
+        ({"swa_lrs": 0.0}, r"swa_lrs=0\.0\): give a positive learning rate"),
         ({"swa_lrs": "fast"}, "swa_lrs='fast'"),
-        ({"swa_epoch_start": 0}, "swa_epoch_start=0\\): give the number of an epoch, from 1"),
+        ({"swa_epoch_start": 0}, "swa_epoch_start=0\\): give the number of an epoch .1 or more."),
         ({"swa_epoch_start": 1.5}, "swa_epoch_start=1.5"),
         ({"swa_epoch_start": "2 epochs"}, "swa_epoch_start='2 epochs'"),
         ({"annealing_strategy": "cosine"}, "annealing_strategy='cosine'\\): give 'cos' or 'linear'"),
@@ -277,7 +277,7 @@ def test_what_cannot_be_averaged_is_refused_before_the_first_step(tmp_path: Path
         (
             StochasticWeightAveraging(0.1),
             {"load_best": True, "keep": {"best": 1, "metric": "val_first", "mode": "min"}, "run_dir": tmp_path},
-            "load_best=True: a fit ends with the average or with its best checkpoint",
+            "load_best=True: a fit can end with the averaged weights or with those of its best checkpoint, not both",
         ),
     ):
         with pytest.raises(ConfigurationError, match=message):
@@ -285,7 +285,10 @@ def test_what_cannot_be_averaged_is_refused_before_the_first_step(tmp_path: Path
 
 
 def test_ranks_that_drift_apart_are_refused(runs: tuple[Path, dict[str, list[Any]]]) -> None:
-    assert all("weights differ between ranks under 'diloco'; use strategy='ddp'" in rank for rank in runs[1]["diloco"])
+    assert all(
+        "weights differ between ranks under strategy='diloco', so they cannot be averaged. Use strategy='ddp'" in rank
+        for rank in runs[1]["diloco"]
+    )
 
 
 def test_the_training_data_is_read_again_only_when_training_does_not(tmp_path: Path) -> None:

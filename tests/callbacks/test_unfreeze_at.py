@@ -164,10 +164,10 @@ def test_a_resume_with_other_stages_is_refused_unless_it_is_meant(tmp_path: Path
     ("stages", "message"),
     [
         ({}, "name what to unfreeze"),
-        ({"backbone": "10 minutes"}, "'backbone': '10 minutes'.*give steps or whole epochs"),
-        ({"backbone": 0.5}, "'0.5 epochs'.*give steps or whole epochs"),
-        ({"backbnoe": 3}, "matches no parameter.*give the name of .*: backbone, backbone.0"),
-        ({"back": 3}, r"UnfreezeAt\('back'\) matches no parameter"),
+        ({"backbone": "10 minutes"}, "'backbone': '10 minutes'.*give a number of steps or of whole epochs"),
+        ({"backbone": 0.5}, "'0.5 epochs'.*give a number of steps or of whole epochs"),
+        ({"backbnoe": 3}, "no parameter is left for this name.*Give the name of .*: backbone, backbone.0"),
+        ({"back": 3}, r"UnfreezeAt\('back'\): no parameter is left for this name"),
         ({"backbone": 8}, "'8 steps'.* is never reached: the fit ends after 8 steps"),
         ({"backbone": 3, "head": 3}, "after step 0 everything is frozen, so there is nothing to train"),
     ],
@@ -183,7 +183,8 @@ def test_what_was_frozen_before_the_fit_is_refused_with_the_way_to_do_it() -> No
     module = Net()
     module.backbone.requires_grad_(False)
     with pytest.raises(
-        ConfigurationError, match=r"backbone\.1'\): backbone.*was frozen before the fit.*UnfreezeAt freezes it"
+        ConfigurationError,
+        match=r"backbone\.1'\): backbone.*was already frozen before the fit.*UnfreezeAt freezes the parameter itself",
     ):
         fit("single", None, {"backbone.1": 3}, module)
 

@@ -195,7 +195,7 @@ def test_a_run_that_early_stopping_ended_is_complete(tmp_path: Path, capsys: pyt
 
 def test_early_stopping_on_a_metric_that_is_not_there_says_which_are() -> None:
     with pytest.raises(
-        FabricateError, match=r"EarlyStopping\(metric='val_acc'\): validation gave val_loss; use one of these"
+        FabricateError, match=r"EarlyStopping\(metric='val_acc'\): validation recorded val_loss, and not this one"
     ):
         fit(None, EarlyStopping("val_acc", mode="max"), val=ROWS, validate_every=1)
 
@@ -211,7 +211,7 @@ def test_states_of_two_early_stoppings_are_not_taken_for_each_other(tmp_path: Pa
     arguments: dict[str, Any] = {"val": ROWS[:2], "run_dir": tmp_path, "validate_every": 1}
     fit(Gains(), *both(), **arguments)
     with pytest.raises(
-        CheckpointError, match=r"metric='val_gain', mode='max'\) would continue from the state of EarlyStopping"
+        CheckpointError, match=r"metric='val_gain', mode='max'\) : the state in the checkpoint is that of EarlyStopping"
     ):
         fit(Gains(), *reversed(both()), max_steps=3, **arguments)
     again = both()

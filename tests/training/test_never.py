@@ -32,7 +32,7 @@ def refused(message: str, *plugins: Any, module: Any = None, **arguments: Any) -
 
 @pytest.mark.parametrize("arguments", [{}, {"val": ROWS, "validate_every": None}, {"val": ROWS}])
 def test_early_stopping_without_a_validation_is_refused(arguments: dict[str, Any]) -> None:
-    refused("EarlyStopping.* needs validations, and this fit has none", EarlyStopping(), **arguments)
+    refused("EarlyStopping.*: this fit runs no validation. Pass val= to fit", EarlyStopping(), **arguments)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"val": ROWS, "validate_every": None}, {"val": ROWS, "max_steps": 3}])
