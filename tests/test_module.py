@@ -297,7 +297,7 @@ def test_a_recorded_argument_that_the_class_no_longer_has_is_left_out(tmp_path: 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     _fit(Regression(6), run_dir=tmp_path)
-    with pytest.raises(CheckpointError, match=r"model/layers.0.weight has shape \(6, 3\), the module's has \(9, 3\)"):
+    with pytest.raises(CheckpointError, match=r"model/layers.0.weight has shape \(6, 3\), but \(9, 3\) in this module"):
         Regression.load_from_checkpoint(tmp_path, width=9)
 
 

@@ -112,7 +112,7 @@ def test_safetensors_hold_the_state_dict_with_shared_tensors_once(run: Any, tmp_
 def test_a_torch_file_is_a_state_dict_that_loads_without_running_code(run: Any, tmp_path: Path) -> None:
     root, wanted = run
     shown = invoke("export", root / SAVED, tmp_path / "model.pt", "--format", "torch")
-    assert "pickle by nature" in shown.stderr
+    assert "this format is a pickle" in shown.stderr
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert same(found, dict(wanted))
     assert found["tied.weight"].data_ptr() == found["first.weight"].data_ptr()
@@ -144,7 +144,7 @@ def test_transformers_reads_an_exported_checkpoint_and_computes_the_same(tmp_pat
     fit(tmp_path / "run", module, stories)
     shown = invoke("export", tmp_path / "run", tmp_path / "out", "--format", "transformers")
     assert shown.exit_code == 0
-    assert "left out, not in the transformers model: extra.bias, extra.weight" in shown.stderr
+    assert "left out, because they are not part of the transformers model: extra.bias, extra.weight" in shown.stderr
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]
     tokens = stories.tensors[0]
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_transformers_reads_an_exported_checkpoint_and_computes_the_same(tmp_pat
 def test_a_module_without_a_transformers_model_has_no_such_layout(run: Any, tmp_path: Path) -> None:
     shown = invoke("export", run[0], tmp_path / "out", "--format", "transformers")
     assert shown.exit_code == 2
-    assert "use --format safetensors" in shown.stderr
+    assert "Use --format safetensors" in shown.stderr
     assert os.listdir(tmp_path) == []
 
 
@@ -394,11 +394,16 @@ def test_nothing_resumes_from_imported_weights(run: Any, tmp_path: Path) -> None
     ("content", "options", "complaint"),
     [
         pytest.param([1, 2], {}, "holds a list, not a state dict", id="list"),
-        pytest.param({"w": torch.ones(1), "epoch": 3}, {}, "'epoch' is not a tensor; remove it", id="number"),
-        pytest.param({"ema": {"w": torch.ones(1)}}, {}, "the state dict may be one of its parts: key='ema'", id="part"),
+        pytest.param({"w": torch.ones(1), "epoch": 3}, {}, "'epoch' is not a tensor. Remove this entry", id="number"),
+        pytest.param(
+            {"ema": {"w": torch.ones(1)}}, {}, "If the state dict is nested, give its key: key='ema'", id="part"
+        ),
         pytest.param({"ema": {"w": torch.ones(1)}}, {"key": "em"}, "did you mean 'ema'", id="key"),
         pytest.param(
-            {"w": torch.ones(1)}, {"rename": {"x.": ""}}, "no tensor name begins with it; the names are w", id="rule"
+            {"w": torch.ones(1)},
+            {"rename": {"x.": ""}},
+            "no tensor name begins with 'x.'. Give the beginning of a name; the names are w",
+            id="rule",
         ),
         pytest.param({"a.w": torch.ones(1), "w": torch.ones(2)}, {"rename": {"a.": ""}}, "both become 'w'", id="clash"),
         pytest.param({}, {}, "holds no tensor", id="nothing"),
@@ -427,7 +432,7 @@ def test_an_import_never_overwrites(run: Any, tmp_path: Path) -> None:
         fabricate.import_checkpoint(run[0] / "model/model.safetensors", tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
     shown = invoke("import", run[0] / "model", tmp_path / "new", "--rename", "first")
-    assert (shown.exit_code, "write OLD=NEW" in shown.stderr) == (2, True)
+    assert (shown.exit_code, "give OLD=NEW" in shown.stderr) == (2, True)
 
 
 def test_saving_and_resuming_load_nothing_that_reads_other_formats(tmp_path: Path) -> None:

@@ -108,7 +108,9 @@ def test_a_disk_that_is_full_at_any_write_costs_no_checkpoint(
             if step % 2 and (tmp_path / "checkpoints").exists():
                 before.update(committed(tmp_path))
 
-    with pytest.raises(CheckpointError, match=r"was not written: .*No space left.*; the previous one is intact"):
+    with pytest.raises(
+        CheckpointError, match=r"was not written: .*No space left.*\. The previous checkpoint is intact"
+    ):
         fit(tmp_path, Looks(), save=save)
     found = committed(tmp_path)
     assert before.items() <= found.items()
@@ -183,7 +185,7 @@ def test_a_small_disk_fills_up_and_the_run_goes_on_when_there_is_room(
 
     if not looks:
         monkeypatch.setattr(Files, "free_bytes", lambda self, path: 2**40)
-    with pytest.raises(CheckpointError, match=r"the previous one is intact"):
+    with pytest.raises(CheckpointError, match=r"The previous checkpoint is intact"):
         fit(small / "run", steps=30)
     found = committed(small / "run")
     assert all(found[step] == straight[step] for step in found)

@@ -272,7 +272,7 @@ NAMES: list[tuple[str, Spoil, str]] = [
     (
         "no tensor of that name",
         value(*RNG, to={"$": "tensor", "ref": "../w"}),
-        "refers to the tensor '../w', which is not there",
+        "refers to the tensor '../w', which the checkpoint does not hold",
     ),
 ]
 FILES: list[tuple[str, Spoil, str]] = [
@@ -288,9 +288,9 @@ SIZES: list[tuple[str, Spoil, str]] = [
     ("2^122 elements", shaped(2**61, 2**61), "the number of elements"),
     ("a negative size", shaped(-3), "a dimension of shape"),
     ("too many dimensions", shaped(*[1] * 64, 3), "the number of dimensions"),
-    ("another shape", shaped(3, 1), "model/layer.bias has shape (3, 1), the module's has (3,)"),
+    ("another shape", shaped(3, 1), "model/layer.bias has shape (3, 1), but (3,) in this module"),
     ("a type that does not exist", typed("F31"), "dtype is 'F31'"),
-    ("whole numbers", typed("I32"), "model/layer.bias is torch.int32, the module's is torch.float32"),
+    ("whole numbers", typed("I32"), "model/layer.bias has dtype torch.int32, but torch.float32 in this module"),
     ("2^40 ranks", value("manifest.json", "topology", "world_size", to=2**40), "holds no JSON file 'rank-00001.json'"),
     ("no number of ranks", value("manifest.json", "topology", to={}), "world_size in its manifest is None, not int"),
 ]

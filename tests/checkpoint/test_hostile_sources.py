@@ -104,30 +104,46 @@ def cut(path: Path, mark: Path) -> None:
 
 TWICE = '{"w":{"dtype":"U8","shape":[60],"data_offsets":[0,60]},"w":{"dtype":"U8","shape":[60],"data_offsets":[0,60]}}'
 SOURCES: dict[str, tuple[str, Make, str]] = {
-    "a pickle": ("w.bin", pickled, "would run code"),
-    "a pickle in a file of torch.save": ("w.pt", saved(lambda mark: {"w": Payload(mark)}), "would run code"),
-    "a pickle called safetensors": ("w.safetensors", pickled, "its header claims"),
-    "a Lightning file with a payload": ("w.ckpt", saved(lightning), "would run code"),
-    "a module instead of its state": ("w.pt", saved(lambda mark: torch.nn.Linear(1, 1)), "would run code"),
+    "a pickle": ("w.bin", pickled, "could run code"),
+    "a pickle in a file of torch.save": ("w.pt", saved(lambda mark: {"w": Payload(mark)}), "could run code"),
+    "a pickle called safetensors": ("w.safetensors", pickled, "by its first bytes the header has"),
+    "a Lightning file with a payload": ("w.ckpt", saved(lightning), "could run code"),
+    "a module instead of its state": ("w.pt", saved(lambda mark: torch.nn.Linear(1, 1)), "could run code"),
     "a file that was cut": ("w.pt", cut, "cannot be read as tensors"),
-    "compressed records": ("w.pt", squeezed, "is compressed, which torch.save does not do"),
+    "compressed records": ("w.pt", squeezed, "is compressed, which torch.save never does"),
     "more than is stored": ("w.pt", expanded, "claims the shape (1152921504606846976,), but only 4 bytes are stored"),
-    "a header of 2^60 bytes": ("w.safetensors", file(length=2**60), "its header claims 1152921504606846976 bytes"),
-    "a header longer than the file": ("w.safetensors", file(length=1000), "its header claims 1000 bytes"),
+    "a header of 2^60 bytes": (
+        "w.safetensors",
+        file(length=2**60),
+        "by its first bytes the header has 1152921504606846976 bytes",
+    ),
+    "a header longer than the file": (
+        "w.safetensors",
+        file(length=1000),
+        "by its first bytes the header has 1000 bytes",
+    ),
     "a header that is no JSON": ("w.safetensors", file(text="{" * 200), "header: not valid JSON"),
     "a name twice": ("w.safetensors", file(text=TWICE), "the JSON key 'w' occurs twice"),
     "a type that does not exist": ("w.safetensors", entry(dtype="PICKLE"), "dtype is 'PICKLE'"),
-    "a type of another width": ("w.safetensors", entry(dtype="F64"), "'layer.bias' is F64 [3], and has 12 bytes"),
+    "a type of another width": (
+        "w.safetensors",
+        entry(dtype="F64"),
+        "'layer.bias' has dtype F64 and shape [3], but 12 bytes",
+    ),
     "a huge shape": ("w.safetensors", entry(shape=[2**61, 2**61]), "the number of elements"),
-    "a huge tensor": ("w.safetensors", entry(shape=[2**60], data_offsets=[48, 48 + 2**62]), "its tensors end at byte"),
+    "a huge tensor": ("w.safetensors", entry(shape=[2**60], data_offsets=[48, 48 + 2**62]), "the tensors end at byte"),
     "a negative shape": ("w.safetensors", entry(shape=[-3]), "a dimension of shape"),
-    "tensors that overlap": ("w.safetensors", entry(data_offsets=[44, 56]), "begins at byte 44 of the data, 48 is due"),
-    "a hole": ("w.safetensors", entry(data_offsets=[52, 64]), "begins at byte 52 of the data, 48 is due"),
-    "bytes after the end": ("w.safetensors", file(data=bytes(61)), "its tensors end at byte"),
+    "tensors that overlap": (
+        "w.safetensors",
+        entry(data_offsets=[44, 56]),
+        "begins at byte 44 of the data and not at 48",
+    ),
+    "a hole": ("w.safetensors", entry(data_offsets=[52, 64]), "begins at byte 52 of the data and not at 48"),
+    "bytes after the end": ("w.safetensors", file(data=bytes(61)), "the tensors end at byte"),
     "an entry of another kind": (
         "w.safetensors",
         file(change=lambda tree: tree.update(x=[1])),
-        "'x' is not described by",
+        "the header entry of 'x' does not consist of",
     ),
 }
 
@@ -146,15 +162,21 @@ def test_a_hostile_source_is_refused_by_name(case: str, tmp_path: Path, mark: Pa
 @pytest.mark.parametrize(
     ("index", "complaint"),
     [
-        ({"weight_map": {"w": "../../etc/passwd.safetensors"}}, "is not the plain name of a file in this folder"),
-        ({"weight_map": {"w": "/etc/passwd.safetensors"}}, "is not the plain name of a file in this folder"),
-        ({"weight_map": {"w": "part.pkl"}}, "is not the plain name of a file in this folder"),
-        ({"weight_map": {"w": ["part.safetensors"]}}, "weight_map is not a table of file names"),
-        ({"weight_map": ["part.safetensors"]}, "weight_map is not a table of file names"),
+        (
+            {"weight_map": {"w": "../../etc/passwd.safetensors"}},
+            "but only .safetensors and .bin files in the same folder are read",
+        ),
+        (
+            {"weight_map": {"w": "/etc/passwd.safetensors"}},
+            "but only .safetensors and .bin files in the same folder are read",
+        ),
+        ({"weight_map": {"w": "part.pkl"}}, "but only .safetensors and .bin files in the same folder are read"),
+        ({"weight_map": {"w": ["part.safetensors"]}}, "weight_map is not a mapping from tensor names to file names"),
+        ({"weight_map": ["part.safetensors"]}, "weight_map is not a mapping from tensor names to file names"),
         ({"weight_map": {"w": "link.safetensors"}}, "not a regular file"),
         ({"weight_map": {"w": "pipe.safetensors"}}, "not a regular file"),
         ({"weight_map": {"w": "gone.safetensors"}}, "No such file"),
-        ({"weight_map": {"other": "part.safetensors"}}, "disagree about 'layer.bias'"),
+        ({"weight_map": {"other": "part.safetensors"}}, "'layer.bias' is listed in one of them only"),
     ],
 )
 def test_an_index_cannot_lead_out_of_its_folder(index: Any, complaint: str, tmp_path: Path) -> None:
@@ -171,7 +193,7 @@ def test_an_index_cannot_lead_out_of_its_folder(index: Any, complaint: str, tmp_
 
 def test_an_import_cannot_be_told_to_read_a_pickle(tmp_path: Path, mark: Path) -> None:
     torch.save({"weights": Payload(mark)}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match="would run code"):
+    with pytest.raises(CheckpointError, match="could run code"):
         fabricate.import_checkpoint(tmp_path / "w.pt", tmp_path / "out", key="weights")
     shown = CliRunner().invoke(main, ["ckpt", "import", "--help"])
     assert "trust" not in shown.output.lower()

@@ -222,7 +222,7 @@ def test_the_reason_of_a_save_that_one_rank_refuses_reaches_every_rank(tmp_path:
 
     answers, _ = on_each(16, work)
     assert {type(answer) for answer in answers} == {CheckpointError}
-    assert all("rank 3: not here; the previous one is intact" in str(answer) for answer in answers)
+    assert all("rank 3: not here. The previous checkpoint is intact" in str(answer) for answer in answers)
     assert list(tmp_path.iterdir()) == []
 
 

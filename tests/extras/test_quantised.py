@@ -255,7 +255,7 @@ def test_ranks_with_unlike_bases_and_codes_that_would_be_rounded_are_refused(bas
 
 def test_another_base_on_resume_is_an_error_that_names_it(base: Path, tmp_path: Path) -> None:
     fit(base, "nf4", tmp_path / "run", steps=2)
-    text = rf"others than it was trained with: .*then loaded from '{re.escape(str(base))}'"
+    text = rf"not the ones it was trained with: .*then loaded from '{re.escape(str(base))}'"
     with pytest.raises(CheckpointError, match=text):
         fit(llama(tmp_path / "other", seed=5), "nf4", tmp_path / "run")
 
@@ -269,7 +269,7 @@ def test_other_scales_beside_the_same_codes_are_another_base(base: Path, tmp_pat
 
     fit(base, "nf4", tmp_path, steps=2)
     trainer = Trainer(max_steps=STEPS, run_dir=tmp_path, precision="fp32", progress=False, seed=1)
-    with pytest.raises(CheckpointError, match=r"others than it was trained with: \S*q_proj\.base_layer\.weight;"):
+    with pytest.raises(CheckpointError, match=r"not the ones it was trained with: \S*q_proj\.base_layer\.weight\."):
         trainer.fit(Scaled(base, "nf4"), ROWS, batch_size=4, shuffle=False)
 
 
@@ -338,7 +338,10 @@ def test_the_merged_model_is_what_was_trained_and_transformers_reads_it_alone(
 def test_a_merge_over_another_base_or_without_one_is_refused(base: Path, tmp_path: Path) -> None:
     fit(base, "nf4", tmp_path / "run", steps=1)
     other = llama(tmp_path / "other", seed=5)
-    for place, text in ((other, "others than it was trained with"), (tmp_path / "none", "say where it is now: --base")):
+    for place, text in (
+        (other, "not the ones it was trained with"),
+        (tmp_path / "none", "Give its present place with --base"),
+    ):
         arguments = ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged"), "--base", str(place)]
         done = CliRunner().invoke(main, arguments)
         assert done.exit_code != 0

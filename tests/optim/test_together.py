@@ -239,7 +239,7 @@ def test_a_checkpoint_is_exported_and_reported_with_all_of_them(
         main, ["ckpt", "export", str(folder), str(tmp_path / "out"), "--format", "accelerate"], catch_exceptions=False
     )
     assert done.exit_code == 0, done.output
-    assert "optimizer.bin is optimizer.AdamW, optimizer_1.bin is optimizer.Muon: prepare them" in done.output
+    assert "optimizer.bin is optimizer.AdamW, optimizer_1.bin is optimizer.Muon: give them" in done.output
     for optimizer, file in zip(optimizers(Net()), ("optimizer_1.bin", "optimizer.bin"), strict=True):
         optimizer.load_state_dict(torch.load(tmp_path / "out" / file))
         assert all(optimizer.state[p] for group in optimizer.param_groups for p in group["params"]), file

@@ -257,7 +257,10 @@ def test_a_path_that_is_no_checkpoint_is_an_error_that_says_what_to_give(tmp_pat
         ({"shuffle": False}, r"shuffle=True, this run has False.*accept_changes=\('train',\)"),
         ({"seed": 6}, r"seed=5, this run has seed=6.*accept_changes=\('seed',\)"),
         ({"plugins": [Average()]}, r"has no state for the plugin Average.*accept_changes=\('plugins',\)"),
-        ({"module": Net("sgd")}, r"optimizer 'main' is a AdamW, this run has a SGD.*resume='never'"),
+        (
+            {"module": Net("sgd")},
+            r"optimizer 'main': the checkpoint has a AdamW, but this run has a SGD.*resume='never'",
+        ),
         ({"module": Net(schedule="cosine")}, r"schedulers \{\}, this run has \{'main': 'CosineAnnealingLR'\}"),
     ],
     ids=["global batch", "rows", "shuffle", "seed", "plugin", "optimizer", "scheduler"],
@@ -291,10 +294,10 @@ def test_another_module_is_named_by_what_differs(tmp_path: Path) -> None:
     fit(tmp_path, SAVED)
     module = Net()
     module.head = torch.nn.Linear(3, 2)
-    with pytest.raises(CheckpointError, match=r"model/head\.weight has shape \(1, 3\), the module's has \(2, 3\)"):
+    with pytest.raises(CheckpointError, match=r"model/head\.weight has shape \(1, 3\), but \(2, 3\) in this module"):
         fit(tmp_path, module=module)
     del module.norm
-    with pytest.raises(CheckpointError, match=r"it also has model/norm\.bias"):
+    with pytest.raises(CheckpointError, match=r"and the module lacks model/norm\.bias"):
         fit(tmp_path, module=module, plugins=[])
 
 

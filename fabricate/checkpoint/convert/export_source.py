@@ -29,9 +29,9 @@ class ExportSource:
         module = state["module"]
         if frozen := module.get("frozen"):
             raise CheckpointError(
-                f"checkpoint {reader.path} holds the trained weights only (save_frozen=False: {len(frozen)} others are left out), which is "
-                "not a whole model; RUN_DIR/model/ has the trained weights in the format of their library, and `fabricate ckpt merge` "
-                "merges adapters into their base"
+                f"checkpoint {reader.path} is not a whole model: it holds the trained weights only (save_frozen=False), and "
+                f"{len(frozen)} others are left out. RUN_DIR/model/ has the trained weights in the format of their library. "
+                "To merge adapters into their base model, use `fabricate ckpt merge`"
             )
         left_out = set(module.get("transient", ()))
         model = [n for n in reader.manifest.tensors if n.startswith("model/")]

@@ -20,7 +20,7 @@ from fabricate.errors import CheckpointError, ConfigurationError, did_you_mean
 
 __all__ = ["FORMATS", "export", "new_path"]
 
-_PICKLE = "this format is pickle by nature: whoever opens the file has to trust it"
+_PICKLE = "this format is a pickle, which can run code when it is opened: open it only where its source is trusted"
 
 
 def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
@@ -38,8 +38,8 @@ def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
         remarks = FORMATS[kind](source, staging)
         if plugins := [name for name in source.state.get("beside_weights", ()) if name != "module"]:
             remarks.append(
-                f"these are the weights that were trained, without what the plugin {', '.join(plugins)} keeps beside them; "
-                "RUN_DIR/model/ of a complete run has both"
+                f"the export holds the weights that were trained, without what the plugin {', '.join(plugins)} keeps beside them. "
+                "RUN_DIR/model/ of a complete run holds both"
             )
     return remarks
 
@@ -51,7 +51,7 @@ def new_path(out: Path, single: str | None = None) -> Iterator[Path]:
     Raises CheckpointError where `out` exists or cannot be written.
     """
     if os.path.lexists(out):
-        raise CheckpointError(f"{str(out)!r} exists already and is never overwritten; give a new path")
+        raise CheckpointError(f"{str(out)!r} exists already, and an export never overwrites. Give a new path")
     staging = out.absolute().parent / f".export-{secrets.token_hex(4)}"
     try:
         staging.mkdir(parents=True)
@@ -61,7 +61,9 @@ def new_path(out: Path, single: str | None = None) -> Iterator[Path]:
         (staging / single if single else staging).rename(out)
         _make_durable(out.absolute().parent)
     except OSError as exc:
-        raise CheckpointError(f"cannot write {str(out)!r}: {exc.strerror or exc}; nothing is left of it") from exc
+        raise CheckpointError(
+            f"cannot write {str(out)!r}: {exc.strerror or exc}. The incomplete output was removed"
+        ) from exc
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -86,8 +88,8 @@ def _transformers(source: ExportSource, folder: Path) -> list[str]:
     pretrained = source.pretrained
     if pretrained is None:
         raise ConfigurationError(
-            f"--format transformers: the module of {source.reader.path} does not hold exactly one transformers model, so there is no "
-            "configuration to write; use --format safetensors"
+            f"--format transformers: the module of {source.reader.path} does not hold exactly one transformers model, so no "
+            "configuration can be written. Use --format safetensors"
         )
     prefix = pretrained["prefix"]
     inside = {name: logical for name, logical in source.weights.items() if name.startswith(prefix)}
@@ -98,10 +100,10 @@ def _transformers(source: ExportSource, folder: Path) -> list[str]:
             text = json.dumps(pretrained[name], indent=2, sort_keys=True)
             (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     outside = [name for name in source.weights if not name.startswith(prefix)]
-    remarks = ["a tokenizer is not part of a checkpoint; add its files if the model needs one"]
+    remarks = ["the export has no tokenizer, because a checkpoint holds none. Add its files if the model needs one"]
     if outside:
         remarks.append(
-            f"left out, not in the transformers model: {', '.join(outside[:5])}{' ...' if outside[5:] else ''}"
+            f"left out, because they are not part of the transformers model: {', '.join(outside[:5])}{' ...' if outside[5:] else ''}"
         )
     return remarks
 
@@ -110,7 +112,7 @@ def _torch(source: ExportSource, folder: Path) -> list[str]:
     from fabricate.checkpoint.convert import pickled
 
     pickled.write_state_dict(source, folder / _SINGLE["torch"])
-    return [f"{_PICKLE}; torch.load(weights_only=True) is enough to read it"]
+    return [f"{_PICKLE}. To read it, torch.load(weights_only=True) is enough, and runs no code"]
 
 
 def _accelerate(source: ExportSource, folder: Path) -> list[str]:

@@ -35,8 +35,9 @@ _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|bin)"
 _WHOLE: Final = ("model.safetensors", "pytorch_model.bin")
 _SHARDED: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _ELSEWHERE: Final = {
-    "pytorch_model_fsdp_0": "shards of FSDP: `accelerate merge-weights SOURCE/pytorch_model_fsdp_0 OUT` makes one file of them",
-    "latest": "shards of DeepSpeed: `python SOURCE/zero_to_fp32.py SOURCE OUT` makes one file of them",
+    "pytorch_model_fsdp_0": "shards of FSDP. Merge them into one file and import that: accelerate merge-weights "
+    "SOURCE/pytorch_model_fsdp_0 OUT",
+    "latest": "shards of DeepSpeed. Merge them into one file and import that: python SOURCE/zero_to_fp32.py SOURCE OUT",
 }
 
 
@@ -84,13 +85,15 @@ def import_checkpoint(
     """
     source, out = Path(source), Path(out)
     if not source.exists():
-        raise ConfigurationError(f"source {str(source)!r} does not exist; give a file or a folder")
+        raise ConfigurationError(f"source {str(source)!r} does not exist. Give a file or a folder of weights")
     try:
         weights = _folder(source, key) if source.is_dir() else _file(source, key)
     except OSError as exc:
-        raise CheckpointError(f"{source}: cannot be read: {exc.strerror or exc}") from exc
+        raise CheckpointError(
+            f"source {str(source)!r} cannot be read: {exc.strerror or exc}. Give a readable file or folder of weights"
+        ) from exc
     if not weights.chunks:
-        raise ConfigurationError(f"source {str(source)!r} holds no tensor")
+        raise ConfigurationError(f"source {str(source)!r} holds no tensor. Give a file or a folder of weights")
     names = _renamed([*weights.chunks, *weights.aliases], rename or {})
     return _write(source, out, weights, names, weights.step if step is None else step)
 
@@ -105,11 +108,16 @@ def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
         used |= set() if rule is None else {rule}
     if idle := [start for start in rename if start not in used]:
         some = ", ".join(list(new)[:3])
-        raise ConfigurationError(f"rename {idle[0]!r}: no tensor name begins with it; the names are {some}, ...")
+        raise ConfigurationError(
+            f"rename {idle[0]!r}: no tensor name begins with {idle[0]!r}. Give the beginning of a name; "
+            f"the names are {some}, ..."
+        )
     taken: dict[str, str] = {}
     for name, becomes in new.items():
         if becomes in taken:
-            raise ConfigurationError(f"rename: {taken[becomes]!r} and {name!r} would both become {becomes!r}")
+            raise ConfigurationError(
+                f"rename: {taken[becomes]!r} and {name!r} would both become {becomes!r}. Change one of the rules"
+            )
         taken[becomes] = name
     return new
 
@@ -159,7 +167,7 @@ def _folder(folder: Path, key: str | None) -> _Weights:
         name for name in present if re.fullmatch(r"(model|pytorch_model)_\d+\.(safetensors|bin)", name)
     ):
         raise ConfigurationError(
-            f"{folder} holds several models (also {', '.join(several)}); give the file of one of them"
+            f"source {str(folder)!r} holds several models ({', '.join(several)} beside the first). Give the file of one of them"
         )
     for name in _WHOLE:
         if name in present:
@@ -169,9 +177,9 @@ def _folder(folder: Path, key: str | None) -> _Weights:
             return _sharded(folder, name)
     hint = next((hint for name, hint in _ELSEWHERE.items() if name in present), None)
     raise ConfigurationError(
-        f"{folder} holds {hint}"
+        f"source {str(folder)!r} holds {hint}"
         if hint
-        else f"{folder} holds none of {', '.join((*_WHOLE, *_SHARDED))}; give the file itself"
+        else f"source {str(folder)!r} holds none of {', '.join((*_WHOLE, *_SHARDED))}. Give the file of the weights itself"
     )
 
 
@@ -182,16 +190,23 @@ def _sharded(folder: Path, index: str) -> _Weights:
         tree: Any = canonical_json.loads(opened.read(0, canonical_json.MAXIMUM_BYTES + 1))
     table = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(table, dict) or not all(isinstance(part, str) for part in table.values()):
-        raise CheckpointError(f"{where}: weight_map is not a table of file names")
+        raise CheckpointError(
+            f"{where}: weight_map is not a mapping from tensor names to file names. Save the weights again"
+        )
     weights = _Weights(kind="sharded weights")
     for part in sorted(set(table.values())):
         if not _PART.fullmatch(part):
-            raise CheckpointError(f"{where}: {part!r} is not the plain name of a file in this folder")
+            raise CheckpointError(
+                f"{where}: weight_map names {part!r}, but only .safetensors and .bin files in the "
+                "same folder are read. Save the weights again"
+            )
         piece = _file(folder / part, None)
         promised = {name for name, file in table.items() if file == part}
         if piece.chunks.keys() | piece.aliases.keys() != promised:
             odd = sorted((piece.chunks.keys() | piece.aliases.keys()) ^ promised)
-            raise CheckpointError(f"{folder / part} and {index} disagree about {odd[0]!r}")
+            raise CheckpointError(
+                f"{where} does not match {part}: {odd[0]!r} is listed in one of them only. Save the weights again"
+            )
         weights.chunks |= piece.chunks
         weights.aliases |= piece.aliases
     return weights
@@ -202,7 +217,7 @@ def _file(path: Path, key: str | None) -> _Weights:
     if path.suffix == ".safetensors":
         if key is not None:
             raise ConfigurationError(
-                f"key={key!r}: {path} is a safetensors file, which has no nested keys; leave key= out"
+                f"key={key!r}: {path} is a safetensors file, which has no nested keys. Leave key= out"
             )
         return _Weights(_safetensors(path), kind="safetensors")
     return _torch(path, key)
@@ -217,7 +232,10 @@ def _safetensors(path: Path) -> dict[str, Chunk]:
         size = LOCAL.size(path)
         length = struct.unpack("<Q", opened.read(0, 8))[0] if size >= 8 else 0
         if not 0 < length <= min(size - 8, HEADER_LIMIT):
-            raise CheckpointError(f"{path}: its header claims {length} bytes, the file has {size}: it is damaged")
+            raise CheckpointError(
+                f"{path}: the file is damaged: by its first bytes the header has {length} bytes, but the "
+                f"file has {size}. Copy or save it again"
+            )
         try:
             header: Any = canonical_json.loads(opened.read(8, length))
         except CheckpointError as exc:
@@ -226,7 +244,7 @@ def _safetensors(path: Path) -> dict[str, Chunk]:
         {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else None
     )
     if entries is None:
-        raise CheckpointError(f"{path}: its header is not a JSON object")
+        raise CheckpointError(f"{path}: the file is damaged: its header is not a JSON object. Copy or save it again")
     chunks, ranges = {}, []
     for name, entry in entries.items():
         match entry:
@@ -236,9 +254,14 @@ def _safetensors(path: Path) -> dict[str, Chunk]:
                 except CheckpointError as exc:
                     raise CheckpointError(f"{path}: {name!r}: {exc}") from exc
             case _:
-                raise CheckpointError(f"{path}: {name!r} is not described by dtype, shape and data_offsets")
+                raise CheckpointError(
+                    f"{path}: the header entry of {name!r} does not consist of dtype, shape and "
+                    "data_offsets. Save the file again"
+                )
         if end - start != record.num_elements * ITEM_SIZES[dtype]:
-            raise CheckpointError(f"{path}: {name!r} is {dtype} {shape}, and has {end - start} bytes")
+            raise CheckpointError(
+                f"{path}: {name!r} has dtype {dtype} and shape {shape}, but {end - start} bytes. Save the file again"
+            )
         ranges.append((start, end, name))
         chunks[name] = Chunk(
             name, 0, record.num_elements, dtype, record.shape, _bytes_at(path, 8 + length + start, end - start)
@@ -246,10 +269,16 @@ def _safetensors(path: Path) -> dict[str, Chunk]:
     position = 0
     for start, end, name in sorted(ranges):
         if start != position:
-            raise CheckpointError(f"{path}: {name!r} begins at byte {start} of the data, {position} is due")
+            raise CheckpointError(
+                f"{path}: {name!r} begins at byte {start} of the data and not at {position}, where the "
+                "tensor before it ends. Save the file again"
+            )
         position = end
     if 8 + length + position != size:
-        raise CheckpointError(f"{path}: its tensors end at byte {8 + length + position}, the file has {size}")
+        raise CheckpointError(
+            f"{path}: the tensors end at byte {8 + length + position}, but the file has {size} bytes. Copy "
+            "or save it again"
+        )
     return chunks
 
 
@@ -258,7 +287,7 @@ def _bytes_at(path: Path, start: int, count: int) -> Callable[[], bytes]:
         with LOCAL.open(path) as opened:
             data = opened.read(start, count)
         if len(data) != count:
-            raise CheckpointError(f"{path} became shorter while it was read")
+            raise CheckpointError(f"{path} became shorter while it was read. Import it again when nothing writes to it")
         return data
 
     return read
@@ -270,7 +299,9 @@ def _bytes_at(path: Path, start: int, count: int) -> Callable[[], bytes]:
 def _torch(path: Path, key: str | None) -> _Weights:
     tree = _load(path)
     if not isinstance(tree, Mapping):
-        raise ConfigurationError(f"{path} holds a {type(tree).__name__}, not a state dict; save module.state_dict()")
+        raise ConfigurationError(
+            f"{path} holds a {type(tree).__name__}, not a state dict. Save module.state_dict() instead"
+        )
     weights = _Weights(kind="state dict")
     if "pytorch-lightning_version" in tree:
         weights.kind = "Lightning"
@@ -288,15 +319,18 @@ def _state_dict(path: Path, tree: Mapping[Any, Any], key: str | None) -> Mapping
     if not isinstance(tensors, Mapping):
         nested = _nested(tree)
         raise ConfigurationError(
-            f"key={key!r}: {path} has no state dict there{did_you_mean(str(key), map(str, nested))}; it has {nested}"
+            f"key={key!r}: {path} has no state dict under this key{did_you_mean(str(key), map(str, nested))}. Its keys with "
+            f"mappings: {nested}"
         )
     others = [name for name, value in tensors.items() if not isinstance(name, str) or not _is_tensor(value)]
     if others:
         parts = list(map(str, _nested(tensors)))
         remedy = (
-            f"the state dict may be one of its parts: key={parts[0]!r}" if parts else "remove it from the state dict"
+            f"If the state dict is nested, give its key: key={parts[0]!r}"
+            if parts
+            else "Remove this entry and save the file again"
         )
-        raise ConfigurationError(f"{path}: {others[0]!r} is not a tensor; {remedy}")
+        raise ConfigurationError(f"{path}: {others[0]!r} is not a tensor. {remedy}")
     return tensors
 
 
@@ -314,13 +348,17 @@ def _load(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
         if packed:  # torch never compresses; a few bytes could unpack to more than any memory
-            raise CheckpointError(f"{path}: {packed[0]!r} in it is compressed, which torch.save does not do")
+            raise CheckpointError(
+                f"{path}: the entry {packed[0]!r} is compressed, which torch.save never does. Save the "
+                "weights with torch.save again"
+            )
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as exc:  # torch raises whatever its reader stumbles over
         raise CheckpointError(
-            f"{path} cannot be read as tensors and plain values ({type(exc).__name__}: {str(exc).splitlines()[0][:200]}). If it holds "
-            "other objects, reading them would run code, which import never does: save its state dict alone, where you trust it"
+            f"{path} cannot be read as tensors and plain values ({type(exc).__name__}: {str(exc).splitlines()[0][:200]}). An "
+            "import reads no other "
+            "objects, because that could run code. If you trust the file, load it yourself and save its state dict alone"
         ) from exc
 
 
@@ -336,10 +374,14 @@ def _fill(weights: _Weights, path: Path, tensors: Mapping[str, torch.Tensor]) ->
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         if tensor.is_sparse or tensor.is_quantized or tensor.device.type != "cpu":
-            raise CheckpointError(f"{path}: {name!r} is not a plain tensor; make it dense and save it again")
+            raise CheckpointError(
+                f"{path}: {name!r} is sparse, quantised or on the meta device. Make it a dense tensor and "
+                "save the file again"
+            )
         if math.prod(tensor.shape) * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(
-                f"{path}: {name!r} claims the shape {tuple(tensor.shape)}, but only {tensor.untyped_storage().nbytes()} bytes are stored"
+                f"{path}: {name!r} claims the shape {tuple(tensor.shape)}, but only {tensor.untyped_storage().nbytes()} bytes are stored. "
+                "Save the file again"
             )
         place = (
             tensor.untyped_storage().data_ptr(),

@@ -42,7 +42,7 @@ def merge(checkpoint: Path, out: Path, base: str | None = None) -> list[str]:
         adapted = _adapted(model, config, label)
         outside = _fill(reader, record, adapted)
         adapted.merge_and_unload().to(getattr(torch, record["dtype"])).save_pretrained(staging)
-        remarks = [f"left out, not in the transformers model: {few(outside)}"] if outside else []
+        remarks = [f"left out, because they are not part of the transformers model: {few(outside)}"] if outside else []
         return remarks + _save_tokenizer(place, staging)
 
 
@@ -51,8 +51,8 @@ def _record(reader: Reader) -> Any:
     record = codec.decode(tree, lambda name: None)
     if not isinstance(record, dict) or not {"prefix", "adapters", "base", "class", "dtype"} <= record.keys():
         raise ConfigurationError(
-            f"checkpoint {reader.path} does not hold the adapters of exactly one peft model over a transformers model, so there is nothing "
-            "to merge; `fabricate ckpt export` writes the weights of others"
+            f"checkpoint {reader.path} does not hold the adapters of exactly one peft model over a transformers model, so nothing can "
+            "be merged. To write the weights of another model, use `fabricate ckpt export`"
         )
     return record
 
@@ -65,7 +65,8 @@ def _load(record: Any, place: str) -> Any:
     kind = getattr(transformers, record["class"], None)
     if kind is None:
         raise ConfigurationError(
-            f"the base is a {record['class']}, which transformers does not have; merge in a script, with peft's merge_and_unload()"
+            f"the base model is a {record['class']}, a class that transformers does not have. Merge in a script, with peft's "
+            "merge_and_unload()"
         )
     options: dict[str, Any] = {"dtype": getattr(torch, record["dtype"])}
     try:
@@ -77,7 +78,7 @@ def _load(record: Any, place: str) -> Any:
     except (OSError, ValueError) as exc:
         reason = str(exc).partition("\n")[0]
         raise ConfigurationError(
-            f"the base model {place!r} cannot be loaded ({reason}); say where it is now: --base"
+            f"the base model {place!r} cannot be loaded ({reason}). Give its present place with --base"
         ) from exc
 
 
@@ -87,14 +88,15 @@ def _adapter(reader: Reader, record: Any, place: str) -> tuple[str, Any]:
 
     if len(record["adapters"]) != 1:
         raise ConfigurationError(
-            f"checkpoint {reader.path} has the adapters {', '.join(sorted(record['adapters']))}, and one can be merged; merge several in a "
-            "script, with peft's add_weighted_adapter and merge_and_unload()"
+            f"checkpoint {reader.path} has the adapters {', '.join(sorted(record['adapters']))}, but only one can be merged. "
+            "Merge several in a script, with peft's add_weighted_adapter and merge_and_unload()"
         )
     ((label, options),) = record["adapters"].items()
     config: Any = peft.PeftConfig.from_peft_type(**options | {"base_model_name_or_path": place})  # type: ignore[no-untyped-call]
     if config.is_prompt_learning:
         raise ConfigurationError(
-            f"checkpoint {reader.path}: {config.peft_type} puts tokens before the input, and nothing of it can be merged into weights"
+            f"checkpoint {reader.path}: a {config.peft_type} adapter puts tokens before the input, so it cannot be merged into "
+            "the weights. Use it unmerged: RUN_DIR/model/ has it in the format of peft"
         )
     return label, config
 
@@ -160,7 +162,7 @@ def _fill(reader: Reader, record: Any, adapted: Any) -> list[str]:
     left_out = shared_state(reader)["module"].get("frozen", {})
     if missing := [name for name in parameters if name not in saved and name not in left_out]:
         raise CheckpointError(
-            f"checkpoint {reader.path} lacks {few(missing)}: was it saved with another version of peft?"
+            f"checkpoint {reader.path} lacks {few(missing)}. If it was saved with another version of peft, install that version"
         )
     return sorted(name for name in saved if name not in parameters and name not in buffers)
 
@@ -171,5 +173,5 @@ def _save_tokenizer(place: str, folder: Path) -> list[str]:
     try:
         transformers.AutoTokenizer.from_pretrained(place).save_pretrained(folder)
     except (OSError, ValueError, KeyError):
-        return ["the base has no tokenizer; add its files if the model needs one"]
+        return ["the base model has no tokenizer. Add its files if the model needs one"]
     return []

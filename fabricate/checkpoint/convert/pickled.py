@@ -59,7 +59,9 @@ def write_accelerate(source: ExportSource, folder: Path) -> list[str]:
     write_plain_safetensors(folder / "model.safetensors", chunks)
     state, reader = source.state, source.reader
     if "optimizers" not in state:
-        raise ConfigurationError(f"--format accelerate: {reader.path} holds weights only; use --format safetensors")
+        raise ConfigurationError(
+            f"--format accelerate: {reader.path} holds weights only, and no optimizer. Use --format safetensors"
+        )
     for number, label in enumerate(state["optimizers"]):
         with _mapped(source, _optimizer_tensors(source, label), folder) as tensors:
             torch.save(_state_dict(source, label, tensors), folder / _numbered("optimizer", number))
@@ -80,8 +82,10 @@ def write_accelerate(source: ExportSource, folder: Path) -> list[str]:
             states["torch_cuda_manual_seed"] = [rng["cuda"]]
         torch.save(states, folder / f"random_states_{number}.pkl")
     several = [f"{_numbered('optimizer', number)} is {label}" for number, label in enumerate(state["optimizers"])]
-    order = [f"{', '.join(several)}: prepare them, and their schedulers, in this order"] if several[1:] else []
-    return ["the position in the data is not part of it", *order]
+    order = (
+        [f"{', '.join(several)}: give them, and their schedulers, to prepare() in this order"] if several[1:] else []
+    )
+    return ["the position in the data is not exported", *order]
 
 
 def _numbered(name: str, number: int) -> str:
@@ -119,7 +123,8 @@ def write_deepspeed(source: ExportSource, folder: Path) -> list[str]:
     optimizers = source.state.get("optimizers", ())
     if len(optimizers) != 1:
         raise ConfigurationError(
-            f"--format deepspeed: DeepSpeed's engine has one optimizer, {source.reader.path} has {len(optimizers)}"
+            f"--format deepspeed: DeepSpeed's engine has exactly one optimizer, but {source.reader.path} has {len(optimizers)}. "
+            "Use --format accelerate, or --format safetensors for the weights"
         )
     (label,) = optimizers
     tag = f"global_step{source.step}_universal"
@@ -129,9 +134,9 @@ def write_deepspeed(source: ExportSource, folder: Path) -> list[str]:
     _write_engine_totals(source, folder / tag)
     (folder / "latest_universal").write_text(tag, encoding="utf-8")
     return [
-        'it is in DeepSpeed\'s universal layout: load it with {"checkpoint": {"load_universal": true}}',
-        "DeepSpeed restores trained parameters and the optimizer from it, no buffers and no frozen parameters; at stage 3 it gives "
-        "every group the options of the first",
+        'the export has DeepSpeed\'s universal layout. Load it with {"checkpoint": {"load_universal": true}}',
+        "DeepSpeed restores the trained parameters and the optimizer from this export, but no buffers and no frozen "
+        "parameters. At stage 3 DeepSpeed gives every group the options of the first",
     ]
 
 
@@ -141,7 +146,9 @@ def _write_parameters(source: ExportSource, label: str, names: list[str], zero: 
     step: Any = None
     for name in names:
         if "/" in name or name in (".", ".."):  # a name is data, and must not lead out of the folder
-            raise ConfigurationError(f"--format deepspeed: the parameter name {name!r} cannot be the name of a folder")
+            raise ConfigurationError(
+                f"--format deepspeed: the parameter name {name!r} cannot be the name of a folder. Use --format accelerate"
+            )
         (zero / name).mkdir(parents=True)
         _save_tensor(source, f"model/{name}", zero / name / "fp32.pt")
         for key in [key for key in slots if key.rpartition("/")[0] == name]:
@@ -153,7 +160,8 @@ def _write_parameters(source: ExportSource, label: str, names: list[str], zero: 
                 _save_tensor(source, logical, zero / name / f"{slot}.pt")
             else:
                 raise ConfigurationError(
-                    f"--format deepspeed: {slot} of {name} does not have the parameter's shape; DeepSpeed holds states like AdamW's only"
+                    f"--format deepspeed: {slot} of {name} does not have the shape of its parameter, and DeepSpeed "
+                    "holds only states that do, such as those of AdamW. Use --format accelerate"
                 )
     return step
 

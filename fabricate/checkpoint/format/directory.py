@@ -162,7 +162,7 @@ def find(path: Path, files: Files = LOCAL) -> Path:
     if checkpoints:
         return checkpoints[-1]
     raise CheckpointError(
-        f"{str(path)!r} is neither a checkpoint nor a run directory with one; give RUN_DIR or RUN_DIR/checkpoints/step-..."
+        f"{str(path)!r} is neither a checkpoint nor a run directory with one. Give RUN_DIR or RUN_DIR/checkpoints/step-..."
         f"{_of_weights(path, names)}"
     )
 
@@ -174,8 +174,8 @@ def _of_weights(path: Path, names: Iterable[str]) -> str:
     if file is None:
         return ""
     return (
-        f"; {file.name} holds weights only: import_checkpoint({str(file)!r}, out) makes a checkpoint of them, with which "
-        "load_from_checkpoint(out) makes a module to fit"
+        f". {file.name} holds weights only: import_checkpoint({str(file)!r}, out) makes a checkpoint of them, and "
+        "load_from_checkpoint(out) loads this into a module to fit"
     )
 
 
@@ -464,7 +464,7 @@ class Reader:
             count = source.read_into(start, wanted)
             if xxhash.xxh3_128_hexdigest(wanted[:count]) != record.block_digests[index]:
                 raise CheckpointError(
-                    f"block {index} (bytes {start} to {start + count}) is damaged: its digest is another"
+                    f"block {index} (bytes {start} to {start + count}) is damaged: its digest does not match"
                 )
         return count
 

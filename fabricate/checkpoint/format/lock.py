@@ -36,7 +36,7 @@ def locked(directory: Path) -> Iterator[str]:
     path = directory / LOCK_NAME
     descriptor = _take(path)
     if descriptor is None:
-        yield f"{directory}: this file system has no locks; a second run started there would not be noticed"
+        yield f"{directory}: this file system has no locks, so a second run started in the same directory would not be refused"
         return
     try:
         os.ftruncate(descriptor, 0)
@@ -65,8 +65,8 @@ def _take(path: Path) -> int | None:
                 holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown"
                 os.close(descriptor)
                 raise CheckpointError(
-                    f"{path.parent} is in use by another run ({holder}): two would mix their checkpoints. Wait for it, or end "
-                    "it, or give this run a run_dir of its own"
+                    f"{path.parent} is in use by another run ({holder}). Two runs in one directory would mix their "
+                    "checkpoints. Wait for the other run, end it, or give this run another run_dir"
                 ) from None
             time.sleep(_POLL_SECONDS)
         os.close(descriptor)

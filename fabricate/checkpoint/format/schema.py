@@ -83,7 +83,7 @@ def _check(tree: Any, shape: Any, where: str) -> None:
         _kind(tree, dict, where)
         for key, below in shape.items():
             if key not in tree:
-                raise CheckpointError(f"{where} lacks {key!r}: not as fabricate writes it")
+                raise CheckpointError(f"{where} lacks {key!r}: the file is damaged or was not written by fabricate")
             _check(tree[key], below, f"{where}: {key}")
     elif isinstance(shape, _Each):
         _kind(tree, dict, where)
@@ -101,4 +101,6 @@ def _kind(value: Any, kinds: Any, where: str) -> None:
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if type(value) not in kinds:
         named = " or ".join(kind.__name__ for kind in kinds)
-        raise CheckpointError(f"{where} is {reprlib.repr(value)}, not {named}: not as fabricate writes it")
+        raise CheckpointError(
+            f"{where} is {reprlib.repr(value)}, not {named}: the file is damaged or was not written by fabricate"
+        )

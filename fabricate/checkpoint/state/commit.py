@@ -62,7 +62,7 @@ def agree(group: Ranks, path: Path, failure: BaseException | None) -> None:
         raise failure
     kind = StorageError if all(storage for _, storage, _ in failed) else CheckpointError
     reasons = "; ".join(f"rank {rank}: {text}" if group.world_size > 1 else text for rank, _, text in failed)
-    raise kind(f"the checkpoint {path} was not written: {reasons}; the previous one is intact") from failure
+    raise kind(f"the checkpoint {path} was not written: {reasons}. The previous checkpoint is intact") from failure
 
 
 def write(

@@ -26,6 +26,6 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
 def refusal(step: int, names: Sequence[str]) -> FabricateError:
     """What to raise where weights of those `names` are not finite after the update `step`."""
     return FabricateError(
-        f"weights are not finite after step {step} ({', '.join(names[:5])}): no checkpoint is made of them, the last one is from "
-        "before. Lower the learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+        f"weights are not finite after step {step} ({', '.join(names[:5])}), so no checkpoint of them is saved. Checkpoints "
+        "of earlier steps are kept. Lower the learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
     )

@@ -206,7 +206,7 @@ def _check_plain(name: str, part: Strategy.Part, strategy: Strategy) -> None:
     """`CheckpointError` for a shard that is made of other tensors. With a run_dir this is known before the first step."""
     if is_wrapper(part.memory):
         raise CheckpointError(
-            f"{name} is {type(part.memory).__name__}, which strategy={strategy.name!r} cannot save in parts; use strategy='ddp' or another "
+            f"{name} is {type(part.memory).__name__}, which strategy={strategy.name!r} cannot save in parts. Use strategy='ddp' or another "
             "optimizer"
         )
 
@@ -216,7 +216,7 @@ def decode_with(reader: Reader, tree: object) -> Any:
 
     def tensor(name: str) -> torch.Tensor:
         if name not in reader.manifest.tensors:
-            raise CheckpointError(f"it refers to the tensor {name!r}, which is not there")
+            raise CheckpointError(f"its state refers to the tensor {name!r}, which the checkpoint does not hold")
         return read_whole(reader, name)
 
     try:
@@ -231,7 +231,9 @@ def decode_mapping(reader: Reader, tree: object, what: str) -> dict[str, Any]:
     """As `decode_with`, of what was saved as a mapping. `CheckpointError` for anything else."""
     value = decode_with(reader, tree)
     if not isinstance(value, dict):
-        raise CheckpointError(f"checkpoint {reader.path}: {what} is not a mapping: not as fabricate writes it")
+        raise CheckpointError(
+            f"checkpoint {reader.path}: {what} is not a mapping: the file is damaged or was not written by fabricate"
+        )
     return value
 
 
@@ -247,8 +249,9 @@ def optimizer_groups(
             for parameter in group:
                 if id(parameter) not in names:
                     raise ConfigurationError(
-                        f"optimizer {label!r} holds a parameter of shape {tuple(parameter.shape)} that is not a parameter of the module; "
-                        "make it an attribute of the module, and take self.parameters() inside configure_optimizers"
+                        f"optimizer {label!r} holds a parameter of shape {tuple(parameter.shape)} that the module does not have. "
+                        "Make it (or its layer) an attribute of the module, and take the parameters from self.parameters() in "
+                        "configure_optimizers"
                     )
             groups[label].append({names[id(p)]: p for p in group})
     return groups
@@ -281,8 +284,8 @@ def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) 
         adapted = shared_state(reader)["module"].get("adapted")
         base = f" (then loaded from {adapted['base']!r})" if isinstance(adapted, dict) and "base" in adapted else ""
         raise CheckpointError(
-            f"checkpoint {reader.path} was saved without the weights that were not trained (save_frozen=False), and this module has "
-            f"others than it was trained with: {_some(wrong)}; load the same pretrained weights, in the same precision{base}"
+            f"checkpoint {reader.path} was saved without its frozen weights (save_frozen=False), and those of this module are not "
+            f"the ones it was trained with: {_some(wrong)}. Load the same pretrained weights, in the same precision{base}"
         )
 
 
@@ -290,7 +293,9 @@ def _left_out(reader: Reader) -> dict[str, str]:
     """Digests by name of the frozen parameters that the checkpoint does not hold."""
     digests = shared_state(reader)["module"].get("frozen", {})
     if not isinstance(digests, dict):
-        raise CheckpointError(f"checkpoint {reader.path}: state.json: module: frozen: not as fabricate writes it")
+        raise CheckpointError(
+            f"checkpoint {reader.path}: in state.json, module.frozen is not a mapping: the file is damaged or was not written by fabricate"
+        )
     return digests
 
 
@@ -337,8 +342,8 @@ def _check_complete(
     surplus += sorted(left_out.difference(*names.values()))
     if missing or surplus:
         raise CheckpointError(
-            f"checkpoint {reader.path} does not fit this module: it lacks {_some(missing)}; it also has {_some(surplus)}; build the "
-            "module with the same arguments"
+            f"checkpoint {reader.path} does not fit this module: the checkpoint lacks {_some(missing)}, and the module lacks "
+            f"{_some(surplus)}. Build the module with the same arguments"
         )
 
 
@@ -347,9 +352,15 @@ def _check_fits(reader: Reader, name: str, there: str, live: Strategy.Part) -> N
     record, where = reader.manifest.tensors[there], f"checkpoint {reader.path}"
     shape, dtype = tuple(record.shape), _DTYPES[record.dtype]
     if shape != live.shape:
-        raise CheckpointError(f"{where}: {name} has shape {shape}, the module's has {live.shape}")
+        raise CheckpointError(
+            f"{where}: {name} has shape {shape}, but {live.shape} in this module. Build the module with the "
+            "same arguments"
+        )
     if _kind(dtype) != _kind(live.dtype):
-        raise CheckpointError(f"{where}: {name} is {dtype}, the module's is {live.dtype}")
+        raise CheckpointError(
+            f"{where}: {name} has dtype {dtype}, but {live.dtype} in this module. Build the module with the same "
+            "arguments"
+        )
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -391,13 +402,15 @@ def compare_optimizer(
     where = f"checkpoint {path}, optimizer {label!r}"
     if saved["kind"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"{where} is a {saved['kind']}, this run has a {type(optimizer).__name__}; use the same, or resume='never'"
+            f"{where}: the checkpoint has a {saved['kind']}, but this run has a {type(optimizer).__name__}. Use the same, or resume='never'"
         )
     live = [list(group) for group in groups]
     if [g["names"] for g in saved["groups"]] != live:
         raise CheckpointError(
-            f"{where} has {len(saved['groups'])} groups over {sum(len(g['names']) for g in saved['groups'])} parameters, this run "
-            f"{len(live)} over {sum(map(len, live))}, or in another order (what is frozen is in none); build the optimizer as before, "
+            f"{where}: the checkpoint has {len(saved['groups'])} groups of {sum(len(g['names']) for g in saved['groups'])} "
+            "parameters in all, this "
+            f"run has {len(live)} groups of {sum(map(len, live))}, or the parameters are in another order (frozen parameters "
+            "are in no group). Build the optimizer as before, "
             "or resume='never'"
         )
 
@@ -467,7 +480,7 @@ def _restored(reader: Reader, name: str, saved: Any, live: object, device: torch
     try:
         return rebuilt(live, saved, device)
     except ValueError as exc:
-        raise CheckpointError(f"checkpoint {reader.path}: {name}: {exc}; build the optimizer as before") from exc
+        raise CheckpointError(f"checkpoint {reader.path}: {name}: {exc}. Build the optimizer as before") from exc
 
 
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -483,7 +496,10 @@ def load_weights(path: Path, module: torch.nn.Module) -> tuple[dict[str, Any], l
     with Reader(find(path)) as reader:
         from_meta = [n for n, p in module.named_parameters() if p.is_meta]
         if from_meta:
-            raise CheckpointError(f"{from_meta[0]} is on the meta device; build it in configure_model or on the CPU")
+            raise CheckpointError(
+                f"{from_meta[0]} is on the meta device, so nothing can be loaded into it. Build it in "
+                "configure_model, or on the CPU"
+            )
         compare_model(reader, module, Single())
         compare_frozen(reader, module, Single())
         load_model(reader, module)
