@@ -83,7 +83,7 @@ def verify(ctx: click.Context, path: Path) -> None:
     """
     checkpoints = _checkpoints(path)
     if not checkpoints:
-        raise CheckpointError(f"no checkpoints in {str(path)!r}; give a run directory or one checkpoint")
+        raise CheckpointError(f"no checkpoints in {str(path)!r}. Give a run directory or one checkpoint")
     damaged = False
     for checkpoint in checkpoints:
         if error := _damage(checkpoint):
@@ -209,7 +209,7 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
 
     for component in only:
         if component.partition(" ")[0] not in {component_name.partition(" ")[0] for component_name in COMPONENTS}:
-            raise ConfigurationError(f"--only {component!r} is not a component; give one of {', '.join(COMPONENTS)}")
+            raise ConfigurationError(f"--only {component!r} is not a component. Give one of {', '.join(COMPONENTS)}")
     paths = find(first), find(second)
     with Reader(paths[0]) as a, Reader(paths[1]) as b:
         differences = [d for d in compare(a, b) if not only or d.component.startswith(only)]
@@ -277,7 +277,9 @@ def export(checkpoint: Path, out: Path, kind: str) -> None:
 @ckpt.command()
 @click.argument("checkpoint", metavar="CKPT", type=_DIRECTORY)
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--base", metavar="NAME", help="Where the base model is now; default: from where the run loaded it.")
+@click.option(
+    "--base", metavar="NAME", help="The place of the base model; default: the place from which the run loaded it."
+)
 def merge(checkpoint: Path, out: Path, base: str | None) -> None:
     """Write the base model of CKPT with its peft adapters merged as the new folder OUT, dequantised, for transformers alone.
 
@@ -301,7 +303,10 @@ def merge(checkpoint: Path, out: Path, base: str | None) -> None:
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
-    "--rename", metavar="OLD=NEW", multiple=True, help="Names that begin with OLD begin with NEW; repeatable."
+    "--rename",
+    metavar="OLD=NEW",
+    multiple=True,
+    help="Replace OLD at the beginning of tensor names with NEW; repeatable.",
 )
 @click.option("--key", metavar="NAME", help="Where in the file the state dict is, if it is not the file or state_dict.")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="The step of OUT; default: what SOURCE says, else 0.")
@@ -322,7 +327,9 @@ def import_(source: Path, out: Path, rename: tuple[str, ...], key: str | None, s
     for rule in rename:
         old, equals, new = rule.partition("=")
         if not equals:
-            raise ConfigurationError(f"--rename {rule!r}: write OLD=NEW, for instance module.= to drop a beginning")
+            raise ConfigurationError(
+                f"--rename {rule!r}: give OLD=NEW, for instance module.= to remove the prefix module."
+            )
         rules[old] = new
     path = import_checkpoint(source, out, rename=rules, key=key, step=step)
     click.echo(f"wrote {path}")
@@ -376,7 +383,7 @@ def _good_and_kept(checkpoints: list[Path], rule: Mapping[str, Any]) -> tuple[li
     good = [path for path in checkpoints if not _damage(path, thoroughly=False)]
     _check_metric(good, rule)
     verified: set[Path] = set()
-    while True:  # until all that the rule keeps is good: a damaged one gives its place to the next
+    while True:  # until all that the rule keeps are good: the next one takes the place of a damaged one
         keeps = kept(good, rule)
         damaged = {path for path in keeps - verified if _damage(path)}
         verified |= keeps - damaged
@@ -394,11 +401,11 @@ def _rule(text: str) -> dict[str, Any]:
         name, _, value = part.strip().partition("=")
         if name not in ("last", "best", "metric", "mode") or not value or name in rule:
             raise ConfigurationError(
-                f"--keep {text!r}: {part.strip()!r} is not understood; write for instance last=3,best=1,metric=val_loss,mode=min"
+                f"--keep {text!r}: {part.strip()!r} is not understood. Give for instance last=3,best=1,metric=val_loss,mode=min"
             )
         rule[name] = int(value) if value.isdecimal() else value
     if rule.keys() <= {"metric", "mode"}:
-        raise ConfigurationError(f"--keep {text!r} keeps nothing; give last=N, best=N or both")
+        raise ConfigurationError(f"--keep {text!r} keeps nothing. Give last=N, best=N or both")
     return parse_keep("keep", rule)
 
 
@@ -412,7 +419,7 @@ def _check_metric(checkpoints: list[Path], rule: Mapping[str, Any]) -> None:
             recorded |= reader.manifest.metrics.keys()
     if "best" in rule and checkpoints and rule["metric"] not in recorded:
         raise ConfigurationError(
-            f"--keep best={rule['best']}: no checkpoint recorded {rule['metric']!r}; add metric=NAME, one of "
+            f"--keep best={rule['best']}: no checkpoint recorded the metric {rule['metric']!r}. Add metric=NAME with one of "
             f"{', '.join(sorted(recorded)) or 'none'}"
         )
 
@@ -443,7 +450,7 @@ def _root(path: Path) -> Path:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """Those that `path` stands for: itself, or all of a run, oldest first."""
+    """The checkpoint `path`, or all checkpoints of the run `path`, oldest first."""
     from fabricate.checkpoint.format.directory import committed
 
     if path.name.startswith("step-") or (path / "manifest.json").exists():

@@ -10,13 +10,13 @@ import click
 
 
 @click.command()
-@click.option("--cpu", is_flag=True, help="Leave accelerators out of it.")
+@click.option("--cpu", is_flag=True, help="Do not check accelerators.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--run",
     "run_dir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Instead of this machine, ask the ranks of the run that is running in this directory where they are.",
+    help="Instead of this machine, show the stacks of the ranks of the run that is running in this directory.",
 )
 @click.pass_context
 def doctor(ctx: click.Context, /, cpu: bool, as_json: bool, run_dir: Path | None) -> None:

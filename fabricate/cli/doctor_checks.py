@@ -63,7 +63,7 @@ def examine(device_type: str | None = None) -> Iterator[Finding]:
     for check in checks:
         topic = check.__name__.strip("_").replace("_", " ")
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # what libraries print when they are imported is no finding
+            with contextlib.redirect_stdout(sys.stderr):  # hides what libraries print when they are imported
                 findings = list(check(device_type))
         except Exception as exc:  # a check that fails is a finding: something that it needs is broken
             text = str(exc) if isinstance(exc, FabricateError) else f"{type(exc).__name__}: {exc}"
@@ -152,7 +152,7 @@ def _precisions(device_type: str | None) -> Iterator[Finding]:
             "fp8", "good" if native else "absent", "in hardware" if native else "needs compute capability 8.9"
         )
     else:
-        yield Finding("fp8", "absent", "no CPU computes in float8; fp8:emulate=true tries out its rounding")
+        yield Finding("fp8", "absent", "no CPU computes in float8. To try the rounding of float8, use fp8:emulate=true")
 
 
 def _timed(layer: Any, x: Any, context: Any) -> tuple[Any, float]:
@@ -181,7 +181,7 @@ def _network(device_type: str | None) -> Iterator[Finding]:
     except OSError as exc:
         addresses, reason = (
             [],
-            f"{name} has no address ({exc}): other nodes cannot find it; use --master-addr with a number",
+            f"{name} has no address ({exc}), so other nodes cannot find it. Use --master-addr with an IP address",
         )
     else:
         reason = f"{name} is {', '.join(addresses)}"
@@ -218,7 +218,9 @@ def _collective(device_type: str | None) -> Iterator[Finding]:
             )
         except subprocess.TimeoutExpired:
             yield Finding(
-                f"2 ranks, {backend}", "broken", f"did not meet within {_SECONDS:g} s: does a firewall cut them off?"
+                f"2 ranks, {backend}",
+                "broken",
+                f"did not connect within {_SECONDS:g} s. Check whether a firewall blocks connections between processes",
             )
             continue
         lines = [line for line in done.stdout.splitlines() if line.startswith("2 ranks")]

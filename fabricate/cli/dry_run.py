@@ -18,7 +18,7 @@ __all__ = ["dry_run_of"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _NODE = 8
-"""Ranks on a node where nothing says so: the GPUs of most machines that have several."""
+"""Ranks on a node if no option gives the number: most machines with several GPUs have this many."""
 
 
 def dry_run_of(
@@ -27,14 +27,14 @@ def dry_run_of(
     """The command line and the environment of the process that tries the updates. options: those that start a script."""
     addressed = {**options, "node_rank": None}
     if (options["nnodes"] or 1) > 1:
-        addressed["master_addr"] = options["master_addr"] or "127.0.0.1"  # nobody is met there
+        addressed["master_addr"] = options["master_addr"] or "127.0.0.1"  # no connection is made to it
     _, environment = prepared(**addressed)
     file = read_config(options["config"]) if options["config"] is not None else ConfigFile("")
     where = places(file, *(addressed[name] for name in ("nproc", "nnodes", "node_rank", "master_addr", "master_port")))
     nproc, nnodes = where["nproc"], where["nnodes"]
     if not isinstance(nproc, int):
         raise ConfigurationError(
-            f"--nproc {nproc} depends on this machine's devices; with --dry-run give a number of ranks"
+            f"--nproc {nproc} depends on the devices of this machine. With --dry-run, give a number of ranks"
         )
     world_size = nproc * nnodes
     environment = {name: value for name, value in environment.items() if not name.startswith("PET_")}
@@ -42,7 +42,7 @@ def dry_run_of(
     if world_size > 1:
         local = _per_node(nproc, nnodes, ranks_per_node)
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # where nothing is opened
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no socket is opened there
     room = read_size(memory) if memory is not None else 0
     begin = "from fabricate.selfcheck.dry_run.start import main; main()"
     return [sys.executable, "-c", begin, str(room), options["script"], *options["arguments"]], environment
@@ -52,13 +52,16 @@ def _per_node(nproc: int, nnodes: int, ranks_per_node: int | None) -> int:
     if nnodes > 1:
         if ranks_per_node not in (None, nproc):
             raise ConfigurationError(
-                f"--ranks-per-node {ranks_per_node} and --nproc {nproc} --nnodes {nnodes} differ; leave --ranks-per-node out"
+                f"--ranks-per-node {ranks_per_node} and --nproc {nproc} contradict each other (--nnodes {nnodes}). Leave "
+                "--ranks-per-node out"
             )
         return nproc
     if ranks_per_node is None:
         return _NODE if nproc % _NODE == 0 else nproc
     if nproc % ranks_per_node:
-        raise ConfigurationError(f"--ranks-per-node {ranks_per_node} does not divide --nproc {nproc}; give a divisor")
+        raise ConfigurationError(
+            f"--ranks-per-node {ranks_per_node} does not divide --nproc {nproc}. Give a divisor of it"
+        )
     return ranks_per_node
 
 
@@ -66,5 +69,5 @@ def read_size(text: str) -> int:
     """Bytes: "80GB" are 80 billion, "80GiB" 80 times 2**30."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise ConfigurationError(f"--memory {text!r} is not a size; give a number with a unit, such as 80GB or 24GiB")
+        raise ConfigurationError(f"--memory {text!r} is not a size. Give a number with a unit, such as 80GB or 24GiB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

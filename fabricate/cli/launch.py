@@ -41,17 +41,17 @@ class Launching(click.Command):
                 continue
             if hint := f"; use {dashed}" if dashed in own else foreign_names.hint(dashed, foreign_names.RUN, own):
                 raise click.UsageError(
-                    f"{option} is not an option of fabricate{hint}. An option of SCRIPT goes after --"
+                    f"{option} is not an option of fabricate{hint}. Put an option of SCRIPT after --"
                 )
         return super().parse_args(ctx, args)
 
 
 def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """The value of an option that may be given on either side of SCRIPT, and means one thing."""
+    """The one value of an option, which may be given before and after SCRIPT. A usage error if the values differ."""
     if len(set(values)) > 1:
         given = " and ".join(map(str, values))
         raise click.UsageError(
-            f"{parameter.opts[0]} is given as {given}; give it once. SCRIPT's own options go after --"
+            f"{parameter.opts[0]} is given with several values: {given}. Give it once. Put options of SCRIPT after --"
         )
     return values[0] if values else None
 
@@ -61,7 +61,7 @@ def _single(*names: str, **settings: Any) -> Callable[[Callable[..., None]], Cal
 
 
 class _Count(click.ParamType[int | str]):
-    """A number of processes, or a word for torchrun."""
+    """A number of processes, or 'gpu' or 'auto', which torchrun understands."""
 
     name = "count"
 
@@ -71,7 +71,7 @@ class _Count(click.ParamType[int | str]):
         try:
             return int(value)
         except ValueError:
-            self.fail(f"{value!r} is not a number of processes; give one, 'gpu' or 'auto'", param, ctx)
+            self.fail(f"{value!r} is not a number of processes. Give a number, 'gpu' or 'auto'", param, ctx)
 
 
 _OPTIONS = (
@@ -79,30 +79,32 @@ _OPTIONS = (
         "--nproc",
         type=_Count(),
         metavar="N|gpu|auto",
-        help="Processes on this node, or one per device, counted by torchrun; default: 1, or what the config file says.",
+        help="Processes on this node; gpu or auto: one per device. Default: the number in the config file, else 1.",
     ),
-    _single("--nnodes", type=int, metavar="N", help="Nodes in all; start the same command on each."),
-    _single("--node-rank", type=int, metavar="I", help="Which of the nodes this is, from 0."),
+    _single("--nnodes", type=int, metavar="N", help="Number of nodes; start the same command on each."),
+    _single("--node-rank", type=int, metavar="I", help="The rank of this node, from 0."),
     _single("--master-addr", metavar="HOST", help="The host of node rank 0."),
     _single("--master-port", type=int, metavar="PORT", help="A free port there; default: 29500."),
     _single(
         "--shutdown-timeout",
         type=click.IntRange(min=0),
         metavar="SECONDS",
-        help="How long ranks have to save and end, once told to or once another one failed; default: 30.",
+        help="Time for the ranks to save and end after a signal to stop or the failure of another rank; default: 30.",
     ),
     _single(
         "--max-restarts",
         type=click.IntRange(min=0),
         metavar="N",
-        help="How often all ranks are started again after one of them failed; a script with a run_dir resumes. Default: 0.",
+        help="How often all ranks are restarted after one of them failed; a script with a run_dir resumes. Default: 0.",
     ),
     _single(
         "--numa-binding",
         type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
-        help="torchrun's option: which cores near its GPU each rank is bound to.",
+        help="Bind each rank to the cores near its GPU, as torchrun's option of this name does.",
     ),
-    _single("--strategy", metavar="NAME", help="ddp, fsdp, zero3, ..., with options: zero3:offload_optimizer=cpu."),
+    _single(
+        "--strategy", metavar="NAME", help="ddp, fsdp, zero3, ...; options follow a colon: zero3:offload_optimizer=cpu."
+    ),
     _single("--precision", metavar="NAME", help="fp32, bf16, fp16, ..."),
     click.option(
         "--plugin", "plugins", multiple=True, metavar="NAME", help="Activate an installed plugin; repeatable."
@@ -110,14 +112,14 @@ _OPTIONS = (
     _single(
         "--config",
         metavar="FILE",
-        help="An Accelerate YAML, a DeepSpeed JSON, or a YAML of Trainer arguments, told apart by content.",
+        help="An Accelerate YAML, a DeepSpeed JSON, or a YAML of Trainer arguments; the content decides which.",
     ),
     click.option(
         "--set",
         "settings",
         multiple=True,
         metavar="NAME=VALUE",
-        help="An argument of the Trainer that SCRIPT leaves out; repeatable: --set max_steps=100 --set 'save_every=1 epoch'.",
+        help="An argument of the Trainer that SCRIPT does not set; repeatable: --set max_steps=100 --set 'save_every=1 epoch'.",
     ),
     click.argument("script"),
     click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
@@ -152,7 +154,9 @@ def prepared(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment that the options above ask for."""
     if not Path(script).is_file():
-        raise ConfigurationError(f"SCRIPT {script!r} is not a file; give a Python script, before its own options")
+        raise ConfigurationError(
+            f"SCRIPT {script!r} is not a file. Give a Python script, before the options of the script"
+        )
     file = read_config(config) if config is not None else ConfigFile("")
     where = places(file, nproc, nnodes, node_rank, master_addr, master_port)
     command = commands.command(script, arguments, **where, numa_binding=numa_binding, max_restarts=max_restarts or 0)
@@ -189,7 +193,9 @@ def _same(name: str, option: str | None, given: dict[str, Launched]) -> str | No
         return option
     value, source = given[name]
     if option is not None and option != value:
-        raise ConfigurationError(f"--{name} {option} and {source} {name}={value} differ; set one of them")
+        raise ConfigurationError(
+            f"--{name} {option} and {source} {name}={value} contradict each other. Set only one of them"
+        )
     return str(value)
 
 
@@ -207,13 +213,13 @@ def places(
     nnodes = _agreed("--nnodes", nnodes, file.says("num_machines", file.num_nodes), _pod("PET_NNODES", pod.nnodes)) or 1
     if file.num_processes and file.num_processes % nnodes:
         raise ConfigurationError(
-            f"{file.path}: num_processes is {file.num_processes}, which {nnodes} nodes cannot share equally; change one"
+            f"{file.path}: num_processes={file.num_processes} is not a multiple of the number of nodes, {nnodes}. Change one of them"
         )
     per_node = file.num_processes // nnodes if file.num_processes else None
     nproc = _agreed("--nproc", nproc, file.says("num_processes", per_node), _pod("PET_NPROC_PER_NODE", pod.nproc))
     if several_ranks(os.environ):
         names = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("PET_"))
-        click.echo(f"note: ranks and where they meet are those of the environment: {names}", err=True)
+        click.echo(f"note: the number of ranks and their address come from environment variables: {names}", err=True)
     return {
         "nproc": 1 if nproc is None else nproc,
         "nnodes": nnodes,
@@ -246,5 +252,5 @@ def _agreed(option: str, given: Any, *others: tuple[str, Any]) -> Any:
     named = [(source, value) for source, value in [(f"{option} {given}", given), *others] if value is not None]
     for (first, one), (second, other) in pairwise(named):
         if one != other:
-            raise ConfigurationError(f"{first} and {second} differ; set one of them")
+            raise ConfigurationError(f"{first} and {second} contradict each other. Set only one of them")
     return named[0][1] if named else None

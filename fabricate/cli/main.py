@@ -38,7 +38,9 @@ class _Group(PluginCommands):
             if not args[0].endswith(".py") and args[0] not in ("launch", "train", "fit"):
                 raise
             script = args[0] if args[0].endswith(".py") else "SCRIPT"
-            raise click.UsageError(f"No such command {args[0]!r}. Use fabricate run {script}", ctx) from None
+            raise click.UsageError(
+                f"{args[0]!r} is not a command of fabricate. To run a script: fabricate run {script}", ctx
+            ) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -98,15 +100,21 @@ def run(**options: Any) -> None:
 
 
 @main.command(cls=Launching, context_settings={"ignore_unknown_options": True})
-@click.option("--dry-run", is_flag=True, help="Try updates without memory, and print what they take.")
 @click.option(
-    "--memory", metavar="SIZE", help="With --dry-run: find the largest micro-batch for so much per rank (80GB)."
+    "--dry-run",
+    is_flag=True,
+    help="Simulate updates on tensors without memory, and print the memory and communication they need.",
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="With --dry-run: find the largest micro-batch that fits into this memory per rank (80GB).",
 )
 @click.option(
     "--ranks-per-node",
     type=click.IntRange(1),
     metavar="N",
-    help="With --dry-run, without --nnodes; default: 8, or all.",
+    help="With --dry-run and without --nnodes: ranks on one node. Default: 8 if that divides --nproc, else all.",
 )
 @launching
 def plan(dry_run: bool, memory: str | None, ranks_per_node: int | None, **options: Any) -> None:
@@ -124,7 +132,9 @@ def plan(dry_run: bool, memory: str | None, ranks_per_node: int | None, **option
         _become(*dry_run_of(options, memory, ranks_per_node))
     for option, value in (("--memory", memory), ("--ranks-per-node", ranks_per_node)):
         if value is not None:
-            raise ConfigurationError(f"{option} {value} has no effect without --dry-run; add it, or leave {option} out")
+            raise ConfigurationError(
+                f"{option} {value} has no effect without --dry-run. Add --dry-run, or leave {option} out"
+            )
     _start(plan_only=True, **options)
 
 

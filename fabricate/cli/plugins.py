@@ -45,7 +45,7 @@ def _offered_command(name: str) -> click.Command | None:
         offer = registry.find("command", name)
         command = offer.load()()
         if not isinstance(command, click.Command):
-            raise PluginError(f"made a {type(command).__name__}, not a click.Command")
+            raise PluginError(f"its function returned a {type(command).__name__}, not a click.Command")
     except (Exception, SystemExit) as exc:
         return _broken_command(name, exc)
     return command
@@ -56,7 +56,7 @@ def _broken_command(name: str, reason: BaseException) -> click.Command:
     text = str(reason) if isinstance(reason, FabricateError) else f"{type(reason).__name__}: {reason}"
 
     def fail(arguments: tuple[str, ...]) -> None:
-        raise PluginError(f"the command {name!r} of a plugin is broken: {text}")
+        raise PluginError(f"the command {name!r} of a plugin cannot be loaded: {text}. Update or uninstall the plugin")
 
     argument = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
     settings = {"ignore_unknown_options": True}
@@ -92,7 +92,7 @@ def plugins(ctx: click.Context, /, as_json: bool, hook: str | None, names: tuple
         rows = _order(Registry(names), hook, parts)
         columns: Sequence[str] = ("order", "plugin", "distribution", "how")
     elif names:
-        raise click.UsageError("--plugin belongs to --order HOOK")
+        raise click.UsageError("--plugin has an effect only with --order. Add --order HOOK")
     else:
         plugins = Registry(tolerant=True).describe()
         columns = ("name", "distribution", "version", "offers", "state", "reason")
@@ -205,6 +205,8 @@ def new(name: str, kind: str, into: Path) -> None:
     from fabricate.registry.registry import Registry
 
     if kind in REGISTERED and name in Registry(tolerant=True).names(kind):
-        raise ConfigurationError(f"NAME {name!r}: a {kind} of this name is built in and would win; choose another")
+        raise ConfigurationError(
+            f"NAME {name!r}: a built-in {kind} has this name and would be used instead. Choose another name"
+        )
     root = write(name, kind, into, __version__)
     click.echo(f"wrote {root}\n  pip install -e '{root}[test]'\n  pytest {root}")

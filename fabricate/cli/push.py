@@ -15,8 +15,16 @@ from fabricate.errors import ConfigurationError
 @click.command()
 @click.argument("run_dir", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("repo", metavar="REPO")
-@click.option("--license", metavar="NAME", help="For the card, as the hub names it: apache-2.0, mit, ...")
-@click.option("--dataset", "datasets", metavar="NAME", multiple=True, help="A data set of the hub; repeatable.")
+@click.option(
+    "--license", metavar="NAME", help="The license in the model card, by its name on the hub: apache-2.0, mit, ..."
+)
+@click.option(
+    "--dataset",
+    "datasets",
+    metavar="NAME",
+    multiple=True,
+    help="A data set in the model card, by its name on the hub; repeatable.",
+)
 @click.option("--private", is_flag=True, help="If REPO does not exist yet, create it private.")
 @click.option("--revision", metavar="BRANCH", help="A branch of REPO that exists; default: main.")
 @click.option("--message", default="Push the model", help="Of the commit.")
@@ -46,8 +54,8 @@ def push(
     folder = run_dir / "model"
     if not folder.is_dir():
         raise ConfigurationError(
-            f"{str(run_dir)!r} has no model/, which a complete run leaves; `fabricate ckpt export {run_dir} {folder} --format "
-            "transformers` writes it from the newest checkpoint"
+            f"{str(run_dir)!r} has no folder model/. A run writes it when it completes. To write it from the "
+            f"newest checkpoint: fabricate ckpt export {run_dir} {folder} --format transformers"
         )
     repository = HubRepository(repo, private=private or None, revision=revision)
     repository.open()

@@ -45,7 +45,7 @@ def report(run_dirs: Sequence[Path], file: Path | None, as_json: bool) -> None:
       fabricate report runs/first runs/second --html both.html
     """
     if file is not None and as_json:
-        raise ConfigurationError("--html writes a page and --json prints; give one of them")
+        raise ConfigurationError("--html and --json are both given. Give only one of them")
     runs = [read_run(run_dir) for run_dir in run_dirs]
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)

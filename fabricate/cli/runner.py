@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _alone(script: str, arguments: Sequence[str]) -> int:
-    """The script in this process. One that ends with the code of a preempted fit has ended well."""
+    """Run the script in this process. The exit code of a preempted fit counts as success."""
     try:
         run_script(script, arguments)
     except SystemExit as exc:
@@ -55,10 +55,11 @@ def _torchrun(arguments: Sequence[str]) -> int:
 
     if "--numa-binding" in arguments[: arguments.index("--")] and not torch.cuda.is_available():
         print(
-            "--numa-binding: torch binds ranks to cores near NVIDIA GPUs, and sees none; leave it out", file=sys.stderr
+            "--numa-binding: torch binds ranks to cores near NVIDIA GPUs, and there are none here. Leave the option out",
+            file=sys.stderr,
         )
         return 2
-    # Reports that torchrun, which nothing started, has no file to copy the reason of a failure to.
+    # Silences a message of torchrun, which reports that it has no file to write the reason of a failure to.
     logging.getLogger("torch.distributed.elastic.multiprocessing.errors.error_handler").setLevel(logging.CRITICAL)
     _wait_for_ranks(float(os.environ.get(SHUTDOWN_TIMEOUT, "30")))
     try:
@@ -71,8 +72,8 @@ def _torchrun(arguments: Sequence[str]) -> int:
         return code if code > 0 else 128 - code
     except SignalException as exc:
         return 128 + int(exc.sigval)
-    except ValueError as exc:  # of torchrun's own: a rank's failure is a ChildFailedError
-        print(f"--nproc: torchrun cannot count the devices here: {exc}", file=sys.stderr)
+    except ValueError as exc:  # raised by torchrun itself: the failure of a rank is a ChildFailedError
+        print(f"--nproc: torchrun cannot count the devices of this machine ({exc}). Give a number", file=sys.stderr)
         return 2
     return 0
 
@@ -84,9 +85,9 @@ def _gist(rank: int, code: int, message: Any) -> str:
         text: str = message["extraInfo"]["py_callstack"]
         return text
     if code > 0:
-        return f"rank {rank} ended with exit code {code}, without an exception: look at what it printed"
+        return f"rank {rank} ended with exit code {code}, without an exception. See the output of the rank"
     name = signal.Signals(-code).name
-    killed = "; the system does so where memory is full: look at its log (dmesg)" if name == "SIGKILL" else ""
+    killed = ". The system does this when memory is full: see the system's log (dmesg)" if name == "SIGKILL" else ""
     return f"rank {rank} was ended by {name}{killed}"
 
 

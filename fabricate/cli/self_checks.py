@@ -42,10 +42,12 @@ def verify_resume(ctx: click.Context, /, at: int, into: Path | None, as_json: bo
     from fabricate.selfcheck.resume_check import verify_resume as verify
 
     if options["max_restarts"]:
-        raise ConfigurationError("--max-restarts: the check resumes what it killed; leave it out")
+        raise ConfigurationError(
+            f"--max-restarts {options['max_restarts']}: verify-resume restarts the script itself. Leave --max-restarts out"
+        )
     command, environment = prepared(**options)
     if into is not None and into.exists() and (not into.is_dir() or any(into.iterdir())):
-        raise ConfigurationError(f"--into {str(into)!r} is not an empty folder; give a new one")
+        raise ConfigurationError(f"--into {str(into)!r} is not an empty folder. Give a new one")
     place = tempfile.TemporaryDirectory(prefix="fabricate-resume-") if into is None else contextlib.nullcontext(into)
     with place as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -55,11 +57,11 @@ def verify_resume(ctx: click.Context, /, at: int, into: Path | None, as_json: bo
         click.echo(json.dumps(verdict.to_json()))
     elif not verdict.differences:
         click.echo(
-            f"exact: resumed from step {verdict.resumed_from}, it ends as the run that was never stopped, bit by bit"
+            f"exact: the run that was resumed from step {verdict.resumed_from} ends bit for bit like the run that was never stopped"
         )
     else:
         first = verdict.differences[0]
-        click.echo(f"not exact: {first.component} is the first to differ, {verdict.when}: {first.name}")
+        click.echo(f"not exact: the first difference is in {first.component}, {verdict.when}: {first.name}")
         click.echo(_HINTS[verdict.when])
         print_differences(verdict.differences)
     if verdict.differences:
@@ -70,9 +72,15 @@ def verify_resume(ctx: click.Context, /, at: int, into: Path | None, as_json: bo
 @click.option("--global-batch", type=click.IntRange(1), default=12, metavar="N", help="Rows per update; default: 12.")
 @click.option("--steps", type=click.IntRange(1), default=4, metavar="N", help="Updates; default: 4.")
 @click.option("--worlds", default="1,2,3", metavar="N,N", help="Numbers of ranks; default: 1,2,3.")
-@click.option("--strategy", default="ddp", metavar="NAME", help="Of more than one rank; default: ddp.")
+@click.option("--strategy", default="ddp", metavar="NAME", help="The strategy with more than one rank; default: ddp.")
 @click.option("--precision", default="fp32", metavar="NAME", help="Default: fp32.")
-@click.option("--tolerance", type=float, default=1e-5, metavar="X", help="What still is rounding; default: 1e-5.")
+@click.option(
+    "--tolerance",
+    type=float,
+    default=1e-5,
+    metavar="X",
+    help="The largest difference that counts as rounding; default: 1e-5.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
@@ -136,10 +144,11 @@ def check_invariance(
 
 
 _HINTS = {
-    "before the kill": "Two undisturbed starts differ, so the training itself is not deterministic. Give the Trainer a seed; call "
-    "seed_everything before layers are built outside configure_model; let augmentations draw from the global generators of torch, NumPy "
+    "before the kill": "The two starts differ before the kill, so the training itself is not deterministic. Give the Trainer a seed. Call "
+    "seed_everything before layers are built outside configure_model. Let augmentations draw from the global generators of torch, NumPy "
     "or Python, which are seeded for every batch.",
-    "after the resume": "Of a plugin, a checkpoint holds what on_save puts into `state`, and on_load has to put it back; of a data set it "
-    "holds the position. Random numbers belong to the global generators of torch, NumPy or Python.",
-    "at the end": "All that the checkpoint holds came back. Look for state elsewhere: in global variables, in files, in the data.",
+    "after the resume": "Something is missing in the checkpoint. For a plugin it holds what on_save puts into `state`, which "
+    "on_load has to "
+    "restore. For a data set it holds the position. Draw random numbers from the global generators of torch, NumPy or Python.",
+    "at the end": "All that the checkpoint holds was restored. Look for other state: in global variables, in files, in the data.",
 }

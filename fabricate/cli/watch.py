@@ -18,7 +18,11 @@ from fabricate.cli.recorded.arguments import run_directories
 @click.command()
 @run_directories
 @click.option(
-    "--every", type=click.FloatRange(0.1), default=2.0, metavar="SECONDS", help="How often to look; default: 2."
+    "--every",
+    type=click.FloatRange(0.1),
+    default=2.0,
+    metavar="SECONDS",
+    help="Time between two looks at the files; default: 2.",
 )
 def watch(run_dirs: Sequence[Path], every: float) -> None:
     """Show the run in RUN_DIR while it is running: how far it is, its metrics with their curves, rates, what happened.

@@ -51,7 +51,7 @@ class Trainer(trainer.Trainer):
             resume = "auto"
         if isinstance(batch_size, BatchSizeFinder):
             raise ConfigurationError(
-                f"verify-resume compares runs of one batch size; give the script a number instead of {batch_size}"
+                f"verify-resume compares runs of one batch size, but the script searches one. Give a number instead of {batch_size}"
             )
         return super().fit(module, train, val, resume=resume, batch_size=batch_size, **loading)
 
@@ -88,7 +88,8 @@ def resplit(train: Any, trial: Trial) -> tuple[Any, int | None]:
         return train, trial.micro_batch
     if type(train.batch_sampler) is not BatchSampler:
         raise ConfigurationError(
-            "check-invariance cannot split these batches: the DataLoader has a batch sampler of its own, or none; let it have batch_size="
+            "check-invariance cannot split these batches: the DataLoader has its own batch sampler, or none. Give the "
+            "DataLoader batch_size= instead"
         )
     loader = DataLoader(
         train.dataset,

@@ -85,7 +85,7 @@ def measure(
     Raises ConfigurationError for a script that cannot be split, FabricateError where the script itself fails.
     """
     if not script.is_file():
-        raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file; give a Python script")
+        raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file. Give a Python script")
     chosen = None if strategy == "auto" else Registry().resolve("strategy", strategy)[0]
     splits = _factorisations(
         global_batch_size, world_sizes, lambda n: 1 if chosen is None or n == 1 else ranks_per_row(chosen, n)
@@ -97,7 +97,9 @@ def measure(
     notes = {split: _notes(folder, split) for split in splits}
     first = splits[0]
     if not notes[first]["losses"]:
-        raise ConfigurationError(f"{script} made no update; there is nothing to compare")
+        raise ConfigurationError(
+            f"{script} made no update, so there is nothing to compare. Give a script whose fit makes at least one update"
+        )
     compared = tuple(_compared(folder, first, split, notes) for split in splits)
     remarks = dict.fromkeys(remark for each in notes.values() for remark in each["notes"])
     return Invariance(compared, len(notes[first]["losses"]), tuple(remarks))
@@ -110,7 +112,7 @@ def _factorisations(
     sharing: how many ranks of a world size read the same rows."""
     if global_batch_size < 1 or not world_sizes or min(world_sizes) < 1:
         raise ConfigurationError(
-            f"a global batch of {global_batch_size} over {list(world_sizes)} ranks: give positive whole numbers"
+            f"--global-batch {global_batch_size} --worlds {','.join(map(str, world_sizes))}: give positive whole numbers"
         )
     splits = [Split(1, global_batch_size, 1)]
     for world_size in sorted(set(world_sizes)):
@@ -153,14 +155,15 @@ def _start(
     if code:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
         raise FabricateError(
-            f"the script ended with exit code {code} on {nproc} ranks; the end of what it printed:\n" + "\n".join(lines)
+            f"the script ended with exit code {code} on {nproc} ranks. The last lines of its output:\n"
+            + "\n".join(lines)
         )
 
 
 def _notes(folder: Path, split: Split) -> dict[str, Any]:
     file = Path(_trial(folder, split, 0).notes, "notes.json")
     if not file.exists():
-        raise ConfigurationError("the script ended without a fit; give one that calls Trainer.fit")
+        raise ConfigurationError("the script ended without a fit. Give a script that calls Trainer.fit")
     notes: dict[str, Any] = json.loads(file.read_text())
     return notes
 
@@ -168,7 +171,10 @@ def _notes(folder: Path, split: Split) -> dict[str, Any]:
 def _compared(folder: Path, first: Split, split: Split, notes: Mapping[Split, dict[str, Any]]) -> Split:
     ours, whole = notes[split]["losses"], notes[first]["losses"]
     if len(ours) != len(whole):
-        raise FabricateError(f"split as {split} the script made {len(ours)} updates, and {len(whole)} in one process")
+        raise FabricateError(
+            f"split as {split}, the script made {len(ours)} updates, but {len(whole)} in one process. Let the number of updates not depend "
+            "on the number of ranks"
+        )
     loss = max(abs(a - b) / max(abs(b), 1e-30) if a != b else 0.0 for a, b in zip(ours, whole, strict=True))
     ends = [Path(_trial(folder, each, 0).notes, "end") for each in (split, first)]
     with Reader(ends[0]) as a, Reader(ends[1]) as b:

@@ -60,7 +60,7 @@ class Trying(Callback):
             self.notes.append(f"dropout is off during the check ({len(dropout)} layers)")
         if norms:
             self.notes.append(
-                f"{norms[0]} is a BatchNorm, which takes its statistics from each micro-batch: it depends on the split by design"
+                f"{norms[0]} is a BatchNorm. It takes its statistics from each micro-batch, so its results depend on the split"
             )
 
     def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:

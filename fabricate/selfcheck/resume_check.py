@@ -64,20 +64,20 @@ def verify_resume(
     steps = _check_whole(whole, fits, script, at)
     if not any(folder.rglob("whole/**/checkpoints")):
         raise ConfigurationError(
-            f"{script} saves nothing: set run_dir in its Trainer. The check replaces that run_dir by a directory of its own"
+            f"{script} saves no checkpoint. Set run_dir in its Trainer; the check replaces it with its own directory"
         )
     killed = starts.run("killed", runs="killed", kill=True)
     marks = list(killed.glob("fit-*/killed-*"))
     if not marks:
-        raise FabricateError(f"the second run did not reach step {at}, but the first did; see {folder / 'killed.log'}")
+        raise FabricateError(f"the second run did not reach step {at}, but the first did. See {folder / 'killed.log'}")
     fit = marks[0].parent.name
     if drift := _before_the_kill(whole / fit, killed / fit):
         return Verdict(steps, 0, "before the kill", drift)
     resumed = starts.run("resumed", runs="killed")
     if not (resumed / fit / "resumed").is_dir():
         raise ConfigurationError(
-            f"{script} started from the beginning when it was started again; to resume, it has to use the same "
-            "run_dir every time, and resume='auto'"
+            f"{script} did not resume when it was started a second time, but started from the beginning. Use the same "
+            "run_dir in every start, and resume='auto'"
         )
     resumed_from = _step(resumed / fit / "resumed")
     lost = _after_the_resume(whole / fit, killed / fit, resumed / fit) if resumed_from == at else []
@@ -90,12 +90,10 @@ def verify_resume(
 def _check_whole(whole: Path, fits: Sequence[str], script: str, at: int) -> int:
     """The steps of the undisturbed start. Raises ConfigurationError where it has no fit, or is over at step `at`."""
     if not fits:
-        raise ConfigurationError(f"{script} ended without a fit; give a script that calls Trainer.fit")
+        raise ConfigurationError(f"{script} ended without a fit. Give a script that calls Trainer.fit")
     steps = max(_step(whole / fit / "end") for fit in fits)
     if steps <= at:
-        raise ConfigurationError(
-            f"--at {at}: the run has {steps} steps, so it has ended by then; choose a smaller step"
-        )
+        raise ConfigurationError(f"--at {at}: the run has only {steps} steps. Give a smaller step")
     return steps
 
 
@@ -138,7 +136,7 @@ class _Starts:
         if code and not was_killed:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
             raise FabricateError(
-                f'the script ended with exit code {code} in its start "{name}"; the end of what it printed:\n'
+                f'the script ended with exit code {code} in its start "{name}". The last lines of its output:\n'
                 + "\n".join(lines)
             )
         begin = "".join(f"from step {_step(path)} " for path in notes.glob("fit-*/resumed"))
@@ -155,7 +153,7 @@ def _step(checkpoint: Path) -> int:
 
 def _differences(one: Path, other: Path) -> list[Difference]:
     if not other.is_dir():
-        return [Difference("data position", other.name, "the second start never came here")]
+        return [Difference("data position", other.name, "the second start did not reach this point")]
     with Reader(one) as a, Reader(other) as b:
         return compare(a, b)
 

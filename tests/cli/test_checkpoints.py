@@ -203,7 +203,7 @@ def test_only_one_component_is_compared_on_request(runs: Path) -> None:
     assert invoke("diff", one, other, "--only", "rng").exit_code == 1
     shown = invoke("diff", one, other, "--only", "wieghts")
     assert shown.exit_code == 2
-    assert "give one of weights, optimizer" in shown.stderr
+    assert "Give one of weights, optimizer" in shown.stderr
 
 
 def test_a_damaged_checkpoint_is_not_compared(run_dir: Path, runs: Path) -> None:
@@ -345,7 +345,7 @@ def test_prune_never_counts_a_damaged_checkpoint_and_never_deletes_the_newest_go
         ("last=0", "give a number of at least 1"),
         (
             "best=1,metric=accuracy,mode=max",
-            "no checkpoint recorded 'accuracy'; add metric=NAME, one of epoch_loss, loss",
+            "no checkpoint recorded the metric 'accuracy'. Add metric=NAME with one of epoch_loss, loss",
         ),
         ("metric=loss", "keeps nothing"),
         ("last=1,last=2", "'last=2' is not understood"),

@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
     done = _run("run", "--nproc", "2", str(tmp_path / "train.py"))
     assert done.returncode == 128 + 9
     assert done.stderr.splitlines()[-1].endswith(
-        " was ended by SIGKILL; the system does so where memory is full: look at its log (dmesg)"
+        " was ended by SIGKILL. The system does this when memory is full: see the system's log (dmesg)"
     )
 
 
@@ -251,7 +251,8 @@ def test_a_config_file_that_differs_from_the_command_line_is_an_error(
     done = _run("run", script, "--config", str(config), option, value)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
-        done.stderr == f"error: {option} {value} and config file {str(config)!r} ({message}) differ; set one of them\n"
+        done.stderr
+        == f"error: {option} {value} and config file {str(config)!r} ({message}) contradict each other. Set only one of them\n"
     )
 
 
@@ -260,7 +261,7 @@ def test_ranks_that_the_nodes_cannot_share_are_an_error(script: str, tmp_path: P
     config.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nnum_machines: 2\nmain_process_ip: a\n")
     done = _run("run", script, "--config", str(config))
     assert done.returncode == 2
-    assert "num_processes is 3, which 2 nodes cannot share equally" in done.stderr
+    assert "num_processes=3 is not a multiple of the number of nodes, 2. Change one of them" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_ranks_that_the_nodes_cannot_share_are_an_error(script: str, tmp_path: P
         (("--lr", "SCRIPT"), "SCRIPT '--lr' is not a file"),
         (("SCRIPT", "--nproc", "0"), "--nproc 0"),
         (("SCRIPT", "--nproc", "two"), "'two' is not a number of processes"),
-        (("--nproc", "2", "SCRIPT", "--nproc", "3"), "--nproc is given as 2 and 3"),
+        (("--nproc", "2", "SCRIPT", "--nproc", "3"), "--nproc is given with several values: 2 and 3"),
         (("SCRIPT", "--nnodes", "2"), "without --master-addr"),
         (("SCRIPT", "--config", "absent.yaml"), "'absent.yaml' cannot be read"),
     ],
@@ -305,7 +306,7 @@ def test_a_near_miss_of_an_option_does_not_reach_the_script(
         done = _invoke(command, *arguments)
         assert done.exit_code == 2
         named = option.partition("=")[0]
-        assert f"{named} is not an option of fabricate{remedy}. An option of SCRIPT goes after --" in done.output
+        assert f"{named} is not an option of fabricate{remedy}. Put an option of SCRIPT after --" in done.output
 
 
 def test_any_option_reaches_the_script_after_two_dashes(script: str) -> None:
@@ -402,7 +403,7 @@ def test_a_directory_without_checkpoints_says_so(tmp_path: Path) -> None:
     assert _invoke("ckpt", "ls", str(tmp_path)).output == f"no checkpoints in {tmp_path}\n"
     shown = _invoke("ckpt", "verify", str(tmp_path))
     assert (shown.exit_code, shown.stdout) == (2, "")
-    assert "give a run directory or one checkpoint" in shown.stderr
+    assert "Give a run directory or one checkpoint" in shown.stderr
 
 
 def test_good_checkpoints_pass_verification(run_dir: Path) -> None:
@@ -430,4 +431,7 @@ def test_one_checkpoint_is_verified_by_its_path(run_dir: Path) -> None:
 def test_what_is_meant_as_run_names_it(command: str) -> None:
     shown = CliRunner().invoke(main, [command])
     script = command if command.endswith(".py") else "SCRIPT"
-    assert (shown.exit_code, f"No such command '{command}'. Use fabricate run {script}" in shown.output) == (2, True)
+    assert (
+        shown.exit_code,
+        f"'{command}' is not a command of fabricate. To run a script: fabricate run {script}" in shown.output,
+    ) == (2, True)

@@ -181,7 +181,7 @@ def test_a_broken_command_is_listed_and_breaks_only_itself(install: Install, fac
     assert "(broken:" in shown.output
     called = _invoke("greet", "--loud", "x")
     assert called.exit_code == 2
-    assert "error: the command 'greet' of a plugin is broken" in called.output
+    assert "error: the command 'greet' of a plugin cannot be loaded" in called.output
 
 
 def test_a_broken_active_plugin_does_not_break_the_list(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,12 @@ def test_a_broken_active_plugin_does_not_break_the_list(install: Install, monkey
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("Mine", "small letters"), ("2fast", "small letters"), ("ddp", "is built in"), ("taken", "exists already")],
+    [
+        ("Mine", "small letters"),
+        ("2fast", "small letters"),
+        ("ddp", "has this name and would be used instead"),
+        ("taken", "exists already"),
+    ],
 )
 def test_new_refuses_a_name_that_cannot_be(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "fabricate-taken").mkdir()

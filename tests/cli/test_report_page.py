@@ -303,4 +303,4 @@ def test_a_run_of_which_little_is_recorded_has_a_page(run: Path, tmp_path: Path)
 
 def test_html_and_json_at_once_are_refused(run: Path, tmp_path: Path) -> None:
     refused = report(run, "--html", tmp_path / "page.html", "--json")
-    assert (refused.exit_code, "give one of them" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "Give only one of them" in refused.stderr) == (2, True)

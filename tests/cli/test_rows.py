@@ -99,7 +99,7 @@ def test_a_script_shows_the_rows_themselves_and_trains_nothing(
 
 def test_data_that_is_not_the_runs_is_refused(seen: tuple[Path, list[list[int]]], script: Path) -> None:
     refused = rows(seen[0], "--step", 1, script, "--weighted")
-    assert (refused.exit_code, "passes different data to fit" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "passes other data to fit" in refused.stderr) == (2, True)
 
 
 def test_a_script_without_a_fit_is_refused(seen: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_samplers_rows_come_from_the_script(script: Path, tmp_path: Path) -> N
     events = files(started(source), last=7).events
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     refused = rows(run_dir, "--step", 2)
-    assert (refused.exit_code, "add the script to the command" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "Add the script to the command" in refused.stderr) == (2, True)
     windows = [batch for epoch in range(2) for batch in windows_of([source], epoch)]
     for step in (1, 5, 7):  # of five updates an epoch
         (part,) = answer(run_dir, "--step", step, script, "--weighted")["parts"]
@@ -143,7 +143,7 @@ def test_data_that_gives_rows_in_its_own_order_is_refused_by_name() -> None:
             return iter(range(8))
 
     source = opened(Stream(), batch_size=4)
-    with pytest.raises(Exception, match="trained on a stream, which gives rows in an order of its own"):
+    with pytest.raises(Exception, match="trained on a stream, which decides the order of its rows itself"):
         fits(files(started(source), last=2))
 
 
@@ -152,7 +152,7 @@ def test_data_that_gives_rows_in_its_own_order_is_refused_by_name() -> None:
     [
         ((), "give --step N for the rows of a step, or --row K"),
         (("--step", 1, "--row", 2), "give --step N for the rows of a step, or --row K"),
-        (("--step", STEPS + 1), "the run has the steps 1 to 4, 5 to 10"),
+        (("--step", STEPS + 1), "the run has no such step. Give one of its steps: 1 to 4, 5 to 10"),
         (("--step", 1, "--rank", 1), "step 1 ran on 1 ranks"),
         (("--row", 18), "the data has 18 rows"),
         (("--row", 1, "--rank", 0), "--rank needs --step"),
@@ -168,7 +168,7 @@ def test_what_cannot_be_answered_is_an_error(
 
 def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "saved", "step": 1, "time": 1.0}) + "\n")
-    assert "does not say in what order" in rows(tmp_path, "--step", 1).stderr
+    assert "does not record in what order" in rows(tmp_path, "--step", 1).stderr
 
 
 def opened(data: Any, *, batch_size: int | None = None, rank: int = 0, ranks: int = 1, **settings: Any) -> Source:

@@ -35,7 +35,7 @@ def test_an_exact_script_passes_on_two_ranks_and_its_own_files_stay_as_they_are(
         starts, (r"whole +to step 10,", r"killed +to step 4 and into", r"resumed +from step 4 to step 10,"), strict=True
     ):
         assert re.match(wanted, line)
-    assert verdict == "exact: resumed from step 4, it ends as the run that was never stopped, bit by bit"
+    assert verdict == "exact: the run that was resumed from step 4 ends bit for bit like the run that was never stopped"
     assert os.listdir(tmp_path) == ["kept"]
     assert len(list((tmp_path / "kept/notes-killed").glob("fit-0/killed-*"))) == 2
     events = (tmp_path / "kept/killed").rglob("events.jsonl")
@@ -59,8 +59,8 @@ def test_a_callback_that_forgets_and_a_generator_that_no_checkpoint_holds_are_na
 def test_a_script_that_is_not_deterministic_is_told_so_before_its_resume_is_blamed(tmp_path: Path) -> None:
     done = verify(tmp_path, "--at", "4", "run", "--drawing", "unseeded")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "not exact: train data is the first to differ, before the kill: own\n" in done.stdout
-    assert "Two undisturbed starts differ" in done.stdout
+    assert "not exact: the first difference is in train data, before the kill: own\n" in done.stdout
+    assert "The two starts differ before the kill" in done.stdout
     assert re.search(r"weights +model/layers\.0\.weight +\d+ of 32 elements", done.stdout)
     assert "resumed " not in done.stdout.partition("not exact")[0]
 
@@ -84,7 +84,7 @@ def test_a_script_that_cannot_be_checked_is_explained(tmp_path: Path) -> None:
 def test_a_run_that_is_over_by_then_is_told_so(tmp_path: Path) -> None:
     done = verify(tmp_path, "--at", "10", "run")
     assert done.returncode == 2
-    assert "--at 10: the run has 10 steps, so it has ended by then" in done.stderr
+    assert "--at 10: the run has only 10 steps. Give a smaller step" in done.stderr
 
 
 # -- what is requested of the fits and what they note

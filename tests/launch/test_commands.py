@@ -267,9 +267,12 @@ def test_torchrun_counts_devices_and_binds_ranks_to_cores() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nproc", "gpu"], "--nproc: torchrun cannot count the devices here: Cuda is not available."),
-        (["--numa-binding", "node"], "--numa-binding: torch binds ranks to cores near NVIDIA GPUs, and sees none"),
-        (["--nproc", "gpus"], "'gpus' is not a number of processes; give one, 'gpu' or 'auto'"),
+        (["--nproc", "gpu"], "--nproc: torchrun cannot count the devices of this machine (Cuda is not available."),
+        (
+            ["--numa-binding", "node"],
+            "--numa-binding: torch binds ranks to cores near NVIDIA GPUs, and there are none here",
+        ),
+        (["--nproc", "gpus"], "'gpus' is not a number of processes. Give a number, 'gpu' or 'auto'"),
     ],
 )
 def test_what_needs_gpus_says_that_there_are_none(options: list[str], message: str) -> None:

@@ -34,7 +34,10 @@ def test_fabricate_run_starts_the_ranks_that_a_pod_asks_for(
     meeting = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "job-node-0-0.job", "--master-port", "29400"]
     count = ["--nproc-per-node", "4", "--module", "--", "fabricate.cli.rank", __file__]
     assert started(monkeypatch, POD) == [*meeting, *count]
-    assert "note: ranks and where they meet are those of the environment: PET_MASTER_ADDR=" in capsys.readouterr().err
+    assert (
+        "note: the number of ranks and their address come from environment variables: PET_MASTER_ADDR="
+        in capsys.readouterr().err
+    )
     assert started(monkeypatch, POD, nproc=4) == [*meeting, *count]
 
 
@@ -54,10 +57,10 @@ def test_devices_are_counted_by_torchrun_where_the_pod_says_so(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nproc": 2}, "--nproc 2 and PET_NPROC_PER_NODE=4 differ; set one of them"),
-        ({"nnodes": 3}, "--nnodes 3 and PET_NNODES=2 differ"),
-        ({"node_rank": 0}, "--node-rank 0 and PET_NODE_RANK=1 differ"),
-        ({"master_addr": "other"}, "--master-addr other and PET_MASTER_ADDR=job-node-0-0.job differ"),
+        ({"nproc": 2}, "--nproc 2 and PET_NPROC_PER_NODE=4 contradict each other. Set only one of them"),
+        ({"nnodes": 3}, "--nnodes 3 and PET_NNODES=2 contradict each other"),
+        ({"node_rank": 0}, "--node-rank 0 and PET_NODE_RANK=1 contradict each other"),
+        ({"master_addr": "other"}, "--master-addr other and PET_MASTER_ADDR=job-node-0-0.job contradict each other"),
     ],
 )
 def test_an_option_that_differs_from_the_pod_is_an_error(

@@ -15,9 +15,9 @@ from fabricate.cli.recorded.files import Checkpoint, RunFiles
 __all__ = ["Different", "differences"]
 
 _PLACES = ("run_dir",)
-"""Settings that say where a run is, not what it is."""
+"""Settings about the place of a run, which do not count as differences."""
 _OF_RANKS = ("ranks", "ranks_per_row", "batch_size", "accumulation")
-"""Of the description of data: how it was divided, which is in the plan."""
+"""Keys in the description of the data about its division over ranks, which the plan shows already."""
 
 
 class Different(NamedTuple):
@@ -63,7 +63,7 @@ def _last_start(run: RunFiles) -> dict[str, Any]:
 
 
 def _versions(run: RunFiles) -> dict[str, Any]:
-    """Of packages: those of the last fit, else those of the newest checkpoint."""
+    """The versions of packages in the last fit, else in the newest checkpoint."""
     versions: dict[str, Any] = _last_start(run).get("versions", {})
     return versions or (dict(run.checkpoints[-1].versions) if run.checkpoints else {})
 
@@ -110,7 +110,7 @@ def _metrics(first: RunFiles, second: RunFiles) -> Iterator[Different]:
 
 
 def _checkpoints(first: RunFiles, second: RunFiles) -> Iterator[Different]:
-    """The first tensor, else value, that differs in the first checkpoints of one step that do."""
+    """The first difference (tensors before values) in the first pair of checkpoints of the same step that differ."""
     from fabricate.checkpoint.format.comparing import compare
     from fabricate.checkpoint.format.directory import Reader
 

@@ -46,7 +46,7 @@ class RunFiles:
     plugins: list[dict[str, str]]
     notes: list[str]
     lines: list[dict[str, Any]]
-    """Of metrics.jsonl."""
+    """The lines of metrics.jsonl."""
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -98,7 +98,7 @@ def read_run(run_dir: Path) -> RunFiles:
     aside = len(list((run_dir / "checkpoints").glob(".bad-*")))
     if not (plan["settings"] or lines or events or good or damaged or aside):
         raise FabricateError(
-            f"{str(run_dir)!r} holds no run: no plan.json, metrics.jsonl, events.jsonl or checkpoints; give a run_dir"
+            f"{str(run_dir)!r} holds no run: no plan.json, metrics.jsonl, events.jsonl or checkpoints. Give a run directory"
         )
     plugins, notes = plan.get("plugins", []), plan.get("notes", [])
     return RunFiles(run_dir, plan["settings"], plugins, notes, lines, events, samples, good, damaged, aside)

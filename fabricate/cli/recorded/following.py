@@ -46,7 +46,7 @@ class _Log:
             handle.seek(max(0, self._read - len(self._last)))
             if (
                 handle.read(len(self._last)) != self._last
-            ):  # cut, and perhaps written on: what is known is of another past
+            ):  # a resume cut the file, so the lines that were read before are no longer valid
                 self._lines, self._read = [], 0
                 handle.seek(0)
             added, end, _ = handle.read().rpartition(b"\n")

@@ -20,7 +20,7 @@ KINDS = {
     "down": "between the end of one fit and the call of the next",
     "other": "all else: hooks, exporting, updates after the last log line",
 }
-"""What the seconds are called, and what they are."""
+"""The kinds of time, and what each of them is."""
 
 
 def goodput(run: RunFiles) -> dict[str, float]:
@@ -55,7 +55,7 @@ def training_seconds(line: dict[str, Any], before: int) -> float:
 
 
 def _down(moments: list[float], began: float) -> float:
-    """From the last sign of life before a fit to its call."""
+    """The seconds from the last recorded moment before a fit to the call of the fit."""
     before = bisect.bisect_right(moments, began)
     return began - moments[before - 1] if before else 0.0
 

@@ -104,7 +104,7 @@ def _asset(*names: str) -> str:
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """Of each run one that no other has: its directory's, else the path."""
+    """A unique name for each run: the name of its directory, else its path."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.run_dir) for run, name in zip(runs, names, strict=True)]
 

@@ -120,8 +120,8 @@ def fits(run: RunFiles, *, sampler: bool = False) -> list[Fit]:
             recorded[-1].skipped.append(event["step"])
     if not recorded:
         raise FabricateError(
-            f"{str(run.run_dir)!r} does not say in what order its data was read: its events.jsonl has no 'started' with 'data', which "
-            "every fit of this version writes"
+            f"{str(run.run_dir)!r} does not record in what order its data was read: no event 'started' in events.jsonl has "
+            "'data'. Only runs with this or a later version of fabricate record it"
         )
     ends = [*(fit.begin for fit in recorded[1:]), run.last_step]
     for number, fit in enumerate(recorded):
@@ -136,12 +136,12 @@ def _check(fit: Fit, sampler: bool) -> None:
     kind, drawn = fit.data["kind"], fit.data["drawn"]
     if not drawn:
         raise FabricateError(
-            f"steps {fit.begin + 1} to {fit.end} were trained on {_KINDS.get(kind, kind)}, which gives rows in an order of its own: not "
-            "a function of seed and position, so which rows made a step is not known. Give rows a number of their own, and log it"
+            f"steps {fit.begin + 1} to {fit.end} were trained on {_KINDS.get(kind, kind)}, which decides the order of its rows itself. "
+            "This order cannot be computed from seed and position, so the rows of a step are not known. Give each row a number, and log it"
         )
     if drawn == "sampler" and not sampler:
         raise ConfigurationError(
-            f"steps {fit.begin + 1} to {fit.end} took their rows from a sampler that the script defines; add the "
+            f"steps {fit.begin + 1} to {fit.end} took their rows from a sampler that the script defines. Add the "
             "script to the command, so that the sampler can draw them again: fabricate rows RUN_DIR --step N SCRIPT [ARGS]"
         )
 
@@ -156,7 +156,8 @@ def _epochs(fit: Fit, orders: Orders) -> Iterator[tuple[int, int, int, int, Epoc
         first, stop = order.unit(position), min(len(order), fit.data["limit"] or len(order))
         if first is None or first > stop:
             raise FabricateError(
-                f"no batch begins after {position} rows of epoch {epoch}: the data is not what the run was trained on"
+                f"no batch begins after {position} rows of epoch {epoch}: this is not the data that the run was trained on. "
+                "Give the script and the arguments of the run"
             )
         windows = num_windows(stop - first, fit.size, fit.data["drop_last"])
         yield epoch, first, min(stop, first + windows * fit.size), before, order
@@ -168,7 +169,9 @@ def rows_of_step(recorded: list[Fit], step: int, orders: Orders = recorded_order
     fit = next((fit for fit in recorded if fit.begin < step <= fit.end), None)
     if fit is None:
         there = [f"{fit.begin + 1} to {fit.end}" for fit in recorded]
-        raise ConfigurationError(f"--step {step}: the run has the steps {few(there) or 'none'}")
+        raise ConfigurationError(
+            f"--step {step}: the run has no such step. Give one of its steps: {few(there) or 'none'}"
+        )
     window = fit.window(step)
     for epoch, first, stop, before, order in _epochs(fit, orders):
         begin = first + (window - before) * fit.size

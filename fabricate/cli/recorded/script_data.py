@@ -64,12 +64,15 @@ def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) 
     )
     now = source.order()
     if not isinstance(source, Indexed):
-        raise ConfigurationError(f"{script} trains on a {now['kind']}, whose rows cannot be read by index")
+        raise ConfigurationError(
+            f"{script} passes a {now['kind']} to fit, whose rows cannot be read by index. "
+            "Give the script that the run was started with"
+        )
     for name, there in (("rows", "units"), ("order", "drawn")):
         if now[there] != recorded[there]:
             raise ConfigurationError(
-                f"{script} passes different data to fit than the run was trained on ({name}: {now[there]} now, {recorded[there]} in the "
-                "run); start it with the arguments of the run"
+                f"{script} passes other data to fit than the run was trained on ({name}: {now[there]} now, {recorded[there]} in the "
+                "run). Give the script and the arguments of the run"
             )
     return source
 
@@ -91,5 +94,5 @@ def _run(script: Path, arguments: Sequence[str]) -> _Reached:
         if before[2] is not None:
             fabricate.__dict__["Trainer"] = before[2]
     raise ConfigurationError(
-        f"{script} ended without calling Trainer.fit, so its data is not known; give a script that calls it"
+        f"{script} ended without calling Trainer.fit, so its training data is not known. Give a script that calls Trainer.fit"
     )

@@ -99,5 +99,5 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of a user's without what a terminal would obey."""
+    """A user's text without the control characters that a terminal would obey."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -78,7 +78,8 @@ class Fakes:
                 return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as exc:
             raise ConfigurationError(
-                f"a dry run has shapes and no values, and {func} needs values: avoid it in the script, or measure a real run on few ranks"
+                f"a dry run has shapes but no values, and {func} needs values. Avoid this operation in the script, or measure "
+                "a real run on few ranks"
             ) from exc
 
     def _nonzero(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,9 @@ class _Rehearsal:
     def largest(self, room: int, found: Resolved) -> tuple[int | None, int]:
         """The most rows of a micro-batch with which this rank's memory stays within `room` bytes, and how much it is then."""
         if self.rows is None or self.fakes is None:
-            raise ConfigurationError("--memory: the batches do not show how many rows they have; leave it out")
+            raise ConfigurationError(
+                "--memory: the number of rows of a batch cannot be told from it, so no largest micro-batch can be found. Leave --memory out"
+            )
 
         def peak(rows: int) -> int:
             self._update(self._work(rows))

@@ -12,10 +12,10 @@ from fabricate.selfcheck.dry_run.ledger import ACTIVATIONS, GATHERED, GRADIENTS
 from fabricate.selfcheck.dry_run.traffic import Sent
 
 NOT_COUNTED = (
-    "what a GPU's driver, its allocator (rounding, fragments) and NCCL's buffers take: leave a few GB",
-    "temporaries inside of kernels; kernels are those of the CPU, and so is what autocast converts",
-    "on a GPU: the next unit, which FSDP gathers while one computes; copies that AdamW makes of a whole shard (foreach)",
-    "what torch.compile changes, validation, checkpoints, and engines of their own such as DeepSpeed",
+    "memory of a GPU's driver, of its allocator (rounding, fragments) and of NCCL's buffers: leave a few GB for these",
+    "temporaries inside kernels; kernels and autocast's conversions are those of the CPU",
+    "on a GPU: the next unit, which FSDP gathers while the present one computes; AdamW's copies of a whole shard (foreach)",
+    "changes by torch.compile, validation, checkpoints, and other engines such as DeepSpeed",
 )
 
 

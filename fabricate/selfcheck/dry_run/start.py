@@ -47,5 +47,5 @@ def main() -> None:
     except FabricateError as exc:
         print(f"error: {exc}", file=sys.stderr)
         raise SystemExit(2) from None
-    print("error: the script ended without a fit; give one that calls Trainer.fit", file=sys.stderr)
+    print("error: the script ended without a fit. Give a script that calls Trainer.fit", file=sys.stderr)
     raise SystemExit(2)

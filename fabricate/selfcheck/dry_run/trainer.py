@@ -65,8 +65,9 @@ class DryTrainer(trainer.Trainer):
         resolved, data = self._open_data(module, train, val, resume, batch_size, loading)
         if "DEEPSPEED" in resolved.strategy.distributed_types:
             raise ConfigurationError(
-                f"--dry-run: strategy={resolved.strategy.name!r} is DeepSpeed's engine, which does not run on tensors without memory; try "
-                "strategy='fsdp', which shards the same tensors, or `fabricate plan` without --dry-run for the memory of states"
+                f"--dry-run: strategy={resolved.strategy.name!r} is DeepSpeed's engine, which does not run on tensors without memory. Use "
+                "strategy='fsdp', which shards the same tensors. Or leave --dry-run out: the plan then estimates weights and "
+                "optimizer states"
             )
         fakes = Fakes() if self.fake else None
         if fakes is None:
@@ -80,5 +81,5 @@ class DryTrainer(trainer.Trainer):
 
     def _evaluate(self, stage: str, *arguments: Any, **options: Any) -> Any:
         raise ConfigurationError(
-            f"--dry-run measures the first fit, and the script evaluates ({stage}) before it; leave that out for a dry run"
+            f"--dry-run measures the first fit, but the script calls an evaluation ({stage}) before it. Skip the evaluation in a dry run"
         )
