@@ -30,7 +30,7 @@ COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options")
 """What a mapping given as `compile` may hold."""
 
 
-# -- checks: each gets the argument's name and value, and returns what `Settings` holds
+# -- checks: each gets the name and the value of an argument, and returns the value for `Settings`
 
 
 def _or_none(check: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
@@ -43,7 +43,7 @@ def _or_never(name: str, value: Any) -> Every | None:
         return None
     if value is False or value == 0:
         raise ConfigurationError(
-            f"{name}={value!r}: give None for never, or a duration such as '500 steps' or '1 epoch'"
+            f"{name}={value!r}: give a duration such as '500 steps' or '1 epoch', or None for never"
         )
     return Every.parse(name, value)
 
@@ -164,7 +164,8 @@ def _path(name: str, value: Any) -> Path:
         raise ConfigurationError(f"{name}={value!r}: give the path of a directory, or None to write nothing")
     if _REMOTE.match(os.fspath(value)):
         raise ConfigurationError(
-            f"{name}={os.fspath(value)!r} is not on a file system: checkpoints need renames and locks, which a store does not have. "
+            f"{name}={os.fspath(value)!r} is not a directory of a file system. Checkpoints need renames and locks, which an "
+            "object store does not have. "
             "Give a local or mounted directory, and copy checkpoints to the store in a hook, on_saved(self, path)"
         )
     return Path(os.fspath(value)).expanduser().absolute()  # a hook may change the working directory
@@ -175,7 +176,7 @@ def _plugins(name: str, value: Any) -> tuple[object, ...]:
         raise ConfigurationError(f"{name}={value!r}: give a list, {name}=[...]")
     if finder := next((plugin for plugin in value if isinstance(plugin, BatchSizeFinder)), None):
         raise ConfigurationError(
-            f"{name}: a BatchSizeFinder is passed as the batch size: fit(module, train, batch_size={finder})"
+            f"{name}: a BatchSizeFinder is not a plugin. Pass it to fit as the batch size: fit(module, train, batch_size={finder})"
         )
     return tuple(value)
 
@@ -268,18 +269,18 @@ class Settings:
             least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
             if least is not None and most is not None and least > most:
                 raise ConfigurationError(
-                    f"min_{unit}={least} is more than max_{unit}={most}; lower one or raise the other"
+                    f"min_{unit}={least} is more than max_{unit}={most}. Lower min_{unit} or raise max_{unit}"
                 )
         if settings.overfit_batches is not None:
             for name in ("limit_train_batches", "limit_val_batches"):
                 if (limit := getattr(settings, name)) not in (None, 0):
                     raise ConfigurationError(
-                        f"overfit_batches={settings.overfit_batches!r} and {name}={limit!r} are both set; choose one of them"
+                        f"overfit_batches={settings.overfit_batches!r} and {name}={limit!r} are both set. Remove one of them"
                     )
         norm, value = settings.max_grad_norm, settings.max_grad_value
         if norm is not None and value is not None:
             raise ConfigurationError(
-                f"max_grad_norm={norm!r} and max_grad_value={value!r} are both set; choose one of them"
+                f"max_grad_norm={norm!r} and max_grad_value={value!r} are both set. Remove one of them"
             )
         return settings.for_a_trial() if settings.fast_dev_run else settings
 

@@ -35,7 +35,7 @@ class BatchSizeFinder:
     margin: float = 0.05
     max_val: int | None = None
     results: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By size whether it fitted, in the order of the trials of the last fit."""
+    """Of the last fit, by size and in the order of the trials: whether it fitted into memory."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("power", "binsearch"):
@@ -59,7 +59,8 @@ class BatchSizeFinder:
         sizes = allowed if self.max_val is None else allowed[: _number_up_to(allowed, self.max_val)]
         if not sizes:
             raise ConfigurationError(
-                f"BatchSizeFinder(max_val={self.max_val}): the smallest possible size is {allowed[0]}; raise max_val"
+                f"BatchSizeFinder(max_val={self.max_val}): the smallest possible size is {allowed[0]}. Raise max_val to at "
+                f"least {allowed[0]}"
             )
 
         def tried(place: int) -> bool:
@@ -76,13 +77,13 @@ class BatchSizeFinder:
         return sizes[good]
 
     def _grow(self, sizes: Sequence[int], tried: Callable[[int], bool]) -> tuple[int, int | None]:
-        """The place of a size that fits, about half of one that does not, and the place of that one; None where none was found."""
+        """The place of a size that fits, and of one about twice as large that does not fit (None where none was found)."""
         place, bad = max(_number_up_to(sizes, self.init_val) - 1, 0), None
         while not tried(place):  # only the first sizes may be too large already
             if place == 0 or len(self.results) >= self.max_trials:
                 raise ConfigurationError(
-                    f"BatchSizeFinder: batch_size={sizes[place]} does not fit into memory. What helps: strategy='fsdp' over more ranks, "
-                    "activation_checkpointing=True, precision='bf16', or a smaller model"
+                    f"BatchSizeFinder: batch_size={sizes[place]} does not fit into memory. What helps: strategy='fsdp' "
+                    "over more ranks, activation_checkpointing=True, precision='bf16', or a smaller model"
                 )
             place, bad = max(_number_up_to(sizes, sizes[place] // 2) - 1, 0), place
         while bad is None and place < len(sizes) - 1 and len(self.results) < self.max_trials:

@@ -42,15 +42,17 @@ def read_setting(text: str) -> tuple[str, Any]:
     try:
         value = yaml.safe_load(written)
     except yaml.YAMLError as exc:
-        raise ConfigurationError(f"--set {text!r}: the value cannot be read as YAML: {exc}") from None
+        raise ConfigurationError(
+            f"--set {text!r}: the value is not valid YAML ({exc}). Quote it as YAML requires"
+        ) from None
     name = name.strip().replace("-", "_")
     return name, written if name in NAMES and isinstance(value, bool) else _number(value, written.strip())
 
 
 NAMES = {"strategy": "FABRICATE_STRATEGY", "precision": "FABRICATE_PRECISION"}
-"""Arguments whose values are names (YAML takes precision=no for false), and what carries them where they are options of the command."""
+"""Arguments whose values are names (YAML reads precision=no as false), and the environment variables that carry them to the ranks."""
 _FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-"""What YAML takes for text."""
+"""Numbers that YAML reads as text."""
 _DIGITS = re.compile(r"[-+]?[0-9][0-9_]*")
 
 
@@ -72,7 +74,9 @@ def check_launched(name: str, value: Any, source: str) -> Launched:
         hint = foreign_names.hint(name, foreign_names.ARGUMENTS, list(CHECKS))
         raise ConfigurationError(f"{source}: Trainer has no argument {name!r}{hint}")
     if name == "plugins":
-        raise ConfigurationError(f"{source}: plugins are activated with --plugin NAME, which may be repeated")
+        raise ConfigurationError(
+            f"{source}: the argument plugins cannot be set in this way. Use --plugin NAME, which may be repeated"
+        )
     if name in NAMES and value is False:
         value = "no"
     elif isinstance(value, str) and _FLOAT.fullmatch(value):
@@ -92,7 +96,7 @@ def merged(*groups: Mapping[str, Launched]) -> dict[str, Launched]:
             other = result.setdefault(name, given)
             if other.value != given.value:
                 raise ConfigurationError(
-                    f"{name}: {other.source} says {other.value!r} and {given.source} says {given.value!r}; set one of them"
+                    f"{name}: {other.source} sets {other.value!r}, but {given.source} sets {given.value!r}. Set it in only one place"
                 )
     return result
 
@@ -112,7 +116,7 @@ def launched(environ: Mapping[str, str]) -> dict[str, Launched]:
         return {name: check_launched(name, value, source) for name, (value, source) in arguments.items()}
     except (ValueError, TypeError, AttributeError):
         raise ConfigurationError(
-            f"{VARIABLE}={text!r} cannot be read: `fabricate run --set NAME=VALUE` writes it; unset it"
+            f"{VARIABLE}={text!r} cannot be read. Only `fabricate run --set NAME=VALUE` should set this environment variable. Unset it"
         ) from None
 
 
@@ -124,7 +128,7 @@ def with_launched(function: Callable[Concatenate[S, P], None]) -> Callable[Conca
     def constructor(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         for name, given in launched(os.environ).items():
             if name in NAMES and os.environ.get(NAMES[name]) == str(given.value):
-                continue  # the launcher requests it as with --strategy; this says from where
+                continue  # --strategy or --precision set the same value
             if name in kwargs and CHECKS[name](name, kwargs[name]) != CHECKS[name](name, given.value):
                 raise ConfigurationError(
                     f"{name}={kwargs[name]!r} is set in the Trainer and {given.value!r} by {given.source}; remove one, or make them equal"

@@ -100,21 +100,21 @@ def open_data(
     }
     if few is not None and validation:
         assert source is not None
-        source.notes += (f"overfit_batches={few}: validation reads the training batches, not val",)
+        source.notes += (f"overfit_batches={few}: validation reads the training batches instead of val",)
     if train is not None:
         _refuse_one_pass(settings, train, sets)
     return Data(source, validation, accumulation, loading.found)
 
 
 def _called(name: object, train: object) -> str:
-    """What errors call a data set: by the argument of `fit`, or of an evaluation, and by its name."""
+    """The name of a data set in errors: the argument of `fit` or of an evaluation, with the set's own name if it has one."""
     argument = "data" if train is None else "val"
     return f"{argument}[{name!r}]" if name else argument
 
 
 def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object]) -> None:
-    """Refuse an iterator that can be read once where it is known that the fit reads it again."""
-    again = "give an object whose __iter__ starts over (a list, a DataLoader, a class with __iter__)"
+    """Raise ConfigurationError for a one-shot iterator, if the fit is known to read the data more than once."""
+    again = "Give an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__)"
     if settings.max_steps is not None or (settings.max_epochs or 0) <= 1:
         return
     every_epoch = settings.validate_every == Every(epochs=1)
@@ -122,19 +122,20 @@ def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object
     for where, data in {"train": train, **named}.items():
         if isinstance(data, Iterator):
             raise ConfigurationError(
-                f"{where} is a one-shot iterator ({type(data).__name__}), and max_epochs={settings.max_epochs} reads it again; {again}"
+                f"{where} is a one-shot iterator ({type(data).__name__}), and max_epochs={settings.max_epochs} reads it more "
+                f"than once. {again}"
             )
 
 
 def _in_order(train: object, loading: Loading, few: int | float) -> tuple[Any, Loading]:
     """`train` and how to load it, so that every epoch begins with the same batches."""
-    given = f"overfit_batches={few} reads the same batches in every epoch"
+    given = f"overfit_batches={few} needs the same batches in every epoch"
     if loading.shuffle:
-        raise ConfigurationError(f"{given}, and shuffle=True is set; remove one")
+        raise ConfigurationError(f"{given}, but shuffle=True is set. Remove one of the two")
     if not isinstance(train, DataLoader):
         if _stream(train) and hasattr(train, "set_epoch"):
             raise ConfigurationError(
-                f"{given}, and train is a stream whose order changes with the epoch; pass train.take(n)"
+                f"{given}, but train is a stream whose order changes with the epoch. Pass train.take(n)"
             )
         return train, replace(loading, shuffle=False) if _rows(train) and not _stream(train) else loading
     if isinstance(train.dataset, IterableDataset) or train.batch_sampler is None:
@@ -142,7 +143,7 @@ def _in_order(train: object, loading: Loading, few: int | float) -> tuple[Any, L
     sampler = train.sampler
     if type(train.batch_sampler) is not BatchSampler or type(sampler) not in (SequentialSampler, RandomSampler):
         raise ConfigurationError(
-            f"{given}, and train has its own sampler; pass the loader's data set, or a DataLoader without a sampler"
+            f"{given}, but train has its own sampler. Pass the data set of the loader, or a DataLoader without a sampler"
         )
     if type(sampler) is SequentialSampler:
         return train, loading
@@ -197,7 +198,7 @@ def _check_batch_size(source: Source, resolved: Resolved) -> None:
     if resolved.batch_size is not None and source.batch_size not in (None, resolved.batch_size[0]):
         size, set_by = resolved.batch_size
         raise ConfigurationError(
-            f"train has batches of {source.batch_size} rows per rank and {set_by} says {size}; remove one, or make them equal"
+            f"train has batches of {source.batch_size} rows per rank, but {set_by} sets {size}. Remove one, or make them equal"
         )
 
 
@@ -208,7 +209,7 @@ def _accumulation(source: Source, resolved: Resolved) -> tuple[int, str]:
     setting = f"global_batch_size={size}" + ("" if set_by == "argument" else f" ({set_by})")
     if source.batch_size is None:
         raise ConfigurationError(
-            f"{setting} needs data whose rows can be counted in advance: pass a dataset with batch_size=..., or set "
+            f"{setting} needs data whose rows can be counted in advance. Pass a data set with batch_size=..., or set "
             "gradient_accumulation_steps"
         )
     _, readers = reader(resolved)
@@ -216,12 +217,13 @@ def _accumulation(source: Source, resolved: Resolved) -> tuple[int, str]:
     number, rest = divmod(size, per_step)
     if rest or not number:
         raise ConfigurationError(
-            f"{setting} is not a multiple of batch_size ({source.batch_size}) x ranks ({readers}) = {per_step}"
+            f"{setting} is not a multiple of batch_size ({source.batch_size}) x ranks ({readers}) = {per_step}. "
+            "Give a multiple, or change batch_size"
         )
     if resolved.accumulation is not None and resolved.accumulation[0] != number:
         raise ConfigurationError(
             f"{setting} means gradient_accumulation_steps={number}, but {resolved.accumulation[0]} is set "
-            f"({resolved.accumulation[1]}); remove one"
+            f"({resolved.accumulation[1]}). Remove one of them"
         )
     return number, "from global_batch_size" if set_by == "argument" else f"from {set_by}"
 
@@ -234,7 +236,7 @@ def _with_size(data: object, loading: Loading, resolved: Resolved) -> Loading:
 
 
 def _rows(data: object) -> bool:
-    """Whether `data` is rows that `batch_size` makes batches of."""
+    """Whether `data` consists of rows, which `batch_size` groups into batches."""
     return _stream(data) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
@@ -244,7 +246,7 @@ def _stream(data: object) -> bool:
 
 
 def _for_evaluation(data: object, loading: Loading) -> Loading:
-    """What of the training data's loading applies to a validation set: nothing for loaders and iterables of batches."""
+    """The part of `loading` that applies to a validation set: nothing for loaders and iterables of batches."""
     if isinstance(data, DataLoader) or not _rows(data):
         return Loading()
     workers = min(loading.num_workers, 1) if _stream(data) else loading.num_workers

@@ -12,7 +12,7 @@ from typing import Any
 from fabricate.errors import size_text
 
 SUMMARY_LINES = 8
-"""The most that a fit prints before its first step: the summary, and what a resume and a search for a batch size say."""
+"""The most lines that a fit prints before its first step, with those of a resume and of a search for a batch size."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _model(values: Mapping[str, Any]) -> str:
 
 
 def _place(values: Mapping[str, Any], chosen: str) -> str:
-    """`chosen`: the source of the strategy; why it is one that divides the model is in it where nobody asked for that."""
+    """The line "runs on". `chosen`: the source of the strategy, with the reason if it was chosen automatically."""
     ranks, compiled = values["world_size"], ", compiled" if values["compile"] else ""
     automatic, _, why = chosen.partition("; ")
     reason = f" ({why})" if automatic.startswith("auto: ") and values["strategy"] == "fsdp" else ""

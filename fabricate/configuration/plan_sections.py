@@ -100,7 +100,7 @@ def _strategy_and_precision(resolved: Resolved) -> Iterator[Setting]:
     yield Setting("precision", precision.name, resolved.choices["precision"].source)
     yield Setting("compute_dtype", precision.compute_dtype, f"{precision.name}; verified before the first step")
     for topic, text in lines_of(precision).items():
-        if topic not in of_strategy:  # an engine that does it itself knows better
+        if topic not in of_strategy:  # an engine that accumulates itself states its own number
             yield Setting(topic, text, precision.name)
 
 
@@ -186,7 +186,7 @@ def _clipping(settings: Settings, resolved: Resolved) -> Setting:
 
 
 def _computation(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
-    """How the same numbers come about: seed, compilation, the way of a batch to the device."""
+    """Seed, compilation, and how a batch is copied to the device."""
     yield Setting("seed", *resolved.seed)
     yield _compiling(settings.compile)
     if resolved.device.type == "cpu":
@@ -251,13 +251,13 @@ def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:
 
 
 def _source(resolved: Resolved, line: Setting) -> str:
-    """Where a value came from: of an argument that `fabricate run` gave, not the script."""
+    """Where the value of an argument came from, if `fabricate run` and not the script gave it."""
     given = resolved.launched.get(line.name)
     return given.source if given is not None else line.source
 
 
 def _adopted(resolved: Resolved) -> Iterator[str]:
-    """What neither the script nor an automatic choice set, but a launcher's variable or the strategy's file."""
+    """The settings that came from a launcher's variable or the strategy's file."""
     values: dict[str, tuple[Any, str] | None] = {
         **{kind: (choice.chosen.name, choice.source) for kind, choice in resolved.choices.items()},
         "gradient_accumulation_steps": resolved.accumulation,
@@ -304,7 +304,7 @@ def _memory(resolved: Resolved, needed: Need, settled: Strategy.Settled) -> Iter
 
 
 def _tutorial_counts(resolved: Resolved, needed: Need, others: Mapping[str, Strategy]) -> Iterator[Setting]:
-    """What half precision needs as tutorials count, without master weights, and with them."""
+    """The memory of half precision without float32 master weights, as many tutorials count it, and with them."""
     if resolved.precision.mixed_precision not in ("bf16", "fp16") or "gradients" not in needed.whole:
         return
     counts = {name: halved(needed, other, resolved.launch.world_size) for name, other in others.items()}

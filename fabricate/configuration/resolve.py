@@ -148,7 +148,7 @@ def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: 
     reason = f"auto: {launch.world_size} processes"
     try:
         needed = ahead()
-    except Exception as exc:  # whatever configure_model raises; if it matters, the fit raises it again
+    except Exception as exc:  # anything configure_model raises; the fit calls it again and reports the error then
         return "ddp", f"{reason}; memory is not known before building ({first_line(exc)})"
     replica: Strategy = registry.resolve("strategy", "ddp")[0]
     takes = total(needed.per_rank(replica, launch.world_size), device.type != "cpu")
@@ -164,7 +164,7 @@ def _choose(kind: str, value: Any, request: Request | None, device: torch.device
     automatic = isinstance(value, str) and value == "auto"
     if request is not None:
         own = getattr(value, "name", value)
-        names = {str(own), str(own).partition(":")[0]}  # options may be the Trainer's alone
+        names = {str(own), str(own).partition(":")[0]}  # the Trainer may add options to the requested name
         if not automatic and request.value not in (names | {"no"} if "fp32" in names else names):
             raise ConfigurationError(
                 f"{kind}={own!r} is set in the Trainer and {request.value!r} by {request.source}; remove one, or make "

@@ -25,10 +25,11 @@ _SHOWN = (
     *("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type", "optim"),
     *("max_grad_norm", "seed", "eval_strategy", "save_steps", "logging_steps"),
 )
-"""Fields whose defaults mean something: a line names those that were left at them."""
+"""Fields whose defaults decide how the training runs: a printed line names those that are at their defaults."""
 _DIFFERENT = (
-    "other than transformers.Trainer: columns that the model does not take are not removed (remove_columns= of datasets.map); a loss "
-    "that is not finite ends the fit (nonfinite=); the newest checkpoint in run_dir is resumed (resume='never')"
+    "Trainer differs from transformers.Trainer: columns that the model does not take are not removed (use remove_columns= of "
+    "datasets.map); a loss that is not finite ends the fit (see nonfinite=); a fit resumes from the newest checkpoint in "
+    "run_dir (prevented by resume='never')"
 )
 _OPTIMIZER = (
     *("learning_rate", "weight_decay", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"),
@@ -43,7 +44,7 @@ _SILENT = (
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "logging_dir", "use_cpu"),
     *("do_train", "do_eval", "do_predict"),
 )
-"""Copies of other fields, `use_cpu`, which the state that TrainingArguments makes says to a fit, and flags of scripts."""
+"""Fields without an effect here: copies of other fields, flags of scripts, and `use_cpu`, which TrainingArguments passes on itself."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> From
     unknown = set(handled) - {field.name for field in dataclasses.fields(args)}
     if unknown:
         raise ConfigurationError(
-            f"handled={sorted(handled)}: {type(args).__name__} has no field {', '.join(sorted(unknown))}"
+            f"handled={sorted(handled)}: {type(args).__name__} has no field {', '.join(sorted(unknown))}. "
+            "Give names of its fields"
         )
     args = _without(args, handled)
     given: dict[str, Any] = {}
@@ -152,13 +154,13 @@ def _checked_others(args: Any, taken: Collection[str]) -> Iterator[str]:
         if colon and not verb:
             yield f"{name}={_shown(value)} is left out: {why}"
             continue
-        raise _refusal(args, name, f"use {remedy}" if remedy else "it is a field of this class only")
+        raise _refusal(args, name, f"use {remedy}" if remedy else "only your class has this field")
 
 
 def _refusal(args: Any, name: str, remedy: str) -> ConfigurationError:
     return ConfigurationError(
-        f"TrainingArguments.{name}={_shown(getattr(args, name))} has no counterpart in a Trainer; {remedy}. Leave it at its default "
-        f"then, or say that the script does it: from_training_arguments(args, handled=[{name!r}])"
+        f"TrainingArguments.{name}={_shown(getattr(args, name))} has no counterpart in a Trainer; {remedy}. Leave it at its default, "
+        f"or if the script reads it itself, name it: from_training_arguments(args, handled=[{name!r}])"
     )
 
 
@@ -197,7 +199,7 @@ def _length(args: Any) -> dict[str, Any]:
         return {"max_steps": args.max_steps}
     if args.num_train_epochs != int(args.num_train_epochs):
         raise ConfigurationError(
-            f"TrainingArguments.num_train_epochs={args.num_train_epochs!r}: a fit has whole epochs; give max_steps"
+            f"TrainingArguments.num_train_epochs={args.num_train_epochs!r}: a fit has whole epochs. Give max_steps"
         )
     return {"max_epochs": int(args.num_train_epochs)}
 
@@ -207,10 +209,10 @@ def _same(args: Any) -> dict[str, Any]:
     given = {"run_dir": args.output_dir, "seed": args.seed, "timeout": f"{args.ddp_timeout / 60:g} minutes"}
     if args.data_seed not in (None, args.seed):
         raise ConfigurationError(
-            f"TrainingArguments.data_seed={args.data_seed!r}: the order of the data comes from seed={args.seed!r}; give one of them, or a "
-            "sampler with a generator of its own"
+            f"TrainingArguments.data_seed={args.data_seed!r}: a Trainer orders the data by seed={args.seed!r}. Leave "
+            "data_seed out, or give a sampler that has its own generator"
         )
-    if args.gradient_accumulation_steps != 1:  # else a launcher or a DeepSpeed file may say
+    if args.gradient_accumulation_steps != 1:  # 1 is the default, so that a launcher or a DeepSpeed file may set it
         given["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     if args.max_grad_norm:
         given["max_grad_norm"] = float(args.max_grad_norm)
@@ -226,7 +228,7 @@ def _precision(args: Any) -> dict[str, Any]:
         return {"precision": "bf16" if args.bf16 else "fp16"}
     if args.tf32:
         return {"precision": "tf32"}
-    # The launcher's word otherwise, as transformers has it: "no" where it said nothing.
+    # mixed_precision is what the launcher requested; transformers sets "no" if it requested nothing.
     return {"precision": "fp32"} if args.mixed_precision == "no" else {}
 
 
@@ -238,8 +240,8 @@ def _compiling(args: Any) -> dict[str, Any]:
         options = getattr(args, f"{name}_kwargs") or {}
         if others := sorted(option for option, value in options.items() if (option, value) != ("use_reentrant", False)):
             raise ConfigurationError(
-                f"TrainingArguments.{name}_kwargs={options!r}: {', '.join(others)} has no counterpart; blocks are "
-                "always recomputed as with use_reentrant=False; leave the option out"
+                f"TrainingArguments.{name}_kwargs={options!r}: {', '.join(others)} has no counterpart in a Trainer. Blocks are "
+                "always recomputed as with use_reentrant=False. Leave the option out"
             )
     if args.torch_compile:
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
@@ -256,7 +258,7 @@ def _every(args: Any, what: str) -> str | None:
         return "1 epoch"
     if steps < 1:
         raise ConfigurationError(
-            f"TrainingArguments.{what}_steps={steps!r} is a share of all updates; give a number of updates, or {what}_strategy='epoch'"
+            f"TrainingArguments.{what}_steps={steps!r} is a share of all updates. Give a number of updates, or {what}_strategy='epoch'"
         )
     return f"{int(steps)} steps"
 
@@ -285,7 +287,7 @@ def _saving(args: Any) -> dict[str, Any]:
 
 
 _TRACKER_NAMES = {"wandb": "name", "trackio": "name", "mlflow": "run_name"}
-"""The option of a tracker that is the name of a run."""
+"""By tracker: its option for the name of a run."""
 
 
 def _trackers(args: Any) -> dict[str, Any]:
@@ -330,7 +332,7 @@ _PARTS: dict[tuple[str, ...], Callable[[Any], dict[str, Any]]] = {
     ("report_to", "run_name", "project"): _trackers,
     ("ddp_find_unused_parameters", "ddp_static_graph", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"): _ddp,
 }
-"""What makes arguments of a Trainer of which fields."""
+"""By names of fields: the function that translates them into arguments of a Trainer."""
 
 
 # ------------------------------------------------------------------------------------------------------- data, resuming, lines
@@ -363,15 +365,15 @@ def _resume(args: Any) -> str:
 
 
 def _beside(args: Any) -> Iterator[str]:
-    """What the fields ask for together, and is done otherwise here."""
+    """Lines about combinations of fields that have another effect here."""
     if _text(args.logging_strategy) == "no":
         yield "logging_strategy='no': metrics are written to run_dir once an epoch"
     if args.run_name and not args.report_to:
         yield f"run_name={args.run_name!r} is left out: report_to names no tracker"
     if getattr(args, "n_gpu", 1) > 1:
         yield (
-            f"{args.n_gpu} GPUs are visible, and a process uses one: start one for each, `fabricate run script.py --nproc {args.n_gpu}`; "
-            "transformers would have divided the batch of this process over them"
+            f"{args.n_gpu} GPUs are visible, but a process uses one. Start one process for each: fabricate run script.py "
+            f"--nproc {args.n_gpu}. (transformers divides the batch of one process over all visible GPUs.)"
         )
 
 
@@ -381,7 +383,7 @@ def _lines(args: Any, handled: Collection[str], given: Mapping[str, Any], notes:
     arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
     return (
         f"TrainingArguments: Trainer({arguments})",
-        f"TrainingArguments, defaults that count: {', '.join(left)}",
+        f"TrainingArguments, fields at their defaults: {', '.join(left)}",
         *(f"TrainingArguments: {note}" for note in notes),
         f"TrainingArguments: {_DIFFERENT}",
     )

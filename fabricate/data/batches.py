@@ -54,7 +54,7 @@ def rows_of(batch: Any) -> int:
     rows = visible_rows(batch)
     if rows is None:
         raise ConfigurationError(
-            f"cannot tell how many rows a batch of type {type(batch).__name__} has: it holds no tensor or array with "
+            f"cannot tell how many rows a batch of type {type(batch).__name__} has: the batch holds no tensor or array with "
             'a leading dimension and no list of samples. Return {"loss": loss, "weight": weight} from the step (for '
             'metrics: "weight"), where weight is what the mean was taken over.'
         )

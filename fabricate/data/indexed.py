@@ -129,8 +129,8 @@ class Indexed(Source):
         if now == self._length:
             return ""
         return (
-            f"train has {now} rows now and had {self._length} when the fit began, which decide what an epoch reads: what came since is "
-            "not read. For data that grows give an iterable that yields what there is, or call fit again"
+            f"train has {now} rows now, but had {self._length} when the fit began. The fit does not read the rows that were added "
+            "since then. For data that grows, give an iterable that yields the rows there are, or call fit again"
         )
 
     def probe(self) -> str:
@@ -156,8 +156,8 @@ class Indexed(Source):
         first = order.unit(start)
         if first is None or first > stop:
             raise self._setup.error(
-                f"cannot resume at row {start}: an epoch has {order.position(stop)} rows and no batch begins there. "
-                "The data, its sampler or the limit changed since the checkpoint was written"
+                f"cannot resume at row {start}: an epoch has {order.position(stop)} rows, and no batch begins at that row. "
+                "The data, its sampler or the limit changed since the checkpoint was written: restore them, or use resume='never'"
             )
         size = self._units_per_window
         if self._setup.drop_last:
@@ -183,9 +183,10 @@ class Indexed(Source):
         then, self.order_digest = self.order_digest, now
         if start and then not in ("", now):
             raise self._setup.error(
-                f"gives its rows in another order than before row {start} of this epoch, where the checkpoint was saved: rows would be "
-                "lost or repeated. Its sampler, or what that draws from (weights, lengths), changed since, or it has a generator of its "
-                "own; use the same, draw from torch's, or Trainer(accept_changes=('train',))"
+                f"gives its rows in another order than when the checkpoint was saved, at row {start} of this epoch, so rows would be "
+                "lost or repeated. The sampler, or the weights or lengths that it draws from, changed since then, or it has "
+                "its own generator. "
+                "Use the same sampler, draw from torch's global generator, or set Trainer(accept_changes=('train',))"
             )
 
     def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
@@ -205,9 +206,10 @@ class Indexed(Source):
         if rank is None:
             return None
         return self._setup.error(
-            f"is read in another order on rank {rank} than on rank 0, so that rows would be read twice or not at all: "
-            f"{type(self.samplers[0]).__name__} draws from a random generator of its own. Let it draw from those of Python, NumPy or "
-            "torch, which are seeded alike on every rank for each epoch, or from one that its set_epoch(self, epoch) seeds"
+            f"is read in another order on rank {rank} than on rank 0, so some rows would be read twice and others not at all: "
+            f"{type(self.samplers[0]).__name__} draws from its own random generator. Let it draw from the global generators "
+            "of Python, NumPy or "
+            "torch, which are seeded alike on every rank for each epoch, or seed its generator in set_epoch(self, epoch)"
         )
 
     def order_of(self, epoch: int) -> RowOrder | BatchOrder:

@@ -152,8 +152,8 @@ class _Reader(IterableDataset[Any]):
         for chunk, last, state in _chunks(cursor, self._window, setup.drop_last):
             if workers.read_the_same(chunk):
                 raise setup.error(
-                    f"is a stream that each of its {workers.number} worker processes reads whole, so that every row comes "
-                    f"{workers.number} times. Let __iter__ of the data set yield the part of its worker "
+                    f"is a stream that each of its {workers.number} worker processes reads as a whole, so every row comes "
+                    f"{workers.number} times. Let __iter__ of the data set yield only the part of its worker "
                     "(torch.utils.data.get_worker_info()), or use num_workers=1"
                 )
             shares = plan_window(len(chunk), self._batch_size or 1, setup.world_size, setup.rank)
@@ -182,7 +182,7 @@ class _Reader(IterableDataset[Any]):
         """What follows: a window of `chunk`, rows of a stream or the user's batches, which begins at `position`."""
         sizes = [1] * len(chunk) if self._batch_size else [visible_rows(batch) for batch in chunk]
         if 0 in sizes:
-            raise self._setup.error(f"yielded a batch without rows after row {position}: leave empty batches out")
+            raise self._setup.error(f"yielded a batch without rows after row {position}. Leave empty batches out")
         ends = list(accumulate((rows or 1 for rows in sizes), initial=position))
         own = [(share.rows if self._batch_size else sizes[share.start]) if share.rows else 0 for share in shares]
         return _Plan(ends[-1] - position, ends[-1], last, [ends[share.start] for share in shares], own, state, "")
@@ -205,8 +205,8 @@ class _Reader(IterableDataset[Any]):
 
     def _cannot_resume(self, position: int) -> ConfigurationError:
         return self._setup.error(
-            f"cannot resume at row {self._start}: reading it again reached row {position}. The data, its order "
-            "or the limit changed since the checkpoint was written"
+            f"cannot resume at row {self._start}: reading the data again reached row {position}. The data, its order "
+            "or the limit changed since the checkpoint was written: restore them, or use resume='never'"
         )
 
 

@@ -54,11 +54,13 @@ class Setup:
         return ConfigurationError(f"{self.argument} {problem}.")
 
     def empty(self) -> ConfigurationError:
-        return self.error("has no rows: check the path, the split and any filter that made it")
+        return self.error("has no rows. Check the path, the split, and any filter that was applied")
 
     def note_drop_last(self) -> None:
         if not self.training:
-            self.notes.append(f"{self.argument}: drop_last=True is not applied, evaluation reads every row once")
+            self.notes.append(
+                f"{self.argument}: drop_last=True is not applied, because an evaluation reads every row once"
+            )
 
     def check(self, loading: Loading) -> None:
         for name, value, least in (
@@ -87,7 +89,7 @@ class Setup:
             return self.limit * step
         if units is None:
             raise self.error(
-                f"has no length, so limit={self.limit} (a share of it) is unknown: pass a number of micro-batches"
+                f"has no length, so limit={self.limit} (a share of the length) cannot be computed. Pass a number of micro-batches"
             )
         return min(units, max(1, int(units * self.limit + 1e-9)))  # 0.29 * 100 is 28.999... in binary
 
@@ -157,8 +159,8 @@ class Source(ABC):
             self.updates_per_epoch = num_windows(usable, self._units_per_window, setup.drop_last)
             if not self.updates_per_epoch:
                 raise setup.error(
-                    f"has fewer rows than one global batch ({usable} of {self._units_per_window}) and drop_last=True "
-                    "leaves out incomplete ones: nothing remains. Lower the batch size or pass drop_last=False"
+                    f"has fewer rows than one global batch ({usable} of {self._units_per_window}), and drop_last=True "
+                    "leaves out incomplete global batches, so no update remains. Lower the batch size, or pass drop_last=False"
                 )
             if batch_size:
                 self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
@@ -212,9 +214,10 @@ class Source(ABC):
             return None
         shown = f" ({everyone[0]} on rank 0, {everyone[rank]} on rank {rank})" if isinstance(everyone[0], int) else ""
         return self._setup.error(
-            f"has {what} on rank {rank} than on rank 0{shown}. Every rank has to pass the same, whole data, which fabricate divides: data "
-            "that is divided already (split_dataset_by_node, shard(), a file for each rank) would be divided again, and rows would be left "
-            "out. Where the script draws rows at random, let it call fabricate.seed_everything(0) first: every rank then draws the same"
+            f"has {what} on rank {rank} than on rank 0{shown}. Every rank has to pass the same, whole data, because fabricate "
+            "divides it. Data "
+            "that is already divided (split_dataset_by_node, shard(), a file for each rank) would be divided again, and rows would be left "
+            "out. If the script draws rows at random, call fabricate.seed_everything(0) first, so that every rank draws the same"
         )
 
     def unlike(self, everyone: Sequence[str]) -> ConfigurationError | None:

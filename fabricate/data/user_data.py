@@ -80,7 +80,7 @@ def open_source(
     if isinstance(data, Iterable):
         return _open_iterable(data, setup, loading)
     raise setup.error(
-        f"is a {type(data).__name__}, neither a data set (__len__ and __getitem__) nor iterable; pass a DataLoader, "
+        f"is a {type(data).__name__}, neither a data set (__len__ and __getitem__) nor iterable. Pass a DataLoader, "
         "a data set or an iterable of batches"
     )
 
@@ -89,35 +89,36 @@ def _refuse_several(data: Any, setup: Setup) -> None:
     """Refuse a list of loaders or data sets, which would be taken for rows."""
     if isinstance(data, list | tuple) and data and all(isinstance(each, DataLoader | Dataset) for each in data):
         remedy = (
-            "iterate over one that gives the batches of all (torch's ConcatDataset, say, or an iterable)"
+            "Pass one that gives the rows or batches of all (torch's ConcatDataset, for example, or an iterable)"
             if setup.training
-            else "name them in a mapping, {'first': ..., 'second': ...}"
+            else "Name them in a mapping, {'first': ..., 'second': ...}"
         )
-        raise setup.error(f"is a {type(data).__name__} of {len(data)} {type(data[0]).__name__} objects; {remedy}")
+        raise setup.error(f"is a {type(data).__name__} of {len(data)} {type(data[0]).__name__} objects. {remedy}")
 
 
 def _refuse_other_kinds(data: Any, setup: Setup) -> None:
     """Raise for objects that look like data and are not."""
     if type(data).__module__.partition(".")[0] == "accelerate":
         raise setup.error(
-            f"is a {type(data).__name__} that accelerate has already split over the ranks; pass the DataLoader that "
+            f"is a {type(data).__name__} that accelerate has already split over the ranks. Pass the DataLoader that "
             "was given to prepare()"
         )
     if callable(getattr(data, "train_dataloader", None)):
         raise setup.error(
-            f"is a {type(data).__name__} (a DataModule): pass what its methods return, after prepare_data() and setup('fit'): "
-            "fit(module, data.train_dataloader(), data.val_dataloader())"
+            f"is a {type(data).__name__} (a DataModule). Call its prepare_data() and setup('fit'), and pass the loaders that "
+            "its methods return: fit(module, data.train_dataloader(), data.val_dataloader())"
         )
     if type(data).__name__ == "CombinedLoader" or (
         setup.training and isinstance(data, Mapping) and any(isinstance(part, DataLoader) for part in data.values())
     ):
         raise setup.error(
-            f"is a {type(data).__name__}, which joins several loaders; pass one data set: torch.utils.data.StackDataset(a=..., b=...) "
-            "gives a row of each per batch, ConcatDataset one after the other, and an iterable of batches whatever it joins"
+            f"is a {type(data).__name__}, which joins several loaders. Pass one data set: torch.utils.data.StackDataset(a=..., b=...) "
+            "reads a row of each at a time, ConcatDataset reads them one after the other. For any other combination pass an "
+            "iterable of batches"
         )
     if isinstance(data, Mapping | str | bytes) or data is None:
         raise setup.error(
-            f"is a {type(data).__name__}, which holds no rows to read; pass a data set, a DataLoader or an iterable"
+            f"is a {type(data).__name__}, which holds no rows to read. Pass a data set, a DataLoader or an iterable"
         )
 
 
@@ -129,12 +130,12 @@ def _refuse_tables(data: Any, setup: Setup) -> None:
         and len({tuple(part.shape[1:]) for part in data}) > 1  # else they may be batches, or rows
     ):
         raise setup.error(
-            f"is a tuple of {len(data)} tensors or arrays, each of which would be one row; "
-            "pass torch.utils.data.TensorDataset(*tensors), of tensors: torch.as_tensor(array)"
+            f"is a tuple of {len(data)} tensors or arrays, and each of them would be read as one row. "
+            "Pass torch.utils.data.TensorDataset(*tensors); torch.as_tensor(array) makes a tensor of an array"
         )
     if type(data).__module__.partition(".")[0] in ("pandas", "polars"):
         raise setup.error(
-            f"is a {type(data).__name__}, whose rows are not read by their number; pass datasets.Dataset.from_pandas(frame) "
+            f"is a {type(data).__name__}, whose rows cannot be read by index. Pass datasets.Dataset.from_pandas(frame) "
             "(from_polars), or a TensorDataset of its columns"
         )
 
@@ -143,11 +144,13 @@ def _open_dataset(data: Any, setup: Setup, loading: Loading) -> Source:
     rows = _length(data)
     if rows is None:
         raise setup.error(
-            f"is a {type(data).__name__} without a length: give it __len__, or make it a torch IterableDataset if it "
+            f"is a {type(data).__name__} without a length. Give it __len__, or make it a torch IterableDataset if it "
             "can only be read in order"
         )
     if loading.batch_size is None:
-        raise setup.error("is a dataset: pass batch_size=... (rows per rank and micro-batch)")
+        raise setup.error(
+            "is a data set, so a batch size is needed. Pass batch_size=... (rows per rank and micro-batch)"
+        )
     if loading.collate_fn is None and is_hugging_face(data, "Dataset") and data.format["type"] is None:
         data = data.with_format("torch")
         setup.notes.append(
@@ -174,13 +177,13 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     setup.refuse(
         loading,
         ("batch_size", "num_workers", "collate_fn", "shuffle", "drop_last"),
-        "is a DataLoader, which has its own; set it there, or pass the loader's data set instead",
+        "is a DataLoader, which has this setting itself. Set it there, or pass the data set of the loader instead",
     )
     batch_sampler = loader.batch_sampler
     for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise setup.error(
-                "has a DistributedSampler, but fabricate splits the data over the ranks itself: drop the sampler and "
+                "has a DistributedSampler, but fabricate splits the data over the ranks itself. Remove the sampler and "
                 "pass shuffle= to the DataLoader"
             )
     if has_own_loop(loader):
@@ -201,7 +204,7 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     else:
         batch_size, sampler, shuffle = None, batch_sampler, None
         draw, units = lambda seed, epoch: BatchOrder(drawn(sampler, seed, epoch)), _length(sampler)
-        order = f"the batches of {type(sampler).__name__}, drawn per epoch from the seed, dealt to the ranks in turn"
+        order = f"the batches of {type(sampler).__name__}, drawn for each epoch from the seed, and given to the ranks in turn"
     if units is None:
         return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
     setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
@@ -223,11 +226,12 @@ def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict
     options["prefetch_factor"] = loader.prefetch_factor
     if loader.persistent_workers:
         setup.notes.append(
-            f"{setup.argument}: persistent_workers=True of the DataLoader is not applied: worker processes start over in each epoch"
+            f"{setup.argument}: persistent_workers=True of the DataLoader is not applied, because worker processes are "
+            "started again for each epoch"
         )
     if not loader.in_order:
         setup.notes.append(
-            f"{setup.argument}: in_order=False of the DataLoader is not applied: batches come in their order"
+            f"{setup.argument}: in_order=False of the DataLoader is not applied, because batches are read in order"
         )
     if loader.pin_memory_device:  # naming it at all is deprecated in torch
         options["pin_memory_device"] = loader.pin_memory_device
@@ -248,32 +252,34 @@ def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, b
             phrase,
             shuffle,
         )
-    phrase = f"the rows of {type(sampler).__name__}, drawn per epoch from the seed, the same on all ranks"
+    phrase = f"the rows of {type(sampler).__name__}, drawn for each epoch from the seed, the same on all ranks"
     return lambda seed, epoch: RowOrder(as_indices(drawn(sampler, seed, epoch))), rows, phrase, None
 
 
 def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
     name = type(data).__name__
     if loading.batch_size is None:
-        raise setup.error(f"is a stream of rows ({name}): pass batch_size=... (rows per rank and micro-batch)")
+        raise setup.error(
+            f"is a stream of rows ({name}), so a batch size is needed. Pass batch_size=... (rows per rank and micro-batch)"
+        )
     if loading.shuffle:
         raise setup.error(
-            f"is a stream ({name}), which shuffle=True cannot reorder: shuffle in the data set itself "
+            f"is a stream ({name}), which shuffle=True cannot reorder. Shuffle in the data set itself "
             "(datasets: .shuffle(seed=..., buffer_size=...)) and leave shuffle unset"
         )
     if loading.num_workers > 1:
         raise setup.error(
-            f"is a stream ({name}) and num_workers={loading.num_workers}: each worker process would read the whole "
-            "stream, and every row would come once per worker. Pass num_workers=1 (or 0)"
+            f"is a stream ({name}), and with num_workers={loading.num_workers} each worker process would read the whole "
+            "stream: every row would come once per worker. Pass num_workers=1 (or 0)"
         )
     if is_hugging_face(data, "IterableDataset"):
         if setup.world_size > 1 and data._distributed is not None:
             raise setup.error(
-                "is a stream that split_dataset_by_node has divided over the ranks; pass the whole stream, which fabricate divides"
+                "is a stream that split_dataset_by_node has already divided over the ranks. Pass the whole stream; fabricate divides it"
             )
         if _shuffled_without_seed(data):
             raise setup.error(
-                "is a stream shuffled without a seed: every rank and every resumed run would read another order. "
+                "is a stream that is shuffled without a seed, so every rank and every resumed run would read another order. "
                 "Call .shuffle(seed=...)"
             )
         if loading.collate_fn is None and data._formatting is None:
@@ -301,7 +307,7 @@ def _open_iterable(data: Iterable[Any], setup: Setup, loading: Loading) -> Sourc
         loading,
         # shuffle=False is what happens anyway.
         ("batch_size", "num_workers", "collate_fn", *(["shuffle"] if loading.shuffle else [])),
-        f"is an iterable of batches ({type(data).__name__}), taken as they come; for rows pass a data set or a torch "
+        f"is an iterable of batches ({type(data).__name__}), which are used as they are. For rows pass a data set or a torch "
         "IterableDataset",
     )
     return _open_batches(data, setup, None)
@@ -322,9 +328,11 @@ def _has_state(data: Any) -> bool:
 
 def _note_sequential(setup: Setup, what: str, has_state: bool) -> None:
     if setup.world_size > 1:
-        setup.notes.append(f"{setup.argument}: every rank reads all {what} and keeps its own")
+        setup.notes.append(f"{setup.argument}: every rank reads all {what} and keeps its own part")
     if setup.training and not has_state:
-        setup.notes.append(f"{setup.argument}: resuming reads the epoch again up to the position, which takes its time")
+        setup.notes.append(
+            f"{setup.argument}: to resume, the epoch is read again up to the position of the checkpoint, which takes time"
+        )
 
 
 def _shuffled_without_seed(data: Any) -> bool:

@@ -33,7 +33,10 @@ class FP32(Precision):
         import torch
 
         if self.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-            yield f"precision='fp32:tf32=true': {device} has no TF32, NVIDIA GPUs of compute capability 8.0 or more do: use 'fp32'"
+            yield (
+                f"precision='fp32:tf32=true': {device} has no TF32; only NVIDIA GPUs of compute capability 8.0 or more have it. "
+                "Use precision='fp32'"
+            )
 
     def process_context(self, device: torch.device) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self.tf32 is None else _allow_tf32(self.tf32)
@@ -115,7 +118,7 @@ class FP16(Precision):
     def __post_init__(self) -> None:
         if not self.init_scale >= 1 or self.growth_interval < 1:
             raise ConfigurationError(
-                f"fp16: init_scale={self.init_scale!r}, growth_interval={self.growth_interval!r}: both have to be at least 1"
+                f"fp16: init_scale={self.init_scale!r}, growth_interval={self.growth_interval!r}: give at least 1 for both"
             )
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:
@@ -175,8 +178,9 @@ class BF16True(Precision):
         kahan = all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)  # optimi's
         if not (stochastic or kahan):
             yield (
-                f"precision='bf16-true': {type(optimizer).__name__} loses updates that are small next to their weights; use one that makes "
-                "up for it, such as optimi.AdamW(parameters, lr, weight_decay) of the package torch-optimi, or precision='bf16'"
+                f"precision='bf16-true': {type(optimizer).__name__} loses updates that are small compared with their weights. "
+                "Use an optimizer that compensates "
+                "for the rounding, such as optimi.AdamW(parameters, lr, weight_decay) of the package torch-optimi, or precision='bf16'"
             )
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[object]:

@@ -190,9 +190,9 @@ def test_accelerators_options_are_refused_where_one_is_set() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_train_epochs": 2.5}, "num_train_epochs=2.5: a fit has whole epochs; give max_steps"),
-        ({"eval_strategy": "steps", "eval_steps": 0.1}, "eval_steps=0.1 is a share of all updates; give a number"),
-        ({"data_seed": 3}, "data_seed=3: the order of the data comes from seed=42"),
+        ({"num_train_epochs": 2.5}, "num_train_epochs=2.5: a fit has whole epochs. Give max_steps"),
+        ({"eval_strategy": "steps", "eval_steps": 0.1}, "eval_steps=0.1 is a share of all updates. Give a number"),
+        ({"data_seed": 3}, "data_seed=3: a Trainer orders the data by seed=42"),
         ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' is not built from its name here"),
         ({"optim": "sgd", "optim_args": "momentun=0.9"}, "momentun has no effect on optim='sgd'"),
         ({"optim_args": "foreach=true"}, "foreach has no effect on optim='adamw_torch_fused', whose options here are: none"),
@@ -245,7 +245,7 @@ def test_the_fields_of_a_subclass_are_the_scripts() -> None:
         learning_rate: float = 1e-3
 
     assert from_training_arguments(Own())._optimizer.options["lr"] == 1e-3
-    refused(Own(width=4), "TrainingArguments.width=4", "it is a field of this class only")
+    refused(Own(width=4), "TrainingArguments.width=4", "only your class has this field")
     from_training_arguments(Own(width=4), handled=["width"])
 
 

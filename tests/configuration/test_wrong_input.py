@@ -34,7 +34,7 @@ from tests.support.wrong import ROWS, Regression, answering, refused, wrong_modu
         ),
         ({"precision": "bf61"}, "precision='bf61' is not known; did you mean 'bf16'?; known: "),
         ({"precision": "fp16:init_scale=big"}, "precision='fp16': option init_scale='big' is not float"),
-        ({"precision": "fp16:init_scale=0"}, "fp16: init_scale=0.0, growth_interval=2000: both have to be at least 1"),
+        ({"precision": "fp16:init_scale=0"}, "fp16: init_scale=0.0, growth_interval=2000: give at least 1 for both"),
         ({"global_batch_size": 3}, "global_batch_size=3 is not a multiple of batch_size (2) x ranks (1) = 2"),
         (
             {"global_batch_size": 4, "gradient_accumulation_steps": 4},
@@ -86,7 +86,7 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"max_grad_value": -1}, "max_grad_value=-1: give a positive number, or None not to clip"),
         (
             {"max_grad_norm": 1.0, "max_grad_value": 0.5},
-            "max_grad_norm=1.0 and max_grad_value=0.5 are both set; choose one of them",
+            "max_grad_norm=1.0 and max_grad_value=0.5 are both set. Remove one of them",
         ),
         ({"nonfinite": "skipp"}, "nonfinite='skipp': give 'stop' or 'skip'; did you mean 'skip'?"),
         ({"nonfinite": None}, "nonfinite=None: give 'stop' or 'skip'"),
@@ -96,8 +96,8 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
         ({"seed": True}, "seed=True: give a whole number"),
         ({"save_every": "weekly"}, "save_every='weekly' is not a duration: write '500 steps'"),
         ({"max_time": "00:12:00:00"}, "max_time='00:12:00:00': give a time, for instance '11 hours'"),
-        ({"save_every": 0}, "save_every=0: give None for never, or a duration such as '500 steps'"),
-        ({"validate_every": False}, "validate_every=False: give None for never"),
+        ({"save_every": 0}, "save_every=0: give a duration such as '500 steps' or '1 epoch', or None for never"),
+        ({"validate_every": False}, "validate_every=False: give a duration"),
         ({"log_every": "0 steps"}, "log_every='0 steps': Every(steps=0): the number has to be positive"),
         ({"run_dir": ""}, "run_dir='': give the path of a directory, or None to write nothing"),
         ({"run_dir": 3}, "run_dir=3: give the path of a directory"),
@@ -187,9 +187,15 @@ def test_a_class_as_plugin_is_refused() -> None:
     [
         ({"mode": "lowest"}, "EarlyStopping('val_loss'): mode='lowest': give 'min' or 'max'"),
         ({"metric": "val_top1"}, "EarlyStopping('val_top1'): is a higher or a lower 'val_top1' better?"),
-        ({"patience": 0}, "EarlyStopping(patience=0, min_delta=0.0): at least 1"),
-        ({"patience": "3"}, "EarlyStopping(patience='3', min_delta=0.0): at least 1"),
-        ({"min_delta": -1.0}, "EarlyStopping(patience=3, min_delta=-1.0): at least 1"),
+        ({"patience": 0}, "EarlyStopping(patience=0, min_delta=0.0): give a whole number of at least 1 for patience"),
+        (
+            {"patience": "3"},
+            "EarlyStopping(patience='3', min_delta=0.0): give a whole number of at least 1 for patience",
+        ),
+        (
+            {"min_delta": -1.0},
+            "EarlyStopping(patience=3, min_delta=-1.0): give a whole number of at least 1 for patience and a number of at least 0",
+        ),
     ],
 )
 def test_wrong_options_of_early_stopping_are_refused(arguments: dict[str, Any], message: str) -> None:

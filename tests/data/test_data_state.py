@@ -107,7 +107,7 @@ def test_a_resume_from_every_position_goes_on_without_reading_again(
     for rank in range(world_size):
         source = opened(data(), loading, rank, world_size, **settings)
         assert source.resumes == "by its own state"
-        assert not any("reads the epoch again" in note for note in source.notes)
+        assert not any("the epoch is read again" in note for note in source.notes)
         whole = [[*read(source, epoch, 0)] for epoch in range(3)]
         for epoch, windows in enumerate(whole[:2]):
             for number, (_, end, state) in enumerate(windows):
@@ -176,7 +176,7 @@ def test_a_stream_of_datasets_is_read_again_since_its_state_forgets_a_shuffle_bu
     for data in (made, interleaved):
         source = opened(data, Loading(2), 0, 1)
         assert source.resumes == "by replay"
-        assert any("reads the epoch again" in note for note in source.notes)
+        assert any("the epoch is read again" in note for note in source.notes)
         whole = [batch["row"].tolist() for window in source.windows(0) for batch, _ in window.micro_batches]
         for done in range(1, len(whole)):
             again = opened(data, Loading(2), 0, 1)

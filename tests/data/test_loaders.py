@@ -40,8 +40,8 @@ def test_a_loader_is_rebuilt_with_everything_but_its_sampler() -> None:
 def test_options_of_a_loader_that_are_not_applied_are_named() -> None:
     source = opened(in_twos(5, num_workers=1, persistent_workers=True, in_order=False))
     assert source.notes[1:] == (
-        "train: persistent_workers=True of the DataLoader is not applied: worker processes start over in each epoch",
-        "train: in_order=False of the DataLoader is not applied: batches come in their order",
+        "train: persistent_workers=True of the DataLoader is not applied, because worker processes are started again for each epoch",
+        "train: in_order=False of the DataLoader is not applied, because batches are read in order",
     )
 
 
@@ -121,7 +121,7 @@ def test_samplers_are_asked_for_their_order_even_when_they_derive_from_torchs_ow
     assert flat(updates([opened(DataLoader(Numbers(4), sampler=Backwards(Numbers(4))))])) == [3, 2, 1, 0]
     source = opened(DataLoader(Numbers(6), sampler=Told()))
     assert flat(updates([source], epoch=2)) == [2, 3, 4, 5, 0, 1]
-    assert "the rows of Told, drawn per epoch" in source.notes[0]
+    assert "the rows of Told, drawn for each epoch" in source.notes[0]
 
 
 def test_keys_that_are_not_numbers_reach_the_data_set_as_they_are() -> None:
@@ -144,7 +144,7 @@ def test_the_batches_of_a_batch_sampler_are_dealt_to_the_ranks_whole() -> None:
     assert (sources[0].batch_size, sources[0].global_batch, sources[0].num_samples) == (None, None, None)
     assert sources[0].updates_per_epoch == 3
     with pytest.raises(
-        ConfigurationError, match="cannot resume at row 4: an epoch has 9 rows and no batch begins there"
+        ConfigurationError, match="cannot resume at row 4: an epoch has 9 rows, and no batch begins at that row"
     ):
         next(iter(sources[0].windows(0, start=4)))
 
@@ -228,7 +228,9 @@ def test_worker_processes_are_gone_after_an_epoch() -> None:
     ],
 )
 def test_settings_that_a_loader_already_has_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}=.* has no effect: train is a DataLoader, which has its own"):
+    with pytest.raises(
+        ConfigurationError, match=f"{name}=.* has no effect: train is a DataLoader, which has this setting itself"
+    ):
         opened(in_twos(4), Loading(**{name: value}))
 
 
@@ -239,7 +241,7 @@ def test_a_distributed_sampler_is_refused() -> None:
         DataLoader(Numbers(4), batch_sampler=BatchSampler(sampler, 2, False)),
     ):
         with pytest.raises(
-            ConfigurationError, match=r"DistributedSampler, but fabricate splits .* drop the sampler and pass"
+            ConfigurationError, match=r"DistributedSampler, but fabricate splits .* Remove the sampler and pass"
         ):
             opened(loader)
 

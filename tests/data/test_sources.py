@@ -221,7 +221,7 @@ def test_drop_last_is_not_applied_to_evaluation_and_the_plan_says_so() -> None:
         opened(Stream(5), Loading(2, drop_last=True), argument="val", training=False),
     ):
         assert [index for batch in source.batches(stand_ins=True) for index in batch.indices] == [0, 1, 2, 3, 4]
-        assert "val: drop_last=True is not applied, evaluation reads every row once" in source.notes
+        assert "val: drop_last=True is not applied, because an evaluation reads every row once" in source.notes
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(3, 12), (100, 50), (0.1, 5), (0.58, 29), (0.0001, 1), (1.0, 50)])
@@ -255,7 +255,7 @@ def test_a_limit_that_means_nothing_is_refused(limit: Any) -> None:
 
 def test_a_share_of_data_without_a_length_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"train has no length, so limit=0.5 .* pass a number of micro-batches"
+        ConfigurationError, match=r"train has no length, so limit=0.5 .* Pass a number of micro-batches"
     ):
         opened(Stream(4), Loading(2), limit=0.5)
 

@@ -65,7 +65,7 @@ def test_a_shuffled_hugging_face_stream_is_replayed_per_epoch(num_workers: int) 
 
 
 def test_a_hugging_face_stream_shuffled_without_a_seed_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"shuffled without a seed: .* Call .shuffle\(seed=...\)"):
+    with pytest.raises(ConfigurationError, match=r"shuffled without a seed, .* Call .shuffle\(seed=...\)"):
         opened(hugging_face_stream().shuffle(), Loading(2))
 
 
@@ -84,12 +84,12 @@ def test_collating_a_stream_in_a_worker_is_random_by_position_and_leaves_the_ord
 @pytest.mark.parametrize(
     ("data", "loading", "message"),
     [
-        (Numbers(3), Loading(), r"train is a dataset: pass batch_size="),
-        (Stream(3), Loading(), r"train is a stream of rows \(Stream\): pass batch_size="),
-        (Stream(3), Loading(2, shuffle=True), r"shuffle=True cannot reorder: shuffle in the data set itself"),
-        (Stream(3), Loading(2, num_workers=2), r"num_workers=2: each worker process would read the whole stream"),
+        (Numbers(3), Loading(), r"train is a data set, so a batch size is needed. Pass batch_size="),
+        (Stream(3), Loading(), r"train is a stream of rows \(Stream\), so a batch size is needed. Pass batch_size="),
+        (Stream(3), Loading(2, shuffle=True), r"shuffle=True cannot reorder. Shuffle in the data set itself"),
+        (Stream(3), Loading(2, num_workers=2), r"num_workers=2 each worker process would read the whole stream"),
         (Numbers(0), Loading(2), r"train has no rows"),
-        (Numbers(1), Loading(2, drop_last=True), r"fewer rows than one global batch \(1 of 2\) and drop_last=True"),
+        (Numbers(1), Loading(2, drop_last=True), r"fewer rows than one global batch \(1 of 2\), and drop_last=True"),
         (Numbers(3), Loading(0), r"batch_size=0 \(for train\) must be a whole number, 1 or more"),
         (Numbers(3), Loading(2, num_workers=-1), r"num_workers=-1 \(for train\) must be a whole number"),
         ({"a": 1}, Loading(2), r"train is a dict, which holds no rows"),
@@ -113,7 +113,7 @@ def test_a_data_set_without_a_length_is_refused() -> None:
         def __getitem__(self, index: int) -> int:
             return index
 
-    with pytest.raises(ConfigurationError, match="train is a Unsized without a length: give it __len__"):
+    with pytest.raises(ConfigurationError, match=r"train is a Unsized without a length\. Give it __len__"):
         opened(Unsized(), Loading(2))
 
 
@@ -129,7 +129,7 @@ def test_sequential_data_that_turns_out_empty_is_named(data: Any) -> None:
 def test_a_position_beyond_the_data_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="cannot resume at row 9: an epoch has 8 rows"):
         next(iter(opened(Numbers(8), Loading(2)).windows(0, start=9)))
-    with pytest.raises(ConfigurationError, match="cannot resume at row 9: reading it again reached row 8"):
+    with pytest.raises(ConfigurationError, match="cannot resume at row 9: reading the data again reached row 8"):
         next(iter(opened(Stream(8), Loading(2)).windows(0, start=9)))
     assert list(opened(Numbers(8), Loading(2)).windows(0, start=8)) == []
     assert list(opened(Stream(8), Loading(2)).windows(0, start=8)) == []
@@ -174,7 +174,7 @@ class Divided(IterableDataset[torch.Tensor]):
 
 def test_a_stream_that_each_worker_of_a_loader_reads_whole_is_an_error() -> None:
     whole = opened(DataLoader(Divided(divide=False), 2, num_workers=2))
-    with pytest.raises(ConfigurationError, match="reads whole, so that every row comes 2 times"):
+    with pytest.raises(ConfigurationError, match="reads as a whole, so every row comes 2 times"):
         updates([whole])
     assert sorted(flat(updates([opened(DataLoader(Divided(divide=True), 2, num_workers=2))]))) == [*range(9)]
     assert flat(updates([opened(DataLoader(Divided(divide=False), 2, num_workers=1))])) == [*range(9)]

@@ -341,7 +341,7 @@ DIVIDED = {
     "stream": "has other first rows on rank 1",
     "batches": "has other first rows on rank 1",
     "split": "has other rows on rank 1",
-    "split stream": "is a stream that split_dataset_by_node has divided over the ranks",
+    "split stream": "is a stream that split_dataset_by_node has already divided over the ranks",
     "noise": "",
     "whole": "",
     "sampler": "is read in another order on rank 1 than on rank 0",

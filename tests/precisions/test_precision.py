@@ -65,7 +65,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("precision", ["tf32", "fp32:tf32=true"])
 def test_tf32_is_refused_where_there_is_none(precision: str) -> None:
-    with pytest.raises(ConfigurationError, match="cpu has no TF32, NVIDIA GPUs of compute capability"):
+    with pytest.raises(ConfigurationError, match="cpu has no TF32; only NVIDIA GPUs of compute capability"):
         fit(Net(), precision)
 
 

@@ -311,14 +311,14 @@ class CombinedLoader:
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (DataModule(), "train is a DataModule (a DataModule): pass what its methods return"),
+        (DataModule(), "train is a DataModule (a DataModule). Call its prepare_data()"),
         (
             CombinedLoader(),
-            "train is a CombinedLoader, which joins several loaders; pass one data set: torch.utils.data.StackDataset",
+            "train is a CombinedLoader, which joins several loaders. Pass one data set: torch.utils.data.StackDataset",
         ),
         (
             {"a": DataLoader(ROWS), "b": DataLoader(ROWS)},
-            "train is a dict, which joins several loaders; pass one data set",
+            "train is a dict, which joins several loaders. Pass one data set",
         ),  # type: ignore[arg-type]
     ],
 )

@@ -90,7 +90,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"train_batch_size": 64}, {"global_batch_size": 12}, "12 is set in the Trainer and 64 by train_batch_size in config"),
     ({"train_batch_size": 12}, {"gradient_accumulation_steps": 4}, "means gradient_accumulation_steps=2, but 4 is set (argument)"),
     ({"train_batch_size": 10}, {}, "global_batch_size=10 (train_batch_size in config) is not a multiple of batch_size (3) x ranks (2) = 6"),
-    ({"train_micro_batch_size_per_gpu": 8}, {}, "train has batches of 3 rows per rank and train_micro_batch_size_per_gpu in config says 8"),
+    ({"train_micro_batch_size_per_gpu": 8}, {}, "batches of 3 rows per rank, but train_micro_batch_size_per_gpu in config sets 8"),
     ({"fp16": {"enabled": True}}, {"precision": "bf16"}, "precision='bf16' is set in the Trainer and 'fp16' by fp16.enabled in config"),
     ({"bf16": {"enabled": False}}, {"precision": "bf16"}, "bf16.enabled is False and precision='bf16' means True"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "fp16.enabled and bf16.enabled are both true"),

@@ -101,7 +101,10 @@ def test_a_search_finds_what_fits_and_leaves_no_trace(tmp_path: Path) -> None:
     fault, of_loader, late = found["errors"]
     assert fault.startswith("rank 0 failed, and not for lack of memory:")
     assert "RuntimeError: a fault of the module" in fault
-    assert "train is a DataLoader, which has its own; set it there, or pass the loader's data set instead" in of_loader
+    assert (
+        "train is a DataLoader, which has this setting itself. Set it there, or pass the data set of the loader instead"
+        in of_loader
+    )
     assert "this process has a process group already" in late
 
 

@@ -191,7 +191,10 @@ def test_another_sampler_is_refused(tmp_path: Path) -> None:
     run(1, WeightedRandomSampler([1.0] * 8, 8))
     with pytest.raises(CheckpointError, match=r"'WeightedRandomSampler'.*'SubsetRandomSampler'"):
         run(2, SubsetRandomSampler(range(8)))
-    with pytest.raises(ConfigurationError, match="gives its rows in another order than before row 2 of this epoch"):
+    with pytest.raises(
+        ConfigurationError,
+        match="gives its rows in another order than when the checkpoint was saved, at row 2 of this epoch",
+    ):
         run(2, WeightedRandomSampler([1.0, 0.0] * 4, 8))
     assert run(2, WeightedRandomSampler([1.0] * 8, 8)).steps == 2
     assert run(3, WeightedRandomSampler([1.0, 0.0] * 4, 8), accept_changes=("train",)).steps == 3

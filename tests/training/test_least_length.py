@@ -118,5 +118,5 @@ def test_anomaly_detection_names_the_operation_and_ends_with_the_fit() -> None:
 
 @pytest.mark.parametrize("place", ["s3://bucket/runs", "gs://bucket", "hf://me/runs"])
 def test_a_run_directory_on_a_remote_store_is_refused(place: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"run_dir='.*://.*' is not on a file system"):
+    with pytest.raises(ConfigurationError, match=r"run_dir='.*://.*' is not a directory of a file system"):
         Trainer(run_dir=place)

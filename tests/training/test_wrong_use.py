@@ -64,7 +64,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
         (lambda self: torch.optim.LBFGS(self.parameters()), "LBFGS evaluates the loss several times per update"),
         (
             lambda self: _sgd([torch.zeros(2, requires_grad=True)]),
-            "optimizer 'main' holds a parameter of shape (2,) that is not a parameter of the module",
+            "optimizer 'main' holds a parameter of shape (2,) that the module does not have",
         ),
         (
             lambda self: _sgd([p.requires_grad_(p.ndim > 5) for p in self.parameters()]),
@@ -140,18 +140,22 @@ def test_a_plateau_scheduler_without_val_loss_is_an_error() -> None:
         (
             torch.utils.data.DataLoader([], batch_size=2),
             {},
-            "train has no rows: check the path, the split and any filter",
+            "train has no rows. Check the path, the split, and any filter",
         ),
         (torch.utils.data.TensorDataset(torch.zeros(0, 3)), {"batch_size": 2}, "train has no rows"),
         ([], {}, "train has no rows"),
-        (torch.utils.data.TensorDataset(torch.zeros(4, 3)), {}, "train is a dataset: pass batch_size=..."),
+        (
+            torch.utils.data.TensorDataset(torch.zeros(4, 3)),
+            {},
+            "train is a data set, so a batch size is needed. Pass batch_size=...",
+        ),
         (torch.utils.data.DataLoader(ROWS, batch_size=2), {"batch_size": 4}, "batch_size=4 has no effect"),
         ({"a": 1}, {}, "train is a dict, which holds no rows to read"),
         ((torch.zeros(4, 3), torch.zeros(4, 1)), {"batch_size": 2}, "train is a tuple of 2 tensors or arrays"),
         (
             pandas.DataFrame({"a": [1.0, 2.0]}),
             {"batch_size": 2},
-            "train is a DataFrame, whose rows are not read by their",
+            "train is a DataFrame, whose rows cannot be read by",
         ),
         ("train.csv", {}, "train is a str, which holds no rows to read"),
         (3, {}, "train is a int"),
@@ -181,12 +185,12 @@ def test_data_that_grows_during_a_fit_gets_a_note(capsys: pytest.CaptureFixture[
     data = Growing()
     result = Trainer(max_epochs=3, progress=False, plugins=[Grow()]).fit(Regression(), data, batch_size=2)
     assert result.steps == 6
-    text = "note: train has 6 rows now and had 4 when the fit began, which decide what an epoch reads"
+    text = "note: train has 6 rows now, but had 4 when the fit began. The fit does not read the rows that were added"
     assert capsys.readouterr().err.count(text) == 1
 
 
 def test_an_iterator_that_gives_nothing_is_an_error() -> None:
-    refused("train has no rows: check the path", train=iter([]))
+    refused("train has no rows. Check the path", train=iter([]))
 
 
 def test_an_iterator_that_is_used_up_is_an_error() -> None:
@@ -196,7 +200,7 @@ def test_an_iterator_that_is_used_up_is_an_error() -> None:
 
 def test_an_iterator_that_later_epochs_would_read_again_is_refused_before_the_first_step() -> None:
     batches = [(torch.zeros(2, 3), torch.zeros(2, 1))]
-    message = "is a one-shot iterator (list_iterator), and max_epochs=2 reads it again"
+    message = "is a one-shot iterator (list_iterator), and max_epochs=2 reads it more than once"
     refused(f"train {message}", train=iter(batches), max_steps=None, max_epochs=2)
     module = wrong_module(validation_step=lambda self, batch: None)
     refused(f"val {message}", module=module, train=batches, val=iter(batches), max_steps=None, max_epochs=2)
@@ -263,7 +267,7 @@ def test_a_checkpoint_to_resume_that_does_not_exist_is_refused(tmp_path: Path) -
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    message = f"resume: '{tmp_path}' is neither a checkpoint nor a run directory with one; give RUN_DIR or"
+    message = f"resume: '{tmp_path}' is neither a checkpoint nor a run directory with one. Give RUN_DIR or"
     refused(message, error=CheckpointError, fit={"resume": str(tmp_path)})
 
 
@@ -273,7 +277,7 @@ def test_weights_of_no_checkpoint_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(
         CheckpointError,
-        match=r"model\.safetensors holds weights only: import_checkpoint\(.*load_from_checkpoint\(out\) makes a module",
+        match=r"model\.safetensors holds weights only: import_checkpoint\(.*load_from_checkpoint\(out\) loads this into a module",
     ):
         Regression.load_from_checkpoint(tmp_path)
     with pytest.raises(
@@ -453,7 +457,7 @@ def test_a_parameter_that_a_hook_replaces_is_refused(hook: str, forwards: int) -
         self.layer = torch.nn.Linear(3, 1)
 
     refused(
-        "that is not a parameter of the module; make it an attribute of the module",
+        "that the module does not have. Make it (or its layer) an attribute of the module",
         module=wrong_module(**{hook: replace}),
         forwards=forwards,
     )
