@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fabricate.strategies.base import Strategy
 
 STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-NOT_RUNNING = "no fit or evaluation is running, so nothing records it"
+NOT_RUNNING = "no fit or evaluation is running, so the value would not be recorded; call log in a step or a hook"
 _METHODS = (*STEPS.values(), "configure_optimizers", "configure_model", "init_weights", "export", "provide_data")
 
 
@@ -361,7 +361,7 @@ class TrainModule(torch.nn.Module, Listener):
         _take(module, state, Path(path))
         if plugins:
             module.print(
-                f"note: {beside_weights(plugins, path)}; RUN_DIR/model/ of a complete run has the weights with it"
+                f"note: {beside_weights(plugins, path)}; RUN_DIR/model/ of a complete run has the weights that the plugin chose"
             )
         return module
 
@@ -430,16 +430,16 @@ def _as_given(value: Any) -> Any:
 def beside_weights(plugins: Collection[str], path: str | Path) -> str:
     """The note that a checkpoint holds state of inactive plugins, of which only the weights are loaded."""
     return (
-        f"{path} holds what the plugin {', '.join(plugins)} keeps beside the weights, an average of them, say, and only the weights that "
-        "were trained are loaded; an evaluation takes both with Trainer(plugins=[...]) and checkpoint="
+        f"{path} also holds the state of the plugin {', '.join(plugins)} (for example, an average of the weights). This state is "
+        "not loaded, only the weights that were trained. To evaluate with it, use Trainer(plugins=[...]) and checkpoint="
     )
 
 
 def not_taken(module: TrainModule, path: Path) -> str:
     """The note about what `on_save` of a module put into a checkpoint of which the weights alone are loaded."""
     return (
-        f"{type(module).__name__}.on_save put values into {path}, and only the weights are loaded from it: define on_load_weights(self, "
-        "state) to take what belongs to them"
+        f"{type(module).__name__}.on_save put values into {path}, but only the weights are loaded. If some of these values belong "
+        "to the weights, define on_load_weights(self, state) to restore them"
     )
 
 
@@ -547,7 +547,7 @@ def check_methods(module: object) -> None:
         raise ConfigurationError(f"{type(module).__name__}.__init__ does not call super().__init__(); call it first")
     for name, (value, remedy) in foreign_names.MODULE_SETTINGS.items():
         if getattr(module, name, None) is value:
-            raise ConfigurationError(f"{type(module).__name__}.{name}={value} is not read; {remedy}")
+            raise ConfigurationError(f"{type(module).__name__}.{name}={value} has no effect; {remedy}")
     for base in type(module).__mro__[: type(module).__mro__.index(TrainModule)]:
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name.startswith("_"):

@@ -191,7 +191,10 @@ class Trainer:
 
     def _live(self) -> Run:
         if self._run is None:
-            raise FabricateError("this exists only while fit, validate, test or predict is running")
+            raise FabricateError(
+                "this attribute or method of the trainer is available only while fit, validate, test or predict is running; use it "
+                "in a step or a hook"
+            )
         return self._run
 
     def _counted(self) -> _Counted:
@@ -199,7 +202,9 @@ class Trainer:
         if self._run is not None:
             return _Counted(self._run.progress, self._run.journal.latest, self._run.journal.rates)
         if self._ended is None:
-            raise FabricateError("this exists only while fit, validate, test or predict is running, and after a fit")
+            raise FabricateError(
+                "this attribute of the trainer is available only after a fit, or while fit, validate, test or predict is running"
+            )
         return self._ended
 
     @property
@@ -370,7 +375,7 @@ class Trainer:
         run = self._live()
         target = Path(path)
         if target.exists():
-            raise CheckpointError(f"save({str(path)!r}): this exists already; give a new path")
+            raise CheckpointError(f"save({str(path)!r}): this path exists already; give a new one")
         if run.now.failure is not None:
             saving.write_last_update(run, target)
             return target
@@ -386,9 +391,11 @@ class Trainer:
         `FabricateError` during an update."""
         run, target = self._live(), Path(path)
         if not run.now.at_boundary:
-            raise FabricateError(f"export({str(path)!r}): an update is under way; call it in on_saved, say")
+            raise FabricateError(
+                f"export({str(path)!r}): it cannot run during an update; call it in on_saved, for example"
+            )
         if run.engine.rank == 0 and target.exists():
-            raise CheckpointError(f"export({str(path)!r}): this exists already; give a new path")
+            raise CheckpointError(f"export({str(path)!r}): this path exists already; give a new one")
         with meant_weights(run):
             write_model(run, target)
         return target
@@ -463,7 +470,7 @@ class Trainer:
         KeyboardInterrupt.
         """
         if name := told_to_end():  # a script's next fit would continue from one that is not done
-            print(f"{name} asked this process to end: no further fit is begun", file=sys.stderr)
+            print(f"{name} asked this process to end, so no further fit is started", file=sys.stderr)
             return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
         loading = Loading(None, num_workers, collate_fn, shuffle)
@@ -599,7 +606,7 @@ class Trainer:
             return Path(checkpoint), ""
         if self.settings.run_dir is None:
             raise ConfigurationError(
-                f"checkpoint={checkpoint!r} is looked up in run_dir, which is not set; give a path, or set run_dir"
+                f"checkpoint={checkpoint!r} means a checkpoint in run_dir, but run_dir is not set; give a path, or set run_dir"
             )
         return resuming.find(self.settings.run_dir, str(checkpoint), self.settings.keep)
 

@@ -151,8 +151,8 @@ def test_weights_without_their_average_get_a_note(
     Net.load_from_checkpoint(tmp_path)
     said = capsys.readouterr()
     for text in (said.err, said.out):
-        assert "holds what the plugin ema keeps beside the weights" in text
-    assert "the plugin ema keeps beside them" in "".join(export(tmp_path, tmp_path / "weights", "safetensors"))
+        assert "also holds the state of the plugin ema" in text
+    assert "the plugin ema" in "".join(export(tmp_path, tmp_path / "weights", "safetensors"))
 
 
 def test_a_fit_that_fails_while_the_average_is_validated_saves_its_weights(tmp_path: Path) -> None:
@@ -194,7 +194,10 @@ def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
 
 def test_two_averages_are_one_too_many() -> None:
     refused = _refused(plugins=("ema", StochasticWeightAveraging(0.1, "1 steps")))
-    assert "ema: leave out StochasticWeightAveraging; a fit ends with one average" in refused
+    assert (
+        "ema: this fit also has StochasticWeightAveraging, but a fit can end with only one average; leave out one of the two"
+        in refused
+    )
 
 
 def test_an_average_that_is_validated_at_the_end_is_what_is_exported(tmp_path: Path) -> None:
@@ -255,12 +258,15 @@ def test_replicas_refuse_a_loss_scale_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"strategy": "diloco:every=0"}, "every is at least 1"),
-        ({"plugins": ("ema:decay=1.5",)}, "decay is at least 0 and below 1"),
+        (
+            {"strategy": "diloco:every=0"},
+            ": give every of at least 1, outer_lr above 0, and outer_momentum of at least 0",
+        ),
+        ({"plugins": ("ema:decay=1.5",)}, ": give decay of at least 0 and below 1, and start of at least 0"),
         ({"precision": "fp8"}, "cpu does not compute in float8"),
         ({"precision": "fp8:backend=te"}, "needs the package transformer_engine"),
         ({"precision": "fp8:backend=te,emulate=true"}, "cannot emulate"),
-        ({"precision": "fp8:emulate=true,skip=."}, "no linear layer with both sizes in multiples of 16"),
+        ({"precision": "fp8:emulate=true,skip=."}, "no linear layer to convert: both sizes have to be multiples of 16"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(arguments: dict[str, Any], told: str) -> None:

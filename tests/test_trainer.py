@@ -308,7 +308,9 @@ def test_the_best_weights_need_to_be_known(tmp_path: Path) -> None:
 
 def test_counters_and_metrics_are_readable_after_a_fit() -> None:
     trainer = Trainer(max_epochs=2, progress=False, log_every=1)
-    with pytest.raises(FabricateError, match="is running, and after a fit"):
+    with pytest.raises(
+        FabricateError, match="this attribute of the trainer is available only after a fit, or while fit,"
+    ):
         _ = trainer.step
     result = trainer.fit(Regression(), ROWS, ROWS, batch_size=2)
     for _ in range(2):

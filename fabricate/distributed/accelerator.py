@@ -32,11 +32,13 @@ _LAUNCHED = ("ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_DEEPSPEED_", "ACCELERATE
 """Variables of `accelerate launch` that Accelerate's plugins would read; fabricate has read them already."""
 _REDUCTIONS = ("sum", "mean", "max", "none")
 _PREPARED = (
-    "the fit prepares the module, its optimizers and its schedules, and calls them; make a further model an attribute of the "
-    "TrainModule. A DataLoader of your own can be prepared"
+    "the fit prepares the module, its optimizers and its schedules. Make a further model an attribute of the TrainModule; of "
+    "your own objects, only a DataLoader can be prepared"
 )
 _SAVES = "trainer.save(path) and Trainer(run_dir=, save_every=) save everything, and fit(resume=) restores it"
-_RANKS = "fabricate sets no parallelism_config; rank and number of ranks are process_index and num_processes"
+_RANKS = (
+    "fabricate sets no parallelism_config; use process_index and num_processes for the rank and the number of ranks"
+)
 
 
 @dataclass(slots=True)
@@ -181,9 +183,9 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
             return
         if self._moment.uneven:
             raise FabricateError(
-                f"trainer.accelerator.{method} in a step of an evaluation: ranks have unequal numbers of batches and would wait for "
-                "each other. Return the values from the step or self.log them, and fabricate reduces them over the ranks; keep what "
-                f"has to be whole, and call {method} in on_eval_end"
+                f"trainer.accelerator.{method} in a step of an evaluation: ranks have unequal numbers of batches and would wait "
+                "for each other. Return the values from the step or pass them to self.log: fabricate reduces them over the "
+                f"ranks. If you need the tensors of all ranks, keep them in the step and call {method} in on_eval_end"
             )
         mine = [method, *given]
         digest = xxhash.xxh3_64_intdigest(json.dumps(mine).encode()) >> 1
@@ -204,13 +206,13 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         def check(tensor: torch.Tensor) -> torch.Tensor:
             if is_sharded(tensor) or not self._strategy.local_part(tensor).replicated:
                 raise FabricateError(
-                    f"trainer.accelerator.{method}: strategy={self._strategy.name!r} leaves each rank a part of this tensor; "
-                    "get_state_dict(module) gives whole weights"
+                    f"trainer.accelerator.{method}: under strategy={self._strategy.name!r}, each rank holds only a part of this "
+                    "tensor; get_state_dict(module) returns whole weights"
                 )
             if several and tensor.device.type != self.device.type:
                 raise FabricateError(
-                    f"trainer.accelerator.{method}: the tensor is on {tensor.device} and ranks exchange what is on {self.device}; move "
-                    "it there first"
+                    f"trainer.accelerator.{method}: the tensor is on {tensor.device}, but ranks exchange tensors on "
+                    f"{self.device}; call tensor.to(trainer.accelerator.device) first"
                 )
             shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}")
             if tensor.requires_grad and torch.is_grad_enabled() and method in ("gather", "reduce"):
@@ -253,8 +255,8 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
                 )
         if not isinstance(input_data, list | tuple):
             raise FabricateError(
-                f"trainer.accelerator.gather_for_metrics: {type(input_data).__name__} is not tensors; give a list with one object "
-                "for each row"
+                f"trainer.accelerator.gather_for_metrics: {type(input_data).__name__} holds objects that are not tensors; give "
+                "tensors, or a list with one object for each row"
             )
         return gather_object(list(input_data) if counts else [])
 
@@ -321,7 +323,8 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
             return whole
         if self._moment.forward:
             raise FabricateError(
-                "trainer.accelerator.get_state_dict: layers are being gathered while a step runs; call it in a hook, on_step for instance"
+                "trainer.accelerator.get_state_dict: it cannot run within a step, in which the strategy gathers layers; call it "
+                "in a hook, for instance on_step"
             )
         state = model.state_dict(keep_vars=True)
         self._meet("get_state_dict", *state)
@@ -374,7 +377,8 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         parameters = self._editable("clip_grad_norm_", "Trainer(max_grad_norm=)", parameters)
         if norm_type != 2:
             raise FabricateError(
-                f"trainer.accelerator.clip_grad_norm_: norm_type={norm_type!r}: strategies compute the 2-norm over all ranks; leave it out"
+                f"trainer.accelerator.clip_grad_norm_: norm_type={norm_type!r}: strategies compute only the 2-norm over all "
+                "ranks; leave norm_type out"
             )
         norm = self._strategy.grad_norm(parameters)
         self._strategy.clip(parameters, float(max_norm), norm)
@@ -392,8 +396,8 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
     def _editable(self, method: str, instead: str, parameters: Any) -> list[Any]:
         if not self._strategy.exposes_gradients:
             raise FabricateError(
-                f"trainer.accelerator.{method}: strategy={self._strategy.name!r} hides gradients and does its own clipping; use "
-                "Trainer(max_grad_norm=)"
+                f"trainer.accelerator.{method}: strategy={self._strategy.name!r} does not expose gradients and does its own "
+                "clipping; use Trainer(max_grad_norm=)"
             )
         if not self._moment.gradients_final:
             raise FabricateError(
@@ -448,11 +452,12 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
     def _check_trackers(self, method: str, also: str) -> None:
         if not self._tracked:
             raise FabricateError(
-                f"trainer.accelerator.{method}: this run has no trackers; Trainer(trackers=[...]) starts them for a fit{also}"
+                f"trainer.accelerator.{method}: this run has no trackers; name them in Trainer(trackers=[...]), and fit starts "
+                f"them{also}"
             )
 
     init_trackers = _Replaced(
-        "Trainer(trackers=[...]) names them, and the fit starts them with the plan as configuration"
+        "name the trackers in Trainer(trackers=[...]); the fit starts them, with the plan as their configuration"
     )
     end_training = _Replaced("the fit ends its trackers; trainer.stop(reason) ends the fit at the next update")
 
@@ -482,10 +487,16 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
     )
     register_save_state_pre_hook = _Replaced("implement on_save(state), which runs in every save")
     register_load_state_pre_hook = _Replaced("implement on_load(state), which runs when a checkpoint is restored")
-    deepspeed_ulysses_dl_adapter = _Replaced("sequence parallelism is not there; strategy='fsdp:tp=N' divides layers")
+    deepspeed_ulysses_dl_adapter = _Replaced(
+        "sequence parallelism is not supported; strategy='fsdp:tp=N' splits layers over N ranks"
+    )
     tensor_parallel_rank = _ReplacedValue(f"{_RANKS}; under 'fsdp:tp=N' it is process_index % N")
-    pipeline_parallel_rank = _ReplacedValue("pipeline parallelism is not there; strategy='fsdp:tp=N' divides layers")
-    context_parallel_rank = _ReplacedValue("context parallelism is not there; strategy='fsdp:tp=N' divides layers")
+    pipeline_parallel_rank = _ReplacedValue(
+        "pipeline parallelism is not supported; strategy='fsdp:tp=N' splits layers over N ranks"
+    )
+    context_parallel_rank = _ReplacedValue(
+        "context parallelism is not supported; strategy='fsdp:tp=N' splits layers over N ranks"
+    )
     data_parallel_rank = _ReplacedValue(f"{_RANKS}; parameter.device_mesh of a sharded parameter has the rest")
     data_parallel_shard_rank = _ReplacedValue(f"{_RANKS}; parameter.device_mesh of a sharded parameter has the rest")
     deepspeed_engine_wrapped = _ReplacedValue("the strategy drives DeepSpeed's engine; hooks see every update")

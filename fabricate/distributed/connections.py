@@ -188,6 +188,6 @@ def await_all(store: Store, name: str, rank: int, world_size: int, host: str, ti
         if time.monotonic() > deadline:
             missing = [other for other in range(world_size) if not store.check([f"{name}/{other}"])]
             names = " and ".join(f"rank {other}" for other in missing)
-            raise RankError(f"{names} did not meet rank {rank} on {host} within {timeout}")
+            raise RankError(f"{names} did not connect to rank {rank} on {host} within {timeout}")
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_SECONDS)

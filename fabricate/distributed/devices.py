@@ -40,7 +40,7 @@ def choose_device(
         return torch.device("cpu"), "no accelerator here"
     if available.type not in KINDS:
         raise ConfigurationError(
-            f"this machine has a device of the kind {available.type!r}, on which fabricate does not compute; {_ON_CPU}"
+            f"this machine has a device of type {available.type!r}, which fabricate does not support; {_ON_CPU}"
         )
     return torch.device(available.type, local_rank % torch.accelerator.device_count()), "detected"
 
@@ -54,7 +54,7 @@ def _requested(requested: Mapping[str, Request], available: torch.device | None,
         raise ConfigurationError(f"{named} is not a device; {_NAMES}") from exc
     if device.type not in KINDS:
         raise ConfigurationError(
-            f"{named} is of the kind {device.type!r}, on which fabricate does not compute; {_NAMES}"
+            f"{named} is a device of type {device.type!r}, which fabricate does not support; {_NAMES}"
         )
     if device.type == "cpu":
         return torch.device("cpu")
@@ -66,20 +66,20 @@ def _requested(requested: Mapping[str, Request], available: torch.device | None,
         there = (
             f"{count} of that kind" if count else f"{'no accelerator' if available is None else available.type} here"
         )
-        raise ConfigurationError(f"{named}: torch finds {there}; give a device that is there, or unset it")
+        raise ConfigurationError(f"{named}: torch finds {there}; give a device that exists, or unset the variable")
     return torch.device(device.type, index)
 
 
 def _refuse_xla(environ: Mapping[str, str], requested: Mapping[str, Request]) -> None:
     if is_torch_xla_available():
         raise ConfigurationError(
-            "torch_xla is installed, so that Accelerate computes on XLA devices (TPUs), on which fabricate does not; uninstall torch_xla, "
-            "or set USE_TORCH_XLA=0 before Python starts"
+            "torch_xla is installed, so Accelerate uses XLA devices (TPUs), which fabricate does not support; uninstall "
+            "torch_xla, or set USE_TORCH_XLA=0 before Python starts"
         )
     kind = environ.get("PJRT_DEVICE", "")
     if kind.upper() in ("TPU", "NEURON") and not requested.keys() & {"device", "cpu"}:
         raise ConfigurationError(
-            f"PJRT_DEVICE={kind!r} asks for an XLA device, on which fabricate does not compute; unset it, or, {_ON_CPU}"
+            f"PJRT_DEVICE={kind!r} asks for an XLA device, which fabricate does not support; unset it, or, {_ON_CPU}"
         )
 
 
@@ -87,7 +87,10 @@ def note_on(device: torch.device) -> str:
     """A line for the plan about a kind of device on which fabricate was not tried; empty for the others."""
     if device.type in ("cpu", "cuda"):
         return ""
-    return f"fabricate was not yet run on {device.type}, and checkpoints lack its random state; {_ON_CPU}"
+    return (
+        f"fabricate has not been tested on {device.type}, and checkpoints do not hold the state of this device's random generator; "
+        f"{_ON_CPU}"
+    )
 
 
 def make_current(device: torch.device) -> None:

@@ -154,13 +154,14 @@ class Engine(Group):
         ]
         if self._compile is not None and not self.strategy.compiles:
             problems.append(
-                f"compile= is set and strategy={self.strategy.name!r} works inside the forward that would be compiled; leave compile "
-                "out, or use strategy='ddp' or 'fsdp'"
+                f"compile= is set, but strategy={self.strategy.name!r} acts inside the forward that would be compiled; leave "
+                "compile out, or use strategy='ddp' or 'fsdp'"
             )
         if self.in_group and not KINDS.get(self.device.type, "unknown"):
             problems.append(
-                f"strategy={self.strategy.name!r} on {self.launch.world_size} of {self.device.type}: torch has no process group on such a "
-                "device; start one process with strategy='single', or compute on the CPU with ACCELERATE_TORCH_DEVICE=cpu"
+                f"strategy={self.strategy.name!r} with {self.launch.world_size} ranks on {self.device.type}: torch has no process "
+                "group for this type of device; start one process with strategy='single', or compute on the CPU with "
+                "ACCELERATE_TORCH_DEVICE=cpu"
             )
         if problems:
             raise ConfigurationError("; ".join(problems))
@@ -234,8 +235,9 @@ class Engine(Group):
             leave_at_exit()
         elif dist.get_world_size() != self.world_size:
             raise RankError(
-                f"rank {self.rank} of {self.world_size} was launched, and this process has a process group of {dist.get_world_size()} "
-                "already, from an earlier fit or opened by the script; start new processes, or a new notebook kernel"
+                f"rank {self.rank} of {self.world_size} was launched, but this process already has a process group of size "
+                f"{dist.get_world_size()}, from an earlier fit or opened by the script; start new processes, or a new "
+                "notebook kernel"
             )
 
     @contextlib.contextmanager
@@ -316,7 +318,8 @@ class Engine(Group):
             autocast = str(torch.get_autocast_dtype(self.device.type)).removeprefix("torch.") if on else "float32"
         if autocast != self.precision.compute_dtype:
             raise ConfigurationError(
-                f"precision={self.precision.name!r} computes in {self.precision.compute_dtype}, but on {self.device} it would be {autocast}"
+                f"precision={self.precision.name!r} computes in {self.precision.compute_dtype}, but autocast computes in "
+                f"{autocast} on {self.device}; choose another precision, or correct forward_context() of this one"
             )
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -378,8 +381,9 @@ class Engine(Group):
         name, world_size, converted, root, model = earlier
         if (name, world_size) != (self.strategy.name, self.world_size):
             raise ConfigurationError(
-                f"{type(module).__name__} is sharded already ({f'an earlier fit under {name!r}' if name else 'a tp_plan?'}) and strategy="
-                f"{self.strategy.name!r} needs it whole: build a new module, or {type(module).__name__}.load_from_checkpoint(...)"
+                f"{type(module).__name__} is sharded already ({f'an earlier fit under {name!r}' if name else 'a tp_plan?'}), but "
+                f"strategy={self.strategy.name!r} needs a module with whole parameters: build a new module, or "
+                f"{type(module).__name__}.load_from_checkpoint(...)"
             )
         if converted != self._converts():
             raise ConfigurationError(
@@ -399,8 +403,8 @@ class Engine(Group):
         """Let the strategy take over the optimizers of a fit. All ranks."""
         if len(optimizers) > 1 and not self.strategy.several_optimizers:
             raise ConfigurationError(
-                f"strategy={self.strategy.name!r} trains with one optimizer and there are {len(optimizers)} ({', '.join(optimizers)}); "
-                "put all parameters into the groups of one optimizer, or use strategy='ddp' or 'fsdp'"
+                f"strategy={self.strategy.name!r} trains with one optimizer, but there are {len(optimizers)} "
+                f"({', '.join(optimizers)}); put all parameters into the groups of one optimizer, or use strategy='ddp' or 'fsdp'"
             )
         with self.opening_groups(), self.accelerator.building():
             model = self.strategy.prepare_optimizers(self.model, optimizers)

@@ -88,8 +88,8 @@ class Failures:
         if answer:
             return answer[0]
         return RankError(
-            f"rank {self._rank} on {self._host(self._rank)} lost rank 0 on {self._host(0)}, where ranks meet: that process or "
-            f"host is gone (look at its output). On this rank: {_reason(exc)}"
+            f"rank {self._rank} on {self._host(self._rank)} lost its connection to rank 0 on {self._host(0)}, which coordinates "
+            f"the ranks: the process of rank 0 or its host is gone (look at its output). On this rank: {_reason(exc)}"
         )
 
     def meet(self, place: str) -> bool:
@@ -142,7 +142,7 @@ class Failures:
             return None
         report = json.loads(self._store.get(f"{self._name}/first"))
         error = RankError(
-            f"rank {report['rank']} failed first, this rank {self._rank} stopped with it (the traceback is in the "
+            f"rank {report['rank']} failed first, and this rank {self._rank} stopped because of that (the traceback is in the "
             f"output of rank {report['rank']}):\n{report['error']}"
         )
         error.first = tuple(report["gist"])
@@ -172,8 +172,8 @@ class Failures:
             )
         names = " and ".join(f"rank {rank} on {self._host(rank)}" for rank in report["silent"])
         return RankError(
-            f"{names} did not answer rank {report['by']} on {self._host(report['by'])}: dead, unreachable or stuck (look at its output; a "
-            f"rank that only needs longer gets it with Trainer(timeout=...)). On this rank: {reason}{seen}"
+            f"{names} did not answer rank {report['by']} on {self._host(report['by'])}: dead, unreachable or stuck (look at its "
+            f"output; if it only needs more time, set Trainer(timeout=...)). On this rank: {reason}{seen}"
         )
 
     def _ask_neighbours(self, silent: Iterable[int]) -> None:

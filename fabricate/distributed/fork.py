@@ -21,13 +21,12 @@ def settle_fork(device: torch.device) -> str:
         return ""
     if device.type == "cuda" and torch.cuda._is_in_bad_fork():
         raise ConfigurationError(
-            "this process was forked from one that uses the GPUs already, so it cannot: restart the notebook's kernel, and call nothing "
-            "that touches a GPU (tensor.cuda(), torch.cuda.get_device_properties(), an Accelerator) before notebook_launcher"
+            "this process was forked from one that had already used the GPUs, so this process cannot use them. Restart the "
+            "notebook's kernel, and call nothing that touches a GPU (tensor.cuda(), torch.cuda.get_device_properties(), an "
+            "Accelerator) before notebook_launcher"
         )
     threads = torch.get_num_threads()
     if threads == 1:
         return ""
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and the first operation that asks for them hangs
-    return (
-        f"one thread per rank instead of {threads}: a forked process has none of the threads of the one that forked it"
-    )
+    return f"one thread per rank instead of {threads}: a forked process does not have the threads of its parent"

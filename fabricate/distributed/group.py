@@ -126,7 +126,7 @@ class Group:
             self._failures = self._exchange_hosts(self._connections)
             broken = self.agree([int(opened().broken)])[0]
         except RuntimeError as exc:
-            raise RankError(f"rank 0, where ranks meet, is gone: {exc}") from exc
+            raise RankError(f"rank 0, which coordinates the ranks, is gone (look at its output): {exc}") from exc
         except PeerLost as exc:
             raise (self.report_failure(exc) or exc) from exc
         if broken:
@@ -364,6 +364,6 @@ def _apart(other: int, sent: int, due: int) -> NoReturn:
     else:
         there, here = (_ROUNDS.get(kind, "numbers") for kind in (sent, due))
     raise RankError(
-        f"ranks are not at the same place: rank {other} sent {there} where rank 0 expects {here}; call the same methods of "
-        "the trainer on every rank, in the same order"
+        f"ranks made different calls: rank {other} sent {there} where rank 0 expects {here}; call the same methods of the trainer "
+        "on every rank, in the same order"
     )

@@ -31,9 +31,9 @@ _STATES = {
     "stopped": "is stopped by a signal (kill -CONT lets it continue), or held by a debugger",
     "gone": "is gone: it ended or was killed",
     "mute": "writes no stack: it waits for a disk or a device, or the script handles SIGURG",
-    "foreign": "belongs to another user, who can ask it",
+    "foreign": "belongs to another user: run the same command as that user",
     "elsewhere": "is on another host: run the same command there",
-    "unknown": "cannot be asked: no rank of its host answers",
+    "unknown": "unknown: no rank of its host answers",
 }
 
 
@@ -59,7 +59,7 @@ def awaited(frames: Sequence[Frame], runs: bool = False) -> str:
     if inner[0].file.endswith(_BACKWARD):
         return "backward (the gradients of other ranks)"
     is_sum = inner[0].file.endswith(_ENGINE) and inner[0].function == "finish"
-    return "the sum of what a loss is a mean over (fabricate)" if is_sum else ""
+    return "the sum of the weights of a loss over ranks (fabricate)" if is_sum else ""
 
 
 def _paragraph(seen: Seen, listeners: Sequence[Listener]) -> str:
@@ -70,7 +70,7 @@ def _paragraph(seen: Seen, listeners: Sequence[Listener]) -> str:
     facts += filter(None, [_activity(seen.frames), _listener(seen.frames, listeners), _reached(seen.reached)])
     lines = [", ".join(facts), *_stack(seen.frames)]
     if seen.save:
-        lines += ["  beside it, in a save in the background:", *_stack(seen.save)]
+        lines += ["  its thread that saves in the background:", *_stack(seen.save)]
     for worker in seen.workers:
         lines += [f"  its data worker (process {worker.process}): {_STATES[worker.state]}", *_stack(worker.frames)]
     return "\n".join(lines)

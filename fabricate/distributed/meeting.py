@@ -100,8 +100,9 @@ def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.ti
         compare_builds(store, rank, world_size, built, device)
     except dist.DistError as exc:
         raise RankError(
-            f"rank {rank} on {socket.gethostname()} did not meet all of {world_size} ranks at {address} within {timeout}: start one "
-            f"process per rank, with an address that every host reaches, and a free port. On this rank: {str(exc).partition(_NEWLINE)[0]}"
+            f"rank {rank} on {socket.gethostname()} did not find all {world_size} ranks at {address} within {timeout}: start one "
+            "process per rank, with an address that every host reaches, and a free port. On this rank: "
+            f"{str(exc).partition(_NEWLINE)[0]}"
         ) from exc
     met: Store = store
     return met
@@ -137,9 +138,9 @@ def _difference(zero: Mapping[str, object], own: Mapping[str, object], topics: I
     if topic is None:
         return ""
     return (
-        f"{topic} is {zero[topic]} on rank 0 on {zero['host']} and {own[topic]} on rank {own['rank']} on {own['host']}; ranks that "
-        "train together have the same: install the same packages on every host, and show each of them its GPUs, or none "
-        "(CUDA_VISIBLE_DEVICES)"
+        f"{topic} is {zero[topic]} on rank 0 on {zero['host']} and {own[topic]} on rank {own['rank']} on {own['host']}; ranks "
+        "that train together need the same: install the same packages on every host, and make GPUs visible on every host or on "
+        "none (CUDA_VISIBLE_DEVICES)"
     )
 
 
@@ -151,7 +152,8 @@ def _shared_device(store: Store, name: str, rank: int, device: str) -> str:
     if first == str(rank):
         return ""
     return (
-        f"rank {first} and rank {rank} on {socket.gethostname()} compute on one device ({device.partition(' ')[2]}), which a process "
-        "group of the device's own kind does not allow: start one process per device, and show each of them all devices of its host or "
-        "one of its own; or open a group that allows it before the fit, torch.distributed.init_process_group('cpu:gloo,cuda:gloo')"
+        f"rank {first} and rank {rank} on {socket.gethostname()} compute on one device ({device.partition(' ')[2]}), which the "
+        "device's own backend (NCCL, for example) does not allow. Start one process per device, and let each process see either "
+        "all devices of its host or only its own. Or open a process group that allows a shared device before the fit: "
+        "torch.distributed.init_process_group('cpu:gloo,cuda:gloo')"
     )

@@ -32,9 +32,14 @@ def read_ranks(run_dir: Path) -> tuple[list[Address], list[Listener]]:
         content = json.loads(file.read_text())
         return [Address(**rank) for rank in content["ranks"]], [(f, a, b, n) for f, a, b, n in content["listeners"]]
     except FileNotFoundError as exc:
-        raise FabricateError(f"{str(run_dir)!r} holds no {_NAME}, so no fit has begun there; give its run_dir") from exc
+        raise FabricateError(
+            f"{str(run_dir)!r} holds no {_NAME}, so no fit has begun there; give the run_dir of a fit"
+        ) from exc
     except (ValueError, KeyError, TypeError) as exc:
-        raise FabricateError(f"{file} is not what fabricate writes ({type(exc).__name__}: {exc})") from exc
+        raise FabricateError(
+            f"{file} is damaged or was not written by fabricate ({type(exc).__name__}: {exc}); start the fit again, which writes it "
+            "anew"
+        ) from exc
 
 
 def is_written_by(run_dir: Path, fit: str) -> bool:

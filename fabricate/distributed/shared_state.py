@@ -68,8 +68,9 @@ def _check_process(process: dict[str, Any], launch: Launch, device: torch.device
     known = process["device"]
     if known.type != device.type or (None not in (known.index, device.index) and known.index != device.index):
         raise ConfigurationError(
-            f"the PartialState (or Accelerator) that was made before the fit is on {known} and the fit runs on {device}: to use "
-            f"the CPU, set ACCELERATE_USE_CPU=true and make it with {_ON_A_CPU}; otherwise leave out both the variable and the argument"
+            f"the PartialState (or Accelerator) that was made before the fit is on {known}, but the fit runs on {device}: to use "
+            f"the CPU, set ACCELERATE_USE_CPU=true and make it with {_ON_A_CPU}; otherwise leave out both the variable and the "
+            "argument"
         )
 
 

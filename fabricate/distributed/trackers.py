@@ -79,7 +79,10 @@ def _checked_tracker(made: Any) -> Any:
     from accelerate.tracking import GeneralTracker
 
     if not isinstance(made, GeneralTracker):
-        raise PluginError(f"a registered tracker made a {type(made).__name__}, not an accelerate GeneralTracker")
+        raise PluginError(
+            f"a registered tracker made a {type(made).__name__}, not an accelerate GeneralTracker; register a function that returns "
+            "one"
+        )
     return made
 
 

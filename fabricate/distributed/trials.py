@@ -67,7 +67,8 @@ class Trials:
                     self._store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
                 except dist.DistError as exc:
                     raise RankError(
-                        f"rank {launch.rank} on {socket.gethostname()} did not meet the other ranks within {timeout}: {first_line(exc)}"
+                        f"rank {launch.rank} on {socket.gethostname()} did not connect to the other ranks within {timeout}: "
+                        f"{first_line(exc)}"
                     ) from exc
             self._store.set_timeout(timeout)
             _kept.append(self._store)
@@ -142,7 +143,7 @@ def _check_can_fork() -> None:
         why = "this process has already used a GPU, so a forked one cannot; leave the module on the CPU before the fit"
     if why:
         raise ConfigurationError(
-            f"a batch size cannot be tried in a forked process: {why}; or give a number, batch_size=16"
+            f"a batch size cannot be tried in a forked process: {why}. Or give a number, for instance batch_size=16"
         )
 
 

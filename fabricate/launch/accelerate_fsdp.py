@@ -72,7 +72,10 @@ def fsdp_options(environ: Mapping[str, str]) -> dict[str, str]:
     if flag(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         options["activation_checkpointing"] = "true"
     for name, instead in (
-        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "set it to false; what is kept is each unit's input, on the device"),
+        (
+            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+            "set it to false; only the input of each unit is kept, and it stays on the device",
+        ),
         ("FSDP_IGNORED_MODULES", "remove it; freeze parameters with requires_grad_(False), or choose units with wrap="),
     ):
         if environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off", "none"):

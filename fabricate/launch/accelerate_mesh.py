@@ -44,7 +44,8 @@ class Mesh:
             )
         if node:
             raise ConfigurationError(
-                f"FSDP_SHARDING_STRATEGY asks for a copy per node and {SHARD}={self.shard} for one per {self.shard} ranks; remove one"
+                f"FSDP_SHARDING_STRATEGY asks for one copy per node, but {SHARD}={self.shard} for one per {self.shard} ranks; "
+                "remove one"
             )
         return str(self.shard)
 

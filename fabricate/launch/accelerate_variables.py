@@ -53,7 +53,7 @@ def strategy(environ: Mapping[str, str]) -> Request | None:
         raise ConfigurationError("ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both true; unset one of them")
     if megatron := flag(environ, "ACCELERATE_USE_MEGATRON_LM"):
         raise ConfigurationError(
-            f"{megatron.source} is true, and no strategy here is Megatron-LM's; use 'fsdp' or 'zero3'"
+            f"{megatron.source} is true, but fabricate has no strategy for Megatron-LM; use 'fsdp' or 'zero3'"
         )
     mesh = accelerate_mesh.mesh(environ) if flag(environ, "ACCELERATE_USE_PARALLELISM_CONFIG") else None
     if fsdp:
@@ -73,8 +73,8 @@ def _mesh_without_fsdp(environ: Mapping[str, str], mesh: accelerate_mesh.Mesh, d
     """A mesh of copies, or of ranks that divide layers. What needs shards of FSDP is refused."""
     if mesh.shard > 1:
         raise ConfigurationError(
-            f"{accelerate_mesh.SHARD}={mesh.shard} divides a model, and ACCELERATE_USE_FSDP is not true; use strategy='fsdp', or for "
-            "DeepSpeed's zero3 leave it out"
+            f"{accelerate_mesh.SHARD}={mesh.shard} shards a model, but ACCELERATE_USE_FSDP is not true; use strategy='fsdp', or "
+            "unset this variable if you use DeepSpeed's zero3"
         )
     if mesh.tp > 1:
         # Accelerate allows no copies beside it; where its ranks are all there are, there are none.

@@ -73,7 +73,7 @@ def _check_places(nproc: int | str, nnodes: int, node_rank: int, master_addr: st
         raise ConfigurationError(f"--node-rank {node_rank} --nnodes {nnodes}: node ranks count from 0 to {nnodes - 1}")
     if nnodes > 1 and master_addr is None:
         raise ConfigurationError(
-            f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same everywhere"
+            f"--nnodes {nnodes} without --master-addr: give the host of node rank 0, the same value on every node"
         )
 
 

@@ -107,7 +107,8 @@ def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
     master_addr = content.pop("main_process_ip", None)
     if kind == "NO" and (num_processes or 1) > 1:
         raise ConfigurationError(
-            f"{where}: num_processes is {num_processes}, and distributed_type NO runs one; use MULTI_GPU or MULTI_CPU"
+            f"{where}: num_processes is {num_processes}, but distributed_type NO starts one process; use distributed_type "
+            "MULTI_GPU or MULTI_CPU"
         )
     variables, unused = _variables(where, kind, _flat(content))
     requested = requests(variables)
@@ -133,7 +134,9 @@ def _distributed_type(where: str, content: dict[str, Any]) -> str:
         raise ConfigurationError(f"{where}: distributed_type {kind} is not one of {', '.join(_TYPES)}")
     place = content.pop("compute_environment", "LOCAL_MACHINE")
     if place != "LOCAL_MACHINE":
-        raise ConfigurationError(f"{where}: compute_environment {place}: `fabricate run` starts on LOCAL_MACHINE only")
+        raise ConfigurationError(
+            f"{where}: compute_environment {place}: `fabricate run` supports LOCAL_MACHINE only; use that value"
+        )
     return kind
 
 
@@ -143,7 +146,7 @@ def _variables(where: str, kind: str, settings: Mapping[str, Any]) -> tuple[dict
     for key, value in settings.items():
         section = key.partition(".")[0]
         if section in ("fsdp_config", "deepspeed_config") and section != f"{kind.lower()}_config":
-            raise ConfigurationError(f"{where}: {key} is set, and distributed_type is {kind}; remove one of them")
+            raise ConfigurationError(f"{where}: {key} is set, but distributed_type is {kind}; remove one of them")
         if key in _VARIABLES:
             variables[_VARIABLES[key]] = str(value)
         elif section in ("deepspeed_config", "parallelism_config") or key in accelerate_fsdp.MEANINGLESS:

@@ -37,8 +37,8 @@ def deepspeed_strategy(path: str, content: Mapping[str, Any]) -> str:
     zero = content.get("zero_optimization")
     if not isinstance(zero, dict) or "stage" not in zero:
         raise ConfigurationError(
-            f"config file {path!r} is not understood: an Accelerate YAML sets distributed_type, a DeepSpeed JSON sets "
-            f"zero_optimization.stage; it sets {', '.join(map(str, content)) or 'nothing'}"
+            f"config file {path!r} sets neither distributed_type (an Accelerate YAML) nor zero_optimization.stage (a DeepSpeed "
+            f"JSON); give a file that sets one of them. This one sets {', '.join(map(str, content)) or 'nothing'}"
         )
     return with_options(zero_strategy(f"config file {path!r}: zero_optimization", zero["stage"]), {"config": path})
 

@@ -63,9 +63,9 @@ def detect(environ: Mapping[str, str]) -> Launch:
     launcher = _launcher(environ)
     if launcher == "accelerate" and "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         raise RankError(
-            "accelerate launch was asked for several processes and started one (MASTER_ADDR and MASTER_PORT are set, "
-            "RANK is not): without --multi_gpu, --use_fsdp or --use_deepspeed it never starts more. Start them with "
-            f"{_HOW_TO_START}; if you want one, use --num_processes 1 and unset MASTER_ADDR and MASTER_PORT"
+            "accelerate launch was asked for several processes and started one (MASTER_ADDR and MASTER_PORT are set, RANK is "
+            f"not): without --multi_gpu, --use_fsdp or --use_deepspeed it never starts more. Start them with {_HOW_TO_START}; if "
+            "you want one process, use --num_processes 1 and unset MASTER_ADDR and MASTER_PORT"
         )
     if several_ranks(environ):
         asked = ", ".join(f"{name}={environ[name]}" for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if name in environ)
@@ -94,8 +94,8 @@ def _ranked(environ: Mapping[str, str], launcher: Literal["fabricate", "accelera
         missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:
             raise RankError(
-                f"WORLD_SIZE={world_size} without {' and '.join(missing)}: no rank can find the others and its device; "
-                f"export what is missing, or start with {_HOW_TO_START}"
+                f"WORLD_SIZE={world_size} without {' and '.join(missing)}: without these a rank can find neither the other ranks "
+                f"nor its device; export them, or start with {_HOW_TO_START}"
             )
     local_rank = _number(environ, "LOCAL_RANK", default=0)
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size, least=1)
@@ -168,5 +168,8 @@ def _tasks_on(environ: Mapping[str, str], node_rank: int) -> str:
         count, _, times = part.rstrip(")").partition("(x")
         counts += [count] * int(times or 1)
     if node_rank >= len(counts):
-        raise RankError(f"SLURM_NODEID={node_rank}, and the tasks per node {text!r} are those of {len(counts)} nodes")
+        raise RankError(
+            f"SLURM_NODEID={node_rank}, but the tasks per node {text!r} are those of {len(counts)} nodes; unset SLURM_ variables that "
+            "were exported by hand, and start with srun"
+        )
     return counts[node_rank]

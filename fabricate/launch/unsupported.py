@@ -5,18 +5,22 @@ Must not know: what is registered, launchers, torch.
 
 from __future__ import annotations
 
-_DIVIDE = "use strategy='fsdp' or 'zero3', over several nodes 'fsdp:shard=node', which divide every parameter between layers' calls"
+_DIVIDE = (
+    "use strategy='fsdp' or 'zero3' (over several nodes also 'fsdp:shard=node'), which shard every parameter and gather it while "
+    "its layer runs"
+)
 _SHORTEN = (
     "use 'fsdp:activation_checkpointing=true' and fewer rows per micro-batch with more gradient_accumulation_steps"
 )
 _REASONS = {
-    "tp": "tensor parallelism, which is an option of one strategy: use 'fsdp:tp=2', with the number of ranks that divide a layer",
+    "tp": "tensor parallelism, which is an option of strategy='fsdp': use 'fsdp:tp=2', where 2 is the number of ranks that split a "
+    "layer",
     "pp": f"pipeline parallelism, which needs a loop of its own over parts of a micro-batch; {_DIVIDE}",
     "cp": (
-        "context parallelism, whose ranks share a sequence: torch has no sharded attention on a CPU (its flash attention there "
-        f'"has no sharding strategy"), and rows are what is divided over ranks here; {_SHORTEN}'
+        "context parallelism, which splits a sequence over ranks. It is not supported: torch has no sharded attention on a CPU "
+        f'(its flash attention there "has no sharding strategy"), and fabricate divides rows over ranks; {_SHORTEN}'
     ),
-    "sp": f"sequence parallelism, whose ranks share a sequence: rows are what is divided over ranks here; {_SHORTEN}",
+    "sp": f"sequence parallelism, which splits a sequence over ranks and is not supported: fabricate divides rows over ranks; {_SHORTEN}",
 }
 _OTHER_WORDS = {
     "tp_size": "tp",
@@ -37,6 +41,6 @@ def instead(word: str) -> str:
     """
     word = word.partition("=")[0].strip().lower().replace("-", "_")
     if word in ("hsdp", "hybrid"):
-        return "; replicas of a sharded model are strategy='fsdp:shard=node', or shard= a number of ranks"
+        return "; for replicas of a sharded model use strategy='fsdp:shard=node', or set shard= to a number of ranks"
     reason = _REASONS.get(_OTHER_WORDS.get(word, word))
     return f"; that is {reason}" if reason else ""

@@ -329,8 +329,8 @@ class CrossEntropies(TorchFunctionMode):
         self._decided = True
         if missing & {name for name, *_ in logged} or (missing and not weighed):
             raise ConfigurationError(
-                "an evaluation step returned a plain cross-entropy, weighted by its counted labels, for earlier "
-                "batches but not for this one; the unit of the weight has to stay the same: return 'weight' with the metrics every time"
+                "for earlier batches an evaluation step returned a plain cross-entropy, which is weighted by its counted labels, "
+                "but not for this batch. All batches need a weight in the same unit: return 'weight' with the metrics every time"
             )
         if labels is not None:
             for place, (name, value, weight, reduce) in enumerate(logged):

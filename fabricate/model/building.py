@@ -50,7 +50,8 @@ def set_modes(module: torch.nn.Module) -> list[str]:
             _train(model, whole=bool(name))
             text = f"the transformers model {name!r}" if name else type(module).__name__
             notes.append(
-                f"{text} was in eval mode and trains in train mode; to leave parts of it in eval mode, set that in on_fit_start"
+                f"{text} was in eval mode and is put into train mode; to leave parts of it in eval mode, call their eval() in "
+                "on_fit_start"
             )
     _call_own_train(module)
     kept: list[str] = []
@@ -192,7 +193,8 @@ def check_has_values(module: torch.nn.Module) -> None:
     lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
     if lazy:
         raise ConfigurationError(
-            f"{', '.join(lazy[:5])}: a lazy layer without a shape; run one batch through it before fit, or give its sizes"
+            f"{', '.join(lazy[:5])}: a lazy layer whose shape is not known yet; run one batch through it before fit, or give its "
+            "sizes"
         )
 
 
@@ -308,8 +310,8 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strate
                 rule()
             else:
                 raise ConfigurationError(
-                    f"configure_model built {blank.name or 'parameters'} ({type(child).__name__}), which has no reset_parameters; "
-                    f"define init_weights(self, submodule) on {type(module).__name__} to initialise it"
+                    f"configure_model built {blank.name or 'parameters'} ({type(child).__name__}), which has no reset_parameters "
+                    f"to initialise it; define init_weights(self, submodule) on {type(module).__name__} to initialise it"
                 )
         values = {key: table[key] for table, key, _ in held}
     finally:

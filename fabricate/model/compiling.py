@@ -52,7 +52,10 @@ def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]
         )
     units = units or _layers(module)
     if not units:
-        raise ConfigurationError(f"compile={asked!r}: {type(module).__name__} holds no layer with a forward of its own")
+        raise ConfigurationError(
+            f"compile={asked!r}: {type(module).__name__} holds no layer with a forward of its own, so there is nothing to compile; "
+            "leave compile out"
+        )
     import torch._dynamo  # ours to ask: an optimizer imports it too
 
     # Units that differ each get a graph, in training and in evaluation; more than that would run uncompiled, silently.

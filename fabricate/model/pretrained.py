@@ -83,7 +83,7 @@ class Loads:
         for name, child in module.named_modules():
             for tensor in _on_meta(child):
                 if id(tensor) in self.tensors and _storage(tensor) != self.tensors[id(tensor)][1]:
-                    raise NotDeferred(f"a weight of {name} was given other data after from_pretrained")
+                    raise NotDeferred(f"a weight of {name} was given new data after from_pretrained")
                 if id(tensor) in self.stored:
                     continue
                 home = ruled if id(tensor) in self.tensors else inside

@@ -51,7 +51,8 @@ def named_schedule(
     total = int(numbers["total"]) if "total" in numbers else updates
     if total is None and (own.get("total") or 0 < numbers["warmup"] < 1):
         raise ConfigurationError(
-            f"{where} is {text!r}, but its number of updates is not known ({why_unknown}); give it: '{name}:total=1000'"
+            f"{where} is {text!r}, but the number of updates of this fit is not known ({why_unknown}); give it: "
+            f"'{name}:total=1000'"
         )
     arguments = {own[option]: value for option, value in _checked(name, numbers, total).items() if own.get(option)}
     if name == "wsd":
@@ -96,7 +97,7 @@ def _number(schedule: str, option: str, text: str) -> float:
         raise ConfigurationError(f"schedule {schedule!r}: {option}={text!r} is not a number") from exc
     if option in ("warmup", "decay") and number >= 1 and number.is_integer() and "." in text:
         raise ConfigurationError(
-            f"schedule {schedule!r}: {option}={text}: a share is below 1, and a number of updates is written without a point"
+            f"schedule {schedule!r}: {option}={text}: give a share below 1, or a whole number of updates without a decimal point"
         )
     return number
 

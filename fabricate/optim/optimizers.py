@@ -26,8 +26,8 @@ def configured_optimizers(where: str, module: Any) -> Any:
             raise
         count = sum(p.requires_grad for p in module.parameters())
         raise ConfigurationError(
-            f"{where} makes an optimizer over no parameters ({exc}), and the module has {count} trainable ones; pass self.parameters() "
-            "or a list of them: an iterator that was read once is empty"
+            f"{where} makes an optimizer without parameters ({exc}), although the module has {count} trainable ones. Pass "
+            "self.parameters(), or a list: an iterator that was read before is empty"
         ) from exc
     of_lightning = isinstance(answer, Mapping) and "lr_scheduler" in answer
     parts = answer if isinstance(answer, tuple | list) else ()
@@ -104,7 +104,8 @@ def _parts(where: str, name: str, value: Any) -> tuple[Any, ...]:
 def _check_optimizer(where: str, name: str, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            f"{where}: LBFGS evaluates the loss several times per update, which the loop does not; choose another"
+            f"{where}: LBFGS evaluates the loss several times per update, which the loop does not support; choose another "
+            "optimizer"
         )
     if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
         raise ConfigurationError(
@@ -136,12 +137,14 @@ def _schedule(
         )
     kind, by_metric = type(scheduler).__name__, takes_metric(scheduler)
     if isinstance(given, str) and advances is not None and not by_metric:
-        raise ConfigurationError(f"{where} is {given!r}, which advances per update; leave {advances!r} out")
+        raise ConfigurationError(
+            f"{where} is {given!r}, and schedules with a name advance per update; leave {advances!r} out"
+        )
     advances = advances or ("val_loss" if by_metric else "step")
     if (advances in ("step", "epoch")) == by_metric:
         takes = "give 'step' (updates, the default) or 'epoch'"
         raise ConfigurationError(
-            f"{where} is to advance by {advances!r}; {f'{kind} takes the name of a metric' if by_metric else takes}"
+            f"{where} cannot advance by {advances!r}; {f'{kind} takes the name of a metric' if by_metric else takes}"
         )
     return Schedule(scheduler, advances, text if text and not by_metric else f"{text or kind}, advanced by {advances}")
 
@@ -161,8 +164,8 @@ def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str,
         by_pattern[next((p for p in options if any(re.search(p, text) for text in texts)), None)].append(parameter)
     if unused := [pattern for pattern in options if not by_pattern[pattern]]:
         raise ConfigurationError(
-            f"parameter_groups: {', '.join(map(repr, unused))} matches no parameter that is not matched by an "
-            "earlier pattern already; names are, for instance, "
+            f"parameter_groups: {', '.join(map(repr, unused))} matches no parameter, or only parameters that an earlier pattern "
+            "matches; correct or remove it. Names are, for instance, "
             f"{', '.join(f'{name!r} ({kinds[name]})' for name in list(named.values())[:4])}"
         )
     rest: list[dict[str, Any]] = [{"params": by_pattern[None]}] if by_pattern[None] else []
@@ -187,8 +190,8 @@ def notes_of_untrained(module: torch.nn.Module, optimizers: Mapping[str, torch.o
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     notes = (
         [
-            f"in no optimizer, so that they stay as they are: {few(left)}; pass them to one in configure_optimizers, or freeze them with "
-            "requires_grad_(False)"
+            f"not in any optimizer, so they are not trained: {few(left)}; pass them to one in configure_optimizers, or freeze "
+            "them with requires_grad_(False)"
         ]
         if left
         else []

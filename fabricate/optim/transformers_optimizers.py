@@ -46,8 +46,8 @@ def wanted(args: Any) -> Wanted:
     name = _value(args.optim)
     if name not in _OPTIONS:
         raise ConfigurationError(
-            f"TrainingArguments.optim={name!r} is not built from its name here ({', '.join(_OPTIONS)} are); return the optimizer from "
-            "configure_optimizers, and leave optim at its default"
+            f"TrainingArguments.optim={name!r} cannot be built from its name (only {', '.join(_OPTIONS)} can); return the "
+            "optimizer from configure_optimizers, and leave optim at its default"
         )
     options: dict[str, Any] = {"lr": args.learning_rate}
     if name.startswith("adamw_torch"):

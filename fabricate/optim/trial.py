@@ -47,7 +47,9 @@ def rebuilt(like: torch.Tensor, inner: Mapping[str, torch.Tensor], device: torch
     expected = {name: (tuple(getattr(like, name).shape), getattr(like, name).dtype) for name in names}
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inner.items()}
     if expected != shapes:
-        raise ValueError(f"{type(like).__name__} is made of {expected} here and of {shapes} there")
+        raise ValueError(
+            f"{type(like).__name__} has the inner tensors {expected} in this run, but {shapes} in the checkpoint"
+        )
     moved = {name: tensor.to(device) for name, tensor in inner.items()}
     unflattened: torch.Tensor = type(like).__tensor_unflatten__(moved, context, like.size(), like.stride())  # type: ignore[attr-defined]
     return unflattened

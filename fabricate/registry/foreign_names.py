@@ -95,7 +95,7 @@ ARGUMENTS = {
     "n_epochs": "max_epochs=",
     "steps": "max_steps=",
     "args": "from_training_arguments: Trainer(**from_training_arguments(args).trainer)",
-    "overwrite_output_dir": "fit(..., resume='never'), which moves what is there aside",
+    "overwrite_output_dir": "fit(..., resume='never'), which moves existing files aside",
     "remove_unused_columns": "nothing: every column is passed on; leave some out in collate_fn",
     "label_names": "nothing: training_step takes from the batch what it needs",
     "neftune_noise_alpha": "NEFTune(alpha) of the package fabricate-text, in plugins=",
@@ -124,7 +124,7 @@ ARGUMENTS = {
     "eval_accumulation_steps": "nothing: outputs go to host memory after each batch",
     "eval_do_concat_batches": "nothing: compute_metrics gets one item per sample",
     "eval_use_gather_object": "nothing: outputs may be tensors, lists and mappings of them",
-    "prediction_loss_only": "nothing: validation_step returns what is kept",
+    "prediction_loss_only": "nothing: only what validation_step returns is kept",
     "include_for_metrics": "nothing: validation_step returns under 'outputs' what compute_metrics gets",
     "preprocess_logits_for_metrics": "validation_step, which returns under 'outputs' what compute_metrics gets",
     "batch_eval_metrics": "a torchmetrics object in self.log, which adds up the batches",
@@ -140,7 +140,7 @@ ARGUMENTS = {
     "save_only_model": "save_weights_only=",
     "save_on_each_node": "run_dir= on a file system that all nodes see",
     "enable_jit_checkpoint": "nothing: SIGTERM saves and ends a fit",
-    "ignore_data_skip": "nothing: a resumed run continues at its row without reading those before",
+    "ignore_data_skip": "nothing: a resumed run continues at the next row without reading the rows before it",
     "restore_callback_states_from_checkpoint": "nothing: what callbacks save is restored",
     "load_best_model_at_end": f"load_best=True with {_BEST}",
     "metric_for_best_model": _BEST,
@@ -148,7 +148,7 @@ ARGUMENTS = {
     "logging_strategy": "log_every=",
     "logging_steps": "log_every='500 steps'",
     "logging_first_step": "log_every='1 step', or on_step in a callback",
-    "logging_nan_inf_filter": "nothing: a loss that is not finite is never hidden; nonfinite= says what follows",
+    "logging_nan_inf_filter": "nothing: a loss that is not finite is never hidden; nonfinite= sets what happens then",
     "log_on_each_node": "nothing: rank 0 prints",
     "log_level": _VERBOSITY,
     "log_level_replica": _VERBOSITY,
@@ -206,7 +206,7 @@ ARGUMENTS = {
     "ddp_find_unused_parameters": "strategy='ddp:find_unused_parameters=true'",
     "ddp_static_graph": "strategy='ddp:static_graph=true'",
     "ddp_bucket_cap_mb": "strategy='ddp:bucket_cap_mb=25'",
-    "ddp_broadcast_buffers": "nothing: buffers of rank 0 are sent before each forward, as in torch by default",
+    "ddp_broadcast_buffers": "nothing: the buffers of rank 0 are broadcast before each forward, as in torch by default",
     "ddp_backend": "nothing: the device decides, NCCL or gloo",
     "ddp_timeout": "timeout='30 minutes'",
     "local_rank": "nothing: the launcher sets it",
@@ -242,7 +242,7 @@ ARGUMENTS = {
 }
 """Arguments of a trainer."""
 
-_DATAMODULE = "fit(module, train, val), with what its train_dataloader() and val_dataloader() return"
+_DATAMODULE = "fit(module, train, val), with the loaders that its train_dataloader() and val_dataloader() return"
 
 FIT = {
     "model": "fit(module, train, val): the module comes first",
@@ -398,12 +398,12 @@ MODULE = {
     "local_rank": "self.trainer.accelerator.local_process_index",
     "logger": "self.log(name, value), and self.trainer.tracker(name) for what is not a number",
     "loggers": "self.log(name, value), and self.trainer.tracker(name) for what is not a number",
-    "optimizers": "self.trainer.optimizers; training_step(self, batch, optimizer) is called for each of several in turn",
+    "optimizers": "self.trainer.optimizers; with several optimizers, training_step(self, batch, optimizer) is called for each in turn",
     "lr_schedulers": "configure_optimizers: a scheduler that it returns is advanced by the loop",
     "manual_backward": "training_step, which returns the loss",
-    "toggle_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
-    "untoggle_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
-    "toggled_optimizer": "training_step(self, batch, optimizer), which is called for each in turn, the others' parameters frozen",
+    "toggle_optimizer": "training_step(self, batch, optimizer), called for each optimizer in turn with the other parameters frozen",
+    "untoggle_optimizer": "training_step(self, batch, optimizer), called for each optimizer in turn with the other parameters frozen",
+    "toggled_optimizer": "training_step(self, batch, optimizer), called for each optimizer in turn with the other parameters frozen",
     "clip_gradients": "Trainer(max_grad_norm=...)",
     "all_gather": "self.trainer.accelerator.gather(tensor), or torch.distributed.nn.functional.all_gather(tensor) with gradients",
     "freeze": "self.requires_grad_(False) and self.eval() before a fit, self.trainer.freeze(parameters) during it",
@@ -430,7 +430,7 @@ TRAINER_SETTINGS = {"should_stop": "trainer.stop('reason')"}
 """Attributes that users set on a trainer."""
 
 LOG = {
-    "prog_bar": "nothing: the bar shows the loss and what else it has room for; Trainer(progress=['accuracy']) chooses",
+    "prog_bar": "nothing: the bar shows the loss and as many other metrics as fit; choose them with Trainer(progress=['accuracy'])",
     "on_step": "nothing: values are logged every log_every, and over the epoch as 'epoch_NAME'",
     "on_epoch": "nothing: values are logged every log_every, and over the epoch as 'epoch_NAME'",
     "sync_dist": "nothing: values are reduced over ranks",
@@ -447,7 +447,8 @@ LOG = {
 """Keywords of `self.log`."""
 
 LOAD = {
-    "strict": "nothing: a checkpoint's names have to be those of the module; for a part, fabricate ckpt export and load_state_dict",
+    "strict": "nothing: the names in a checkpoint have to be those of the module; to load a part, use fabricate ckpt export and "
+    "load_state_dict",
     "map_location": "nothing: weights are loaded on the CPU",
     "checkpoint_path": "the path in the first position",
     "hparams_file": "nothing: constructor arguments are recorded in checkpoints",
@@ -527,7 +528,7 @@ PLUGINS = {
     "ProgressCallback": "progress=True",
     "NotebookProgressCallback": "progress=True",
     "PrinterCallback": "progress=, which prints lines where there is no terminal",
-    "DefaultFlowCallback": "nothing: log_every=, validate_every= and save_every= say when",
+    "DefaultFlowCallback": "nothing: log_every=, validate_every= and save_every= set the intervals",
     "TensorBoardCallback": "trackers=['tensorboard']",
     "WandbCallback": "trackers=['wandb']",
     "MLflowCallback": "trackers=['mlflow']",

@@ -278,7 +278,7 @@ class Calls:
         wrappers = [i.plugin_name for i in self.manager.listeners(hook) if i.wrapper]
         own = "training_step returned nothing, or " if hook == "train_step" else ""
         return PluginError(
-            f"hook {hook} ended without an answer: {own}a wrapper did not pass it on ({', '.join(wrappers)}); end it with "
+            f"hook {hook} has no result: {own}a wrapper did not return the result ({', '.join(wrappers)}); end the wrapper with "
             "`return (yield)` or `result = yield; ...; return result`"
         )
 

@@ -60,7 +60,8 @@ def _check_object(plugin: object, name: str) -> None:
         for hook in EVENTS:
             if hook in getattr(plugin, "__dict__", {}):
                 raise PluginError(
-                    f"plugin {name!r}: {hook} is set on the object and would never be called; define it in {kind.__name__}"
+                    f"plugin {name!r}: {hook} is an attribute of the object and would never be called; define it as a method in "
+                    f"{kind.__name__}"
                 )
 
 
@@ -134,8 +135,8 @@ def _unmarked(plugin: object, where: str, hook: str) -> PluginError:
     """The error about a method that has the name of an action without being marked: more often a helper than a hook."""
     helper = "rename the method; or, if it is meant as the hook, " if not isinstance(plugin, Callback) else ""
     return PluginError(
-        f"{where} has the name of a hook and would take the place of {_REPLACES[hook]}: {helper}wrap that with "
-        "@hookimpl(wrapper=True), or mark a method that may replace it with @hookimpl"
+        f"{where} has the name of a hook and would replace {_REPLACES[hook]}: {helper}use @hookimpl(wrapper=True) to run around "
+        "the original, or @hookimpl if the method is meant to replace it"
     )
 
 
@@ -160,7 +161,8 @@ def _check_arguments(where: str, function: Callable[..., Any], hook: str) -> Non
             )
         if parameter.default is not parameter.empty:
             raise PluginError(
-                f"{where}: argument {parameter.name!r} has a default, which a hook would always use; remove it"
+                f"{where}: argument {parameter.name!r} has a default, and hooks are then always called with that default; remove "
+                "the default"
             )
 
 
@@ -169,7 +171,10 @@ def _check_kind(where: str, function: Callable[..., Any], hook: str, *, wrapper:
     if inspect.iscoroutinefunction(function):
         raise PluginError(f"{where} is a coroutine and would never run; write def, not async def")
     if wrapper and hook in PER_LISTENER:
-        raise PluginError(f"{where}: {hook} is called for each listener separately and cannot be wrapped; take `state`")
+        raise PluginError(
+            f"{where}: {hook} is called for each listener separately and cannot be wrapped; leave wrapper=True out, and change the "
+            "argument `state`"
+        )
     if not wrapper and inspect.isgeneratorfunction(function):
         raise PluginError(
             f"{where} is a generator and its body would never run; decorate it with @hookimpl(wrapper=True)"

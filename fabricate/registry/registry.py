@@ -143,7 +143,9 @@ class Registry:
         offered = [o for offers in self._offers.values() for o in offers if o.plugin == name]
         if offered and origin.distribution and not any(hasattr(plugin, hook) for hook in EVENTS):
             chosen = " or ".join(f"{o.kind}={o.name!r}" for o in offered)
-            raise PluginError(f"plugins={name!r}: it implements no hook, it offers names: choose with {chosen}")
+            raise PluginError(
+                f"plugins={name!r}: this plugin implements no hook, it only offers names; choose one with {chosen}"
+            )
 
     def _named(self, text: str) -> tuple[str, object, Origin]:
         """The installed plugin that `text` names, with its options."""
@@ -154,7 +156,9 @@ class Registry:
         if inspect.isclass(plugin) or (callable(plugin) and not isinstance(plugin, Listener)):
             plugin = build(plugin, "plugin", name, options)
         elif options:
-            raise PluginError(f"plugins={name!r}: this plugin takes no options, {options} given")
+            raise PluginError(
+                f"plugins={name!r}: this plugin takes no options, but {options} was given; leave the options out"
+            )
         return name, plugin, origin
 
     def _passed(self, plugin: object) -> tuple[str, object, Origin]:

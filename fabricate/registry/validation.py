@@ -28,7 +28,7 @@ def check_part(kind: str, part: Any, base: type) -> None:
                 _check_signature(cls, name, value, attributes[name])
             near = difflib.get_close_matches(name, attributes, n=1, cutoff=0.85)
             if near and not name.startswith("_") and name not in options and not hasattr(base, name):
-                raise PluginError(f"{kind}: {cls.__name__}.{name} would never be looked at; did you mean {near[0]!r}?")
+                raise PluginError(f"{kind}: {cls.__name__}.{name} is never read; did you mean {near[0]!r}?")
 
 
 def _check_signature(cls: type, name: str, own: Any, wanted: Any) -> None:
@@ -37,7 +37,8 @@ def _check_signature(cls: type, name: str, own: Any, wanted: Any) -> None:
         inspect.signature(own).bind(*arguments)
     except TypeError:
         raise PluginError(
-            f"{cls.__name__}.{name}{inspect.signature(own)}: it is called as {name}({', '.join(arguments[1:])})"
+            f"{cls.__name__}.{name}{inspect.signature(own)}: fabricate calls it as {name}({', '.join(arguments[1:])}); change its "
+            "arguments"
         ) from None
 
 

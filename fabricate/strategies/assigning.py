@@ -46,8 +46,8 @@ class Assigning(TorchFunctionMode):
     def _assign(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         if (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
             raise ConfigurationError(
-                f"parameter.data = a tensor of shape {tuple(value.shape)}, {value.dtype}: the parameter lies in shards and keeps its shape "
-                f"{tuple(parameter.shape)} and {parameter.dtype}; assign a tensor like it"
+                f"parameter.data = a tensor of shape {tuple(value.shape)}, {value.dtype}: the parameter is sharded and cannot "
+                f"change its shape {tuple(parameter.shape)} and dtype {parameter.dtype}; assign a tensor with this shape and dtype"
             )
         with torch.no_grad():
             if is_sharded(value):

@@ -99,13 +99,13 @@ class Strategy(Listener):
         """Reasons why this strategy cannot run here, each with its remedy; empty when it can. Pure, all ranks."""
         if world_size < self.min_world_size:
             yield (
-                f"strategy={self.name!r} needs {self.min_world_size} or more processes and {world_size} was started; start them "
+                f"strategy={self.name!r} needs {self.min_world_size} or more processes, but {world_size} was started; start them "
                 f"with `fabricate run script.py --nproc {self.min_world_size}`, or use strategy='single'"
             )
         if self.max_world_size is not None and world_size > self.max_world_size:
             yield (
-                f"strategy={self.name!r} is for {self.max_world_size} process and {world_size} were started; "
-                "use strategy='ddp' or 'fsdp', or start one process"
+                f"strategy={self.name!r} is for {self.max_world_size} process, but {world_size} were started; use strategy='ddp' "
+                "or 'fsdp', or start one process"
             )
 
     def in_group(self, world_size: int) -> bool:

@@ -61,8 +61,8 @@ class DeviceMap(Strategy):
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
         if world_size > 1:
             yield (
-                f"strategy={self.name!r} spreads a model over the devices of one process and {world_size} were started; start one "
-                "process, or use strategy='fsdp:offload=cpu', which divides it over the ranks"
+                f"strategy={self.name!r} spreads a model over the devices of one process, but {world_size} processes were "
+                "started; start one process, or use strategy='fsdp:offload=cpu', which shards the model over the ranks"
             )
         main = _key(device)
         if self._limits and main not in self._limits:
@@ -101,9 +101,9 @@ class DeviceMap(Strategy):
             names = [name.removeprefix("module.") for name, _ in trained]
             size = size_of(sum(p.nbytes for _, p in trained))
             raise ConfigurationError(
-                f"strategy={self.name!r}: {few_of(names)} are to be trained ({size}) and do not lie on the device, so no update would "
-                "reach them: freeze them and train adapters, give more max_memory to the device that computes, or use "
-                "strategy='fsdp:offload=cpu'"
+                f"strategy={self.name!r}: the trainable parameters {few_of(names)} ({size}) are not on the device that computes, "
+                "so no update would reach them. Freeze them and train adapters, give more max_memory to the device that "
+                "computes, or use strategy='fsdp:offload=cpu'"
             )
         return model
 
@@ -182,8 +182,8 @@ class DeviceMap(Strategy):
         weakref.finalize(module, shutil.rmtree, folder, ignore_errors=True)
         if (free := shutil.disk_usage(folder).free) < count:
             raise ConfigurationError(
-                f"{self.name}: offload_folder={self.offload_folder!r} has {size_of(free)} of room and {size_of(count)} of weights go "
-                "there; name a folder on a larger disk, or give more max_memory"
+                f"{self.name}: offload_folder={self.offload_folder!r} has {size_of(free)} free, but {size_of(count)} of weights "
+                "would be written there; name a folder on a larger disk, or give more max_memory"
             )
         return folder
 
@@ -193,8 +193,8 @@ class DeviceMap(Strategy):
         missing = [name for name, p in module.named_parameters() if p.is_meta and id(p) not in self._outside]
         if missing:
             raise ConfigurationError(
-                f"strategy={self.name!r}: {few_of(missing)} are on the meta device and nothing loads them; load the whole model with "
-                "from_pretrained(device_map=...), or build all of it without one"
+                f"strategy={self.name!r}: {few_of(missing)} are on the meta device, and no file is known to load them from; load "
+                "the whole model with from_pretrained(device_map=...), or build all of it without one"
             )
         sizes: dict[str, int] = {}
         for parameter in module.parameters():
@@ -241,8 +241,8 @@ def _device_map(module: torch.nn.Module, main: int | str, budget: dict[int | str
     largest, names = get_max_layer_size(list(module.named_children()), compute_module_sizes(module), blocks)
     if budget[main] < largest:
         raise ConfigurationError(
-            f"device_map: max_memory gives {size_of(budget[main])} to {main}, and {names[0]} takes {size_of(largest)} while it runs; "
-            f"give {main} more than that"
+            f"device_map: max_memory gives {size_of(budget[main])} to {main}, but {names[0]} alone takes {size_of(largest)} while "
+            f"it runs; give {main} more than {size_of(largest)}"
         )
     trained = [p for p in module.parameters() if p.requires_grad]
     needed = sum(p.nbytes for p in trained)
@@ -277,8 +277,8 @@ def _refuse_quantised(module: torch.nn.Module, placed: Mapping[str, int | str], 
     names = [name for name in quantised_weights(module) if is_outside(where(placed, name), main)]
     if names:
         raise ConfigurationError(
-            f"strategy='device_map': {few_of(names)} are quantised and do not fit on the device; let transformers place them, with "
-            "from_pretrained(device_map=...), or give more max_memory to the device that computes"
+            f"strategy='device_map': {few_of(names)} are quantised and do not fit on the device that computes; let transformers "
+            "place them, with from_pretrained(device_map=...), or give more max_memory to the device that computes"
         )
 
 
@@ -321,8 +321,9 @@ def _give_values(module: torch.nn.Module, layer: Any, name: str, device: torch.d
     how = next(found[name].init_lora_weights for found in configurations if isinstance(found, dict) and name in found)
     if how not in (True, "gaussian"):
         raise ConfigurationError(
-            f"strategy='device_map': adapters over layers that are not on the device begin with init_lora_weights=True or 'gaussian', not "
-            f"{how!r}, which needs their weights; choose one of these, or give these layers room on the device"
+            f"strategy='device_map': init_lora_weights={how!r} needs the weights of the base layers, and some of these layers are "
+            "not on the device that computes. Use init_lora_weights=True or 'gaussian', or give more max_memory to the device, "
+            "so that these layers fit on it"
         )
     for part in (layer.lora_A, layer.lora_B):
         part[name].to_empty(device=device)

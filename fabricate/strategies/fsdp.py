@@ -113,7 +113,7 @@ class FSDP(Strategy):
             yield (
                 f"fsdp: shard={self.shard!r}: {shards} is not a divisor of {world_size} process{'es' * (world_size > 1)}"
                 + (f" in {groups} groups of tp={self.tp}" if self.tp > 1 else "")
-                + "; choose one, or leave it out"
+                + "; choose a divisor, or leave shard out"
             )
         elif shards < 2 and self.tp == 1 and world_size > 1:
             yield f"fsdp: shard={self.shard!r}: a node has one process, so nothing would be divided; use strategy='ddp'"
@@ -271,8 +271,8 @@ class FSDP(Strategy):
             storage = str(each.weight.dtype).removeprefix("torch.")
             if each.weight.is_floating_point() and gathered not in (None, storage):
                 raise ConfigurationError(
-                    f"strategy='fsdp' gathers in {gathered}, and the codes of {name} are stored as {storage}, so that it would round them: "
-                    f"load with bnb_4bit_quant_storage=torch.uint8 (the default) or torch.{gathered}"
+                    f"strategy='fsdp' gathers in {gathered}, but the codes of {name} are stored as {storage} and would be "
+                    f"rounded: load with bnb_4bit_quant_storage=torch.uint8 (the default) or torch.{gathered}"
                 )
 
     def _broadcast_values(self, module: torch.nn.Module) -> None:

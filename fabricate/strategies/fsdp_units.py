@@ -122,8 +122,8 @@ def _check_shared(module: torch.nn.Module, wrap: str, units: list[str]) -> None:
         other, theirs = homes.setdefault(id(parameter), (name, unit))
         if theirs != unit:
             raise ConfigurationError(
-                f"fsdp: wrap={wrap!r} puts {other} and {name}, which are one parameter, into two units; choose "
-                "wrap= so that one unit holds both, or wrap='none'"
+                f"fsdp: {other} and {name} are the same parameter, but wrap={wrap!r} puts them into two units; choose wrap= so "
+                "that one unit holds both names, or use wrap='none'"
             )
 
 
@@ -137,8 +137,8 @@ def check_dtypes(module: torch.nn.Module, groups: Iterable[torch.nn.Module]) -> 
         }
         if len(by_dtype) > 1:
             raise ConfigurationError(
-                f"strategy='fsdp' gathers {' and '.join(by_dtype.values())} together, which needs one dtype: build them in one, give "
-                "what has another dtype units of its own (wrap=), or use strategy='ddp'"
+                f"strategy='fsdp' gathers {' and '.join(by_dtype.values())} together, but parameters of one unit need the same "
+                "dtype. Build them in one dtype, put layers of another dtype into their own units (wrap=), or use strategy='ddp'"
             )
 
 
@@ -146,5 +146,6 @@ def refuse_sparse(module: torch.nn.Module) -> None:
     """Refuse layers whose gradients are sparse: FSDP sums dense ones."""
     if sparse := sparse_layers(module):
         raise ConfigurationError(
-            f"strategy='fsdp' cannot add up sparse gradients, those of {', '.join(sparse)}: set sparse=False there, or use strategy='ddp'"
+            f"strategy='fsdp' cannot add up sparse gradients, those of {', '.join(sparse)}: set sparse=False in these layers, or "
+            "use strategy='ddp'"
         )

@@ -28,8 +28,9 @@ def refuse_offloaded(module: torch.nn.Module, strategy: Strategy) -> None:
     names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if names:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} needs the weights on a device, and {few_of(names)} lie in host memory or on disk until "
-            "their layer runs, as a device_map placed them: use strategy='device_map', or load the model without a device_map"
+            f"strategy={strategy.name!r} needs all weights on a device, but a device_map placed {few_of(names)} in host memory or "
+            "on disk, from where they are loaded when their layer runs. Use strategy='device_map', or load the model without a "
+            "device_map"
         )
 
 
@@ -110,9 +111,9 @@ class Outside(Part):
             memory = self._weights[self.name]
         elif (source := self._weights.index[self.name].get("safetensors_file")) is not None:
             raise ConfigurationError(
-                f"{self.name} is read from {source} whenever its layer runs, because from_pretrained(device_map=...) placed it, so no "
-                "other values can be loaded into it; leave device_map out of from_pretrained, so that strategy='device_map' places the "
-                "model"
+                f"{self.name} was placed by from_pretrained(device_map=...) and is read from {source} whenever its layer runs, so "
+                "no other values can be loaded into it. Leave device_map out of from_pretrained, so that strategy='device_map' "
+                "places the model"
             )
         else:
             memory = _mapped(Path(self._weights.save_folder) / f"{self.name}.dat", self.tensor)

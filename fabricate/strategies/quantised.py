@@ -98,16 +98,21 @@ def refuse_quantised(module: torch.nn.Module, strategy: str, taken: tuple[str, .
         if kind not in taken:
             names = [name for name, each in weights.items() if each.kind == kind]
             more = f" and {len(names) - 1} more" if names[1:] else ""
-            takes = f"takes those of {' and '.join(taken)} alone" if taken else "takes none"
+            takes = (
+                f"supports only the quantised weights of {' and '.join(taken)}"
+                if taken
+                else "supports no quantised weights"
+            )
             raise ConfigurationError(
-                f"strategy={strategy!r} {takes}, and {names[0]}{more} are quantised by {kind}; use strategy='ddp', under which every "
-                "rank has a copy, or another quantisation"
+                f"strategy={strategy!r} {takes}, but {names[0]}{more} are quantised by {kind}; use another quantisation, or "
+                "strategy='ddp', under which every rank has a copy"
             )
     packed = [name for name, each in weights.items() if _is_packed(each)]
     if packed:
         raise ConfigurationError(
-            f"bitsandbytes packed {packed[0]} and {len(packed) - 1} others for inference on this CPU during a forward in eval mode, "
-            "which rounds their scales, and packed weights give no gradient; load the model again, and do not run it before the fit"
+            f"bitsandbytes packed {packed[0]} and {len(packed) - 1} others for inference, because the model ran in eval mode on "
+            "this CPU before the fit. Packed weights have rounded scales and give no gradient. Load the model again, and do not "
+            "run it before the fit"
         )
 
 

@@ -172,7 +172,10 @@ def part_of(tensor: torch.Tensor) -> Part:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     cut = [getattr(placement, "dim", 0) for placement in tensor.placements]
     if any(dimension > 1 for dimension in cut) or cut.count(1) > 1:
-        raise ValueError(f"placements {tensor.placements} are no range of rows, nor columns of one")
+        raise ValueError(
+            f"a tensor with the placements {tensor.placements} cannot be saved in parts: only shards over the first dimension, and "
+            "once over the second, are supported; use Shard(0), Shard(1) or Replicate()"
+        )
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     local: torch.Tensor = tensor.to_local().detach()
     copy, copies = 0, 1

@@ -102,7 +102,7 @@ def division(module: torch.nn.Module, ways: int) -> Division:
     models = list(_planned(module))
     if not models:
         raise ConfigurationError(
-            f"fsdp: tp={ways}: {type(module).__name__} holds no model with a tp_plan, which says how its layers are cut; use a "
+            f"fsdp: tp={ways}: {type(module).__name__} holds no model with a tp_plan, which says how layers are split; use a "
             "model of transformers that has one, or strategy='fsdp' without tp"
         )
     for prefix, model in models:
@@ -115,7 +115,9 @@ def division(module: torch.nn.Module, ways: int) -> Division:
                     raise _other(ways, f"{prefix}{name}.{key}", f"the parameter's style is {own!r}")
                 if rule == "replicated_with_grad_allreduce" and parameter.requires_grad:
                     raise _other(
-                        ways, f"{prefix}{name}", f"its style is {rule!r}, which is done only for frozen ones: freeze it"
+                        ways,
+                        f"{prefix}{name}",
+                        f"its style is {rule!r}, which works only for frozen parameters: freeze it",
                     )
             if rule in (None, _LEFT_ALONE, "replicated_with_grad_allreduce"):
                 continue
@@ -156,8 +158,8 @@ def _check_heads(prefix: str, model: Any, ways: int) -> None:
         number = getattr(settings, name, None)
         if isinstance(number, int) and number % ways:
             raise ConfigurationError(
-                f"fsdp: tp={ways}: {prefix}config.{name} is {number}, and every rank needs the same number of "
-                f"heads; choose a divisor of {number} as tp"
+                f"fsdp: tp={ways}: {prefix}config.{name} is {number}, which cannot be divided into the same number of heads per "
+                f"rank; choose a divisor of {number} as tp"
             )
 
 
@@ -174,7 +176,7 @@ def _checked(name: str, layer: torch.nn.Module, rule: str, ways: int) -> Style:
     if isinstance(layer, torch.nn.Embedding) and (
         layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
     ):
-        raise _other(ways, name, "an Embedding with max_norm, sparse or scale_grad_by_freq looks at all of its rows")
+        raise _other(ways, name, "an Embedding with max_norm, sparse or scale_grad_by_freq needs all of its rows")
     return style
 
 
@@ -190,8 +192,8 @@ def _uneven(layer: Any, style: Style, ways: int) -> str:
 def _other(ways: int, name: str, why: str) -> ConfigurationError:
     styles = ", ".join(STYLES)
     return ConfigurationError(
-        f"fsdp: tp={ways}: {name} cannot be divided: {why}; what is divided are torch's Linear and Embedding in the styles {styles}. Use "
-        "strategy='fsdp' without tp, or give the model another tp_plan"
+        f"fsdp: tp={ways}: {name} cannot be divided: {why}; only torch's Linear and Embedding in the styles {styles} can be "
+        "divided. Use strategy='fsdp' without tp, or give the model another tp_plan"
     )
 
 

@@ -195,7 +195,7 @@ def _weights_agree(report: Report, label: str, rank: int, trace: Trace, hand: Tr
         _AGREEMENT,
         f"on rank {rank} losses {trace.losses[:3]}... for {hand.losses[:3]}...; weights off: {_some(far) or 'none'}"
         + (f"; first at step {off}" if off else ""),
-        "look at prepare(), no_sync() and backward(); with equivalent=False this is not checked",
+        "check prepare(), no_sync() and backward(); with equivalent=False this is not checked",
     )
 
 
@@ -260,7 +260,7 @@ def _apart(ranks: list[list[dict[str, str]]]) -> str:
             for elements, digest in digests.items():
                 other, first_digest = first.setdefault(elements, (rank, digest))
                 if first_digest != digest:
-                    return f"update {moment} ranks {other} and {rank} hold other values of {elements}"
+                    return f"update {moment} ranks {other} and {rank} hold different values of {elements}"
     return ""
 
 
@@ -336,7 +336,7 @@ def judge_failing_rank(report: Report, fit: Fit, world_size: int, timeout: float
         f"a failing rank, {world_size} rank{'s' * (world_size > 1)}",
         f"an exception in on_step on rank {last} leaves Trainer.fit there and ends the job",
         outcome.partition("\n--- ")[0].strip(),
-        "swallow no exception in a wrapper, and run no collective in on_exception, on_teardown or a finally",
+        "do not catch the exception in a wrapper, and call no collective in on_exception, on_teardown or a finally block",
     )
 
 
@@ -356,7 +356,7 @@ def judge_dtype(report: Report, where: str, trace: Trace) -> None:
         f"compute dtype: {where}",
         f"layers compute in {expected}, as Accelerate is told (mixed_precision={trace.mixed_precision!r})",
         f"the output of a Linear in training_step is {trace.observed}",
-        "return the context in forward_context(), or set mixed_precision = 'no'",
+        "return the autocast context from forward_context(), or set mixed_precision = 'no'",
     )
 
 
@@ -401,12 +401,12 @@ def judge_neutral(report: Report, where: str, ranks: Ranks) -> None:
                 what for what, a, b in zip(("weights", "random generators"), before, after, strict=True) if a != b
             ]
             if changed:
-                difference = f"other {' and '.join(changed)} on rank {rank}, first after step {step}"
+                difference = f"different {' and '.join(changed)} on rank {rank}, first after step {step}"
                 break
         if not difference and len(without.steps) != len(with_it.steps):
             difference = f"{len(with_it.steps)} updates instead of {len(without.steps)} ({with_it.stop_reason})"
         if not difference and (without.losses, without.metrics) != (with_it.losses, with_it.metrics):
-            difference = f"other losses or metrics on rank {rank}: {with_it.metrics} instead of {without.metrics}"
+            difference = f"different losses or metrics on rank {rank}: {with_it.metrics} instead of {without.metrics}"
         if not report.expect(not difference, f"neutrality: {where}", expected, difference, remedy):
             return
 
@@ -424,7 +424,7 @@ def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, cas
         not lost,
         f"state round trip: {where}",
         "at the end of a resumed run a plugin's state is bitwise that of a run that never stopped",
-        f"another state of {_some(lost)}: {_shown(states[1], lost)} instead of {_shown(states[0], lost)}",
+        f"a different state of {_some(lost)}: {_shown(states[1], lost)} instead of {_shown(states[0], lost)}",
         "put everything that later steps need into `state` in on_save, and take it back in on_load",
     )
     steps, metrics = _ranks_apart(ranks)
@@ -432,7 +432,8 @@ def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, cas
         not (other or steps or metrics),
         f"exact resume: {where}",
         f"a run resumed at step {SAVE_STEP} ends bitwise as one that never stopped",
-        f"other tensors in the last checkpoint: {_some(other) or 'none'}; other steps on ranks {steps}, other metrics on {metrics}",
+        f"different tensors in the last checkpoint: {_some(other) or 'none'}; different steps on ranks {steps}, different metrics "
+        f"on ranks {metrics}",
         "save what the update depends on in on_save, restore it in on_load, and keep nothing else across updates",
     )
 

@@ -70,7 +70,11 @@ def found_size(
 
 def first_size(finder: BatchSizeFinder, loading: Loading) -> Loading:
     """`loading` for a plan, which tries nothing: with the first size of the search."""
-    return replace(loading, batch_size=finder.init_val, found=f"where {finder} begins; a fit tries which fits")
+    return replace(
+        loading,
+        batch_size=finder.init_val,
+        found=f"the first size that {finder} tries; a fit searches for the size that fits",
+    )
 
 
 def facts_of(
@@ -112,9 +116,9 @@ def _check_device(facts: dict[str, Any]) -> None:
     """A GPU that a forked process does not see would be left out of the trials without a word."""
     if facts["device_source"] == "no accelerator here" and torch.cuda.device_count():
         raise ConfigurationError(
-            "a batch size cannot be tried in a forked process: this process has already queried the GPUs (torch.cuda.is_available(), for "
-            "example), and a process that is forked after that does not see them; set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python "
-            "starts, or give a number, batch_size=16"
+            "a batch size cannot be tried in a forked process: this process has already queried the GPUs "
+            "(torch.cuda.is_available(), for example), and its forked processes do not see them. Set "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python starts, or give a number, for instance batch_size=16"
         )
 
 

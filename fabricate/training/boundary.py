@@ -20,7 +20,7 @@ from fabricate.training.saves.saving import check_weights, finish_background_sav
 from fabricate.training.state.run_state import Run, Update
 from fabricate.training.updates.freezing import check_trained
 
-_SAVED = "a checkpoint holds what was logged before it; log it in on_step or on_epoch_end, say"
+_SAVED = "the checkpoint is written already and would not hold this value; log it before, for example in on_step or on_epoch_end"
 
 
 EPOCH_METRICS, EVALUATION, EPOCH_END = "epoch metrics", "evaluation", "epoch end"

@@ -19,7 +19,9 @@ from fabricate.training.updates.optimizer_modes import eval_mode
 
 def finish_fit(run: Run, reason: str) -> None:
     """Save for the last time; export the weights, or report why the fit ended early. All ranks."""
-    with refusing_logs(run.module, "the fit is over, so nothing records it; log it in on_epoch_end, say"):
+    with refusing_logs(
+        run.module, "the fit is over, so the value would not be recorded; log it before, for example in on_epoch_end"
+    ):
         _finish(run, reason)
 
 
@@ -34,9 +36,7 @@ def _finish(run: Run, reason: str) -> None:
     if reason in ("interrupted", "preempted"):
         if run.calls.on_preempt is not None:
             run.calls.on_preempt(run.trainer, run.module, run.requests.signal)
-        weights = (
-            f"the weights are saved in {run.checkpoints.newest}, from which nothing resumes (save_weights_only=True)"
-        )
+        weights = f"the weights are saved in {run.checkpoints.newest}; a fit cannot resume from this checkpoint (save_weights_only=True)"
         state = f"the state is saved in {run.checkpoints.newest}; the same call continues from there"
         saved = weights if run.settings.save_weights_only else state
         run.module.print(

@@ -96,13 +96,13 @@ class FirstUpdate:
         step = f"{type(self._run.module).__name__}.training_step"
         if micro_step == 0 and there:
             raise ConfigurationError(
-                f"gradients are there before the loop has called backward: {step}, or a hook before it, calls "
-                "backward, so that gradients would be added twice; return the loss, and let the loop call backward"
+                f"there were gradients before the loop called backward: {step}, or a hook before it, calls backward, and the "
+                "gradients would be added twice. Return the loss, and leave backward to the loop"
             )
         if micro_step and not there and not strategy.shards_parameters:  # shards may keep them elsewhere meanwhile
             raise ConfigurationError(
-                f"the gradients of the micro-batches before are gone: {step}, or on_accumulate, clears them (zero_grad); leave that to "
-                "the loop, which clears them after each update"
+                f"the gradients of earlier micro-batches of this update are gone: {step}, or on_accumulate, calls zero_grad. "
+                "Remove that call; the loop clears gradients after each update"
             )
 
     def look(self, losses: WindowLosses, applied: bool) -> None:
@@ -110,8 +110,9 @@ class FirstUpdate:
         if self._trains and not self._run.module.training:
             self._trains = False
             self._run.journal.note(
-                f"{type(self._run.module).__name__} is in eval mode since step {self._run.progress.step}: a step or a hook called "
-                "self.eval() and not self.train() afterwards, so that dropout and batch normalisation work as in an evaluation"
+                f"{type(self._run.module).__name__} is in eval mode since step {self._run.progress.step}, because a step or a "
+                "hook called self.eval() and not self.train() afterwards. Dropout and batch normalisation work as in an "
+                "evaluation; call self.train() after it, or keep it if that is meant"
             )
         if self._written is not None and self._run.progress.step > self._began_at:
             self._written.close()
@@ -146,14 +147,15 @@ class FirstUpdate:
         # Inside a compiled unit nothing is seen, and what it answers may be float32 again: a residual sum, say.
         if layers and whole and precision.compute_dtype not in (*layers, "float32"):
             run.journal.note(
-                f"precision={precision.name!r} computes in {precision.compute_dtype}, and no layer answered in it: is autocast off in the "
-                "module, or does it convert to another dtype?"
+                f"precision={precision.name!r} computes in {precision.compute_dtype}, but no layer returned a tensor of this "
+                "dtype. Check whether the module turns autocast off or converts to another dtype"
             )
         if run.engine.moment.detached:
             run.journal.note(
-                "training_step calls gather or reduce of trainer.accelerator with a tensor that requires a gradient, and what they "
-                "return has none, as in Accelerate. For a loss over the rows of all ranks use torch.distributed.nn.functional."
-                "all_gather, and drop_last=True; for a value to look at, self.log, or detach() before the call"
+                "training_step calls gather or reduce of trainer.accelerator with a tensor that requires a gradient, but the "
+                "result has no gradient (as in Accelerate). For a loss over the rows of all ranks, use "
+                "torch.distributed.nn.functional.all_gather and drop_last=True. For a value that is only logged, use self.log, "
+                "or call detach() first"
             )
         if run.engine.strategy.exposes_gradients:
             self._without_gradient = {n: p for n, p in trainable.items() if p.grad is None}

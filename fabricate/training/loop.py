@@ -256,8 +256,8 @@ class LoopState:
         """Refuse groups that on_before_step added: this update has neither normalised nor clipped their gradients."""
         if self.run.optim.number_of_groups() != self._groups:
             raise ConfigurationError(
-                "on_before_step added a parameter group, whose gradients this update has neither normalised nor clipped; add it in on_step "
-                "or on_epoch_start"
+                "on_before_step added a parameter group after this update's gradients were normalised and clipped; add the group "
+                "in on_step or on_epoch_start"
             )
 
     def _look_at_listeners(self) -> None:
@@ -328,7 +328,8 @@ def _same_on_all_ranks(run: Run, windows: Iterable[Window]) -> Iterator[Window]:
         if any(most != -least for most, least in zip(largest[:3], largest[3:], strict=True)):
             everyone = run.engine.gather_json(mine)
             raise ConfigurationError(
-                f"train: the training data differs between ranks at step {run.progress.step + 1}; micro-batches, rows, and whether the "
-                f"window is the last, of each rank: {everyone}. Every rank has to iterate over the same data, which fabricate splits"
+                f"train: the training data differs between ranks at step {run.progress.step + 1}; each rank has (micro-batches, "
+                f"rows, whether the window is the last): {everyone}. Every rank has to iterate over the same data, which "
+                "fabricate splits"
             )
         yield window

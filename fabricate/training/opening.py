@@ -50,7 +50,7 @@ from fabricate.training.saves import saving
 from fabricate.training.state.journal import Journal
 from fabricate.training.state.run_state import Owner, Run
 
-_OVER = "the run is over, so nothing records it"
+_OVER = "the run is over, so the value would not be recorded; log it before the fit ends"
 _PROCESS = threading.RLock()
 """Held by the thread in which a run is running."""
 
@@ -116,13 +116,14 @@ def opened(
     began: the monotonic time at which the user called, from which `max_time` counts. make_engine: called as `Engine` is."""
     if trainer._run is not None:
         raise FabricateError(
-            "this Trainer is running already; one fit at a time. A hook asks for an evaluation with trainer.request_eval(); for anything "
-            "else take another Trainer"
+            "this Trainer is running already; one fit at a time. A hook asks for an evaluation with trainer.request_eval(); for "
+            "anything else create another Trainer"
         )
     if module._trainer is not None:
         raise FabricateError(
-            f"{type(module).__name__} is in the run of another Trainer, which has it prepared and collects what it logs: pass "
-            "copy.deepcopy(module). Sets that a fit is to measure go into its val=, a mapping of names; trainer.request_eval() asks for it"
+            f"{type(module).__name__} is in use by the running fit or evaluation of another Trainer: pass copy.deepcopy(module). "
+            "To evaluate further data sets during a fit, pass them to that fit as val={'name': data, ...} and call "
+            "trainer.request_eval()"
         )
     settle(trainer.settings, resolved, data)
     with contextlib.ExitStack() as stack:
@@ -152,8 +153,8 @@ def _hold_process(stack: contextlib.ExitStack) -> None:
     """Refuse a run beside one of another thread, until `stack` ends. One inside of another, in a hook, is the same thread's."""
     if not _PROCESS.acquire(blocking=False):
         raise FabricateError(
-            "a fit or an evaluation is running in another thread of this process: torch's random generators and Accelerate's state are the "
-            "process's, so neither would be right; run one after the other, or each in a process of its own"
+            "a fit or an evaluation is running in another thread of this process. Both would share torch's random generators and "
+            "Accelerate's state, so the results of both would be wrong. Run one after the other, or each in its own process"
         )
     stack.callback(_PROCESS.release)
 
@@ -423,8 +424,8 @@ def environment_restored() -> Iterator[None]:
 
 
 _LATE = (
-    "deterministic=True: this process has used CUDA before, and torch reads CUBLAS_WORKSPACE_CONFIG at its first product; should "
-    "products be refused, set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts"
+    "deterministic=True: this process has used CUDA before, and torch reads CUBLAS_WORKSPACE_CONFIG only at the first matrix "
+    "product. If torch refuses matrix products, set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts"
 )
 
 

@@ -133,11 +133,9 @@ def _check_validation(run: Run) -> None:
             )
     every, keep = settings.validate_every, settings.keep
     if run.validation and every is not None and not run.validates and run.total_steps:
-        never = (
-            f"validate_every={str(every)!r} does not come round in {run.total_steps} updates, so val is never evaluated"
-        )
+        never = f"validate_every={str(every)!r} is longer than this fit of {run.total_steps} updates, so val is never evaluated"
         if every != Every(epochs=1):  # the default, which a short trial leaves as it is
-            raise ConfigurationError(f"{never}: make it shorter, or leave out val=")
+            raise ConfigurationError(f"{never}: give a shorter interval, or leave out val=")
         run.notes.append(f"{never}; set validate_every, or train for a whole epoch")
     if run.run_dir is not None and "best" in keep and keep["metric"].startswith("val") and not run.validates:
         raise ConfigurationError(
@@ -249,10 +247,10 @@ def check_room_for_copies(needed: Need, engine: Engine) -> None:
     there = sum(size for kind, size in per_rank.items() if not on_device or kind.startswith("host "))
     room, where = host_memory(engine.launch.local_world_size)
     if copies + there > room:
-        beside = f", beside {size_text(there)} that it holds there" if there else ""
+        beside = f" in addition to the {size_text(there)} that strategy and state already keep there" if there else ""
         raise ConfigurationError(
-            f"save='async' copies the state to host memory before it is written, {size_text(copies)} on each rank{beside}, and a rank has "
-            f"{size_text(room)} ({where}); use save='sync', or start more ranks on more hosts"
+            f"save='async' copies the state to host memory before it is written: {size_text(copies)} on each rank{beside}. But a "
+            f"rank has only {size_text(room)} ({where}). Use save='sync', or start more ranks on more hosts"
         )
 
 
@@ -272,12 +270,13 @@ def _check_shared(run: Run) -> None:
         if time.monotonic() > deadline:
             if run.settings.fast_dev_run and run.settings.run_dir is None:
                 raise ConfigurationError(
-                    "fast_dev_run on several nodes tries a save where all of them see it; set run_dir= on a file system that they share, "
-                    "beside which it then writes"
+                    "fast_dev_run on several nodes needs a directory that all nodes see, to try a save; set run_dir= to a path "
+                    "on a shared file system (the trial writes beside it)"
                 )
             raise ConfigurationError(
-                f"run_dir={str(run.run_dir)!r} on {socket.gethostname()} is not the directory in which rank 0 writes, "
-                "and each rank writes its part of a checkpoint there; give every rank the same path, on a file system that all nodes share"
+                f"run_dir={str(run.run_dir)!r} on {socket.gethostname()} is not the directory in which rank 0 writes, but every "
+                "rank has to write its part of a checkpoint there; give every rank the same path, on a file system that all "
+                "nodes share"
             )
         time.sleep(0.1)
 

@@ -86,9 +86,10 @@ class Written(TorchFunctionMode):
 
     def _refuse(self, name: str) -> None:
         raise ConfigurationError(
-            f"{type(self._module).__name__}.{STEPS.get(self._stage, self._stage)} writes into the parameter {name}, and strategy="
-            f"{self._strategy.name!r} computes with a copy of it, so that the change would be lost: change it in on_step(self), within "
-            "`with torch.no_grad(), self.trainer.strategy.changing(self.parameters()):`; a tensor that steps write to is a buffer"
+            f"{type(self._module).__name__}.{STEPS.get(self._stage, self._stage)} writes into the parameter {name}, but "
+            f"strategy={self._strategy.name!r} computes with a copy of it, so the change would be lost. Change the parameter in "
+            "on_step(self), within `with torch.no_grad(), self.trainer.strategy.changing(self.parameters()):`. If steps have to "
+            "write to this tensor, register it as a buffer instead"
         )
 
 

@@ -224,7 +224,7 @@ def test_data_that_is_used_up_or_has_no_length_is_refused_before_training_where_
 
     with pytest.raises(ConfigurationError, match=r"train is a one-shot iterator .* trainer\.calibrate"):
         run(iter([batch] * 9))
-    with pytest.raises(ConfigurationError, match="train has no length, so that one pass over it may never end"):
+    with pytest.raises(ConfigurationError, match="train has no length, so one pass over it may never end;"):
         run(Endless())
     assert len(run(Endless(), batch_norm_batches=5).counted) == 5
 
@@ -296,5 +296,7 @@ def test_the_training_data_is_read_again_only_when_training_does_not(tmp_path: P
         def on_step(self, trainer: Trainer) -> None:
             trainer.calibrate()
 
-    with pytest.raises(FabricateError, match="reads the training data in on_complete"):
+    with pytest.raises(
+        FabricateError, match="can only run in on_complete, when training no longer reads the training data;"
+    ):
         Trainer(max_steps=1, progress=False, print_plan="none", plugins=[Calls()]).fit(Net(), ROWS, batch_size=8)

@@ -222,7 +222,9 @@ def test_a_hook_freezes_and_unfreezes_what_an_optimizer_holds() -> None:
     assert changed == [False, True, False]
     with pytest.raises(ConfigurationError, match=r"trainer.freeze: no optimizer holds head\.bias"):
         Trainer(max_steps=4, progress=False).fit(Wrong(), ROWS, batch_size=4)
-    with pytest.raises(FabricateError, match="exists only while fit"):
+    with pytest.raises(
+        FabricateError, match="this attribute or method of the trainer is available only while fit, validate,"
+    ):
         Trainer(max_steps=4).freeze([])
 
 

@@ -193,7 +193,7 @@ def test_accelerators_options_are_refused_where_one_is_set() -> None:
         ({"num_train_epochs": 2.5}, "num_train_epochs=2.5: a fit has whole epochs. Give max_steps"),
         ({"eval_strategy": "steps", "eval_steps": 0.1}, "eval_steps=0.1 is a share of all updates. Give a number"),
         ({"data_seed": 3}, "data_seed=3: a Trainer orders the data by seed=42"),
-        ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' is not built from its name here"),
+        ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' cannot be built from its name"),
         ({"optim": "sgd", "optim_args": "momentun=0.9"}, "momentun has no effect on optim='sgd'"),
         ({"optim_args": "foreach=true"}, "foreach has no effect on optim='adamw_torch_fused', whose options here are: none"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 10}, "has no effect in transformers with lr_scheduler_type='constant'"),

@@ -27,7 +27,10 @@ from tests.support.wrong import ROWS, Regression, answering, refused, wrong_modu
         ),
         ({"strategy": Single}, "strategy=Single is a class; pass an object, Single(), or a name"),
         ({"strategy": "fsdp:offlod=cpu"}, "strategy='fsdp' has no option 'offlod'; did you mean 'offload'?"),
-        ({"strategy": "fsdp:shard=2"}, "fsdp: shard=2: 2 is not a divisor of 1 process; choose one, or leave it out"),
+        (
+            {"strategy": "fsdp:shard=2"},
+            "fsdp: shard=2: 2 is not a divisor of 1 process; choose a divisor, or leave shard out",
+        ),
         (
             {"strategy": "fsdp:tp=2"},
             "2 ranks form a group that reads the same rows, so the number of ranks has to be a multiple of 2",
@@ -232,7 +235,10 @@ def test_an_attribute_that_the_trainer_sets_cannot_be_the_users(name: str) -> No
 def test_a_lazy_layer_without_a_shape_is_refused() -> None:
     module = Regression()
     module.late = torch.nn.LazyLinear(1)
-    refused("late.weight, late.bias: a lazy layer without a shape; run one batch through it before fit", module=module)
+    refused(
+        "late.weight, late.bias: a lazy layer whose shape is not known yet; run one batch through it before fit",
+        module=module,
+    )
 
 
 def test_a_missing_training_step_is_refused() -> None:

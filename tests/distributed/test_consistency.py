@@ -101,7 +101,7 @@ def test_a_run_directory_that_one_node_does_not_share_is_refused_before_the_firs
     zero, _, last = run_ranks(_in_a_directory_of_its_own, 3, tmp_path)
     assert re.match(r"run_dir='\S+/elsewhere/run' on \S+ is not the directory in which rank 0 writes", last)
     assert "give every rank the same path, on a file system that all nodes share" in last
-    assert zero.startswith("rank 2 failed first, this rank 0 stopped with it")
+    assert zero.startswith("rank 2 failed first, and this rank 0 stopped because of that")
     assert not list(tmp_path.glob("*/run/checkpoints/*"))
 
 
@@ -126,7 +126,9 @@ def test_nodes_try_a_save_beside_the_run_directory_that_they_share(
     assert not list((tmp_path / "runs").iterdir()), "nothing stays"
     monkeypatch.setattr(preparation, "_SHOWN_SECONDS", 0)
     monkeypatch.setattr(preparation, "is_written_by", lambda run_dir, fit: False)  # as on another host
-    with pytest.raises(ConfigurationError, match=r"fast_dev_run on several nodes tries a save .* set run_dir="):
+    with pytest.raises(
+        ConfigurationError, match=r"fast_dev_run on several nodes needs a directory that all.* set run_dir="
+    ):
         Trainer(fast_dev_run=True).fit(Regression(1), torch.ones(12, 4), batch_size=2)
 
 
@@ -178,7 +180,7 @@ def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, found: str, mo
         monkeypatch.setenv(name, value)
     with pytest.raises(RankError) as caught:
         meet(rank, 2, {}, datetime.timedelta(seconds=1))
-    assert f"did not meet all of 2 ranks at 127.0.0.1:{port} within 0:00:01: start one process per rank" in str(
+    assert f"did not find all 2 ranks at 127.0.0.1:{port} within 0:00:01: start one process per rank" in str(
         caught.value
     )
     assert found in str(caught.value)

@@ -221,11 +221,11 @@ def test_a_kind_that_fabricate_does_not_compute_on_is_refused_by_name(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see(monkeypatch, kind, 1)
-    with pytest.raises(ConfigurationError, match=f"a device of the kind '{kind}'.*ACCELERATE_TORCH_DEVICE=cpu"):
+    with pytest.raises(ConfigurationError, match=f"a device of type '{kind}'.*ACCELERATE_TORCH_DEVICE=cpu"):
         chosen({})
     assert chosen({"ACCELERATE_TORCH_DEVICE": "cpu"}) == ("cpu", "ACCELERATE_TORCH_DEVICE")
     with pytest.raises(
-        ConfigurationError, match=f"ACCELERATE_TORCH_DEVICE='{kind}' is of the kind '{kind}'.*give cpu, cuda"
+        ConfigurationError, match=f"ACCELERATE_TORCH_DEVICE='{kind}' is a device of type '{kind}'.*give cpu, cuda"
     ):
         chosen({"ACCELERATE_TORCH_DEVICE": kind})
 
@@ -244,7 +244,7 @@ def test_the_variable_of_accelerate_that_names_a_device_counts(monkeypatch: pyte
         ({"ACCELERATE_TORCH_DEVICE": "xpu"}, "ACCELERATE_TORCH_DEVICE='xpu': torch finds cuda here"),
         ({"ACCELERATE_TORCH_DEVICE": "gpu"}, "ACCELERATE_TORCH_DEVICE='gpu' is not a device; give cpu, cuda"),
         ({"ACCELERATE_TORCH_DEVICE": "cuda", "ACCELERATE_USE_CPU": "1"}, "name different devices; unset one of them"),
-        ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE='TPU' asks for an XLA device"),
+        ({"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE='TPU' asks for an XLA device, which fabricate does not support;"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_by_name(
@@ -266,7 +266,9 @@ def test_xla_is_refused_by_name_where_accelerate_would_take_it(monkeypatch: pyte
 
 
 def test_a_tpu_is_not_silently_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="PJRT_DEVICE='TPU' asks for an XLA device"):
+    with pytest.raises(
+        ConfigurationError, match="PJRT_DEVICE='TPU' asks for an XLA device, which fabricate does not support;"
+    ):
         plan(monkeypatch, {"PJRT_DEVICE": "TPU"})
 
 
@@ -274,9 +276,9 @@ def test_a_device_without_process_groups_takes_one_process(monkeypatch: pytest.M
     see(monkeypatch, "mps", 1)
     found = plan(monkeypatch, {})
     assert (str(found["device"]), found["strategy"]) == ("mps:0", "single")
-    assert any(note.startswith("fabricate was not yet run on mps") for note in found.notes)
+    assert any(note.startswith("fabricate has not been tested on mps") for note in found.notes)
     for environ, strategy in (({}, "ddp"), (torchrun(0, 2, 2), "auto")):
-        with pytest.raises(FabricateError, match="torch has no process group on such a device"):
+        with pytest.raises(FabricateError, match="torch has no process group for this type of device"):
             plan(monkeypatch, environ, strategy)
 
 

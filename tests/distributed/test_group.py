@@ -123,7 +123,7 @@ def test_all_notice_at_once_when_a_rank_fails_and_begin_again() -> None:
     *others, own = run_ranks(left, 3)
     for kind, message, seconds, again in others:
         assert kind == "PeerLost"
-        assert message.startswith("rank 2 failed first, this rank ")
+        assert message.startswith("rank 2 failed first, and this rank ")
         assert "ValueError: mine alone" in message
         assert seconds < 5
         assert again == [2]
@@ -232,8 +232,8 @@ def test_each_fit_has_its_own_time_out() -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     store, timeout = dist.HashStore(), datetime.timedelta(seconds=0.5)
-    with pytest.raises(RankError, match=r"rank 1 and rank 2 did not meet rank 0 on here within 0:00:00\.5"):
+    with pytest.raises(RankError, match=r"rank 1 and rank 2 did not connect to rank 0 on here within "):
         await_all(store, "test", 0, 3, "here", timeout)
     store.set("another/1", "")
-    with pytest.raises(RankError, match=r"rank 0 did not meet rank 2 on here within 0:00:00\.5"):
+    with pytest.raises(RankError, match=r"rank 0 did not connect to rank 2 on here within "):
         await_all(store, "another", 2, 3, "here", timeout)

@@ -312,12 +312,15 @@ def test_a_directory_without_a_fit_and_one_whose_fit_is_over_say_so(tmp_path: Pa
         done = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path)])
         return done.exit_code, done.output.strip()
 
-    assert doctor() == (2, f"error: '{tmp_path}' holds no ranks.json, so no fit has begun there; give its run_dir")
+    assert doctor() == (
+        2,
+        f"error: '{tmp_path}' holds no ranks.json, so no fit has begun there; give the run_dir of a fit",
+    )
     gone = {"host": here().address.host, "process": os.getpid(), "began": 1, "memory": 3}
     (tmp_path / "ranks.json").write_text(json.dumps({"ranks": [gone, gone], "listeners": []}))
     assert doctor() == (1, f"no fit is running in {tmp_path}: the processes of its last one are gone")
     (tmp_path / "ranks.json").write_text("[]")
-    assert "ranks.json is not what fabricate writes" in doctor()[1]
+    assert "ranks.json is damaged or was not written by fabricate" in doctor()[1]
 
 
 def test_ranks_that_do_the_same_are_one_paragraph() -> None:
@@ -328,7 +331,7 @@ def test_ranks_that_do_the_same_are_one_paragraph() -> None:
         "ranks 0, 2-4: waits in all_reduce, update 7, micro-batch 6",
         '  File "train.py", line 3, in main',
         '  File "/x/torch/distributed/distributed_c10d.py", line 9, in all_reduce',
-        "rank 1 on b (process 1): cannot be asked: no rank of its host answers",
+        "rank 1 on b (process 1): unknown: no rank of its host answers",
         "begin with rank 1, in no collective, while ranks 0, 2-4 wait in one",
     ]
     assert numbers([5, 1, 2]) == "1-2, 5"

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "hosts.py"
 ADDRESSES = {"alpha": "10.231.77.1", "beta": "10.231.77.2"}
 LEFT = {
     "beta": ("alpha", "rank 1 on beta did not answer rank 0 on alpha: dead, unreachable or stuck"),
-    "alpha": ("beta", "rank 1 on beta lost rank 0 on alpha, where ranks meet"),
+    "alpha": ("beta", "rank 1 on beta lost its connection to rank 0 on alpha, which coordinates the ranks"),
 }
 """By the host that is gone, the one that is left and what it says."""
 LIMIT_SECONDS = 300

@@ -121,7 +121,7 @@ def test_a_device_that_is_not_that_of_the_fit_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
     PartialState()
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
-    expected = "is on meta and the fit runs on cpu: to use the CPU, set ACCELERATE_USE_CPU=true"
+    expected = "is on meta, but the fit runs on cpu: to use the CPU, set ACCELERATE_USE_CPU=true"
     with pytest.raises(ConfigurationError, match=expected):
         fit()
 

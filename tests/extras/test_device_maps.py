@@ -238,7 +238,9 @@ def test_adapters_over_a_model_that_transformers_placed_train_and_resume_exactly
 def test_what_no_update_would_reach_and_strategies_that_need_whole_layers_are_refused(
     base: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"strategy='single' needs the weights on a device, and model\."):
+    with pytest.raises(
+        ConfigurationError, match=r"strategy='single' needs all weights on a device, but a device_map placed model\."
+    ):
         fit(Adapted(base, MAP), "single", tmp_path / "single")
     with pytest.raises(ConfigurationError, match=r"begin with init_lora_weights=True or 'gaussian', not False"):
         fit(Adapted(base, MAP, init=False), "device_map", tmp_path / "mapped")
@@ -246,5 +248,5 @@ def test_what_no_update_would_reach_and_strategies_that_need_whole_layers_are_re
     module.configure_model()
     object.__setattr__(module, "_built", True)
     module.requires_grad_(True)
-    with pytest.raises(ConfigurationError, match=r"are to be trained .* and do not lie on the device"):
+    with pytest.raises(ConfigurationError, match=r"the trainable parameters .* are not on the device"):
         fit(module, "device_map", tmp_path / "whole")

@@ -262,7 +262,10 @@ def test_a_notebook_trains_on_two_processes_after_it_trained_on_one(ended: tuple
     wanted = {"world_size": 2, "strategy": "ddp", "precision": "bf16", "global_batch_size": 12}
     assert settings(root / "notebook") == wanted
     assert setting(root / "notebook", "precision")[1] == "MIXED_PRECISION"
-    assert "one thread per rank instead of 2: a forked process has none" in found["notebook"].output
+    assert (
+        "one thread per rank instead of 2: a forked process does not have the threads of its parent"
+        in found["notebook"].output
+    )
     assert losses(root / "notebook") == pytest.approx(losses(root / "python"), rel=0.05)
 
 
@@ -288,7 +291,7 @@ def test_a_rank_that_fails_ends_all_of_them_and_says_why_once(ended: tuple[Path,
         "one traceback, of the rank that failed"
     )
     assert failing.output.count("Traceback (most recent call last)") == 2, "the other one is torchrun's own"
-    assert "\nrank 0 stopped with it\n" in failing.output
+    assert "\nrank 0 stopped because of that\n" in failing.output
     _, _, summary = failing.output.rpartition("Root Cause")
     assert "rank 1 failed: ValueError: rank 1 has had enough" in summary
     assert 'train.py:44, in training_step: raise ValueError("rank 1 has had enough")' in summary

@@ -249,7 +249,7 @@ def refused(bases: list[Path]) -> list[str]:
 def test_ranks_with_unlike_bases_and_codes_that_would_be_rounded_are_refused(base: Path, tmp_path: Path) -> None:
     unlike, rounded = run_ranks(refused, 2, [base, llama(tmp_path / "other", seed=5)], timeout=600)[0]
     assert "differ from rank 0 in settings: the quantised model." in unlike
-    assert "strategy='fsdp' gathers in bfloat16, and the codes of model." in rounded
+    assert "strategy='fsdp' gathers in bfloat16, but the codes of model." in rounded
     assert "are stored as float16" in rounded
 
 

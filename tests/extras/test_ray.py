@@ -193,7 +193,9 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path, one_group: Path) 
 
 
 def test_the_plugin_outside_of_ray_says_what_it_is_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="this process is neither a worker nor a trial; leave the plugin out"):
+    with pytest.raises(
+        ConfigurationError, match="but this process is neither a worker nor a trial of Ray; leave the plugin out"
+    ):
         Trainer(plugins=["ray"], max_steps=1, run_dir=tmp_path, progress=False).fit(
             Regression(0.0), torch.randn(4, 4), batch_size=2
         )

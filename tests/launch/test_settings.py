@@ -169,12 +169,12 @@ def test_a_deepspeed_file_is_told_by_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("learning_rate: 0.1", "is not understood.*it sets learning_rate"),
+        ("learning_rate: 0.1", "sets neither distributed_type .*This one sets learning_rate"),
         ("- 1", "holds no settings"),
         ("{", "is neither YAML nor JSON"),
         ('{"zero_optimization": {"stage": 7}}', "stage 7"),
         ("distributed_type: XLA", "distributed_type XLA is not one of"),
-        ("distributed_type: 'NO'\nnum_processes: 2", "distributed_type NO runs one"),
+        ("distributed_type: 'NO'\nnum_processes: 2", "distributed_type NO starts one"),
         ("distributed_type: MULTI_GPU\nnum_processes: many", "num_processes 'many' is not a whole number"),
         ("distributed_type: MULTI_GPU\nmixed_precision: bf61", "bf61"),
         ("distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 2}", "distributed_type is MULTI_GPU"),

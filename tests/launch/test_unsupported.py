@@ -42,7 +42,7 @@ def rows() -> TensorDataset:
         ("pp", "that is pipeline parallelism"),
         ("fsdp:cp=2", "that is context parallelism, .* torch has no sharded attention on a CPU"),
         ("zero3:ulysses=2", "that is sequence parallelism"),
-        ("hsdp", "replicas of a sharded model are strategy='fsdp:shard=node'"),
+        ("hsdp", "; for replicas of a sharded model use strategy='fsdp:shard=node', or set shard="),
     ],
 )
 def test_a_strategy_that_is_not_there_says_what_to_use(strategy: str, wanted: str) -> None:
@@ -106,7 +106,7 @@ def test_the_section_of_a_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("ACCELERATE_USE_MEGATRON_LM", "true", "no strategy here is Megatron-LM's"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "is true, but fabricate has no strategy for Megatron-LM; use"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", r"with Trainer\(compile=True\)"),
     ],
 )
@@ -129,4 +129,4 @@ def on_two_ranks() -> list[str]:
 
 def test_a_module_that_a_plan_divided_is_refused_before_the_first_step() -> None:
     for found in run_ranks(on_two_ranks, 2):
-        assert [text.startswith("Net is sharded already (a tp_plan?) and strategy=") for text in found] == [True, True]
+        assert [text.startswith("Net is sharded already (a tp_plan?), but strategy=") for text in found] == [True, True]

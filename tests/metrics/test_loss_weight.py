@@ -309,7 +309,9 @@ def test_watching_refuses_a_step_that_changes_its_mind() -> None:
     with torch.no_grad(), watch:
         loss = cross_entropy(LOGITS, TARGET)
     assert watch.weigh([("loss", loss, None, "mean")]) is not None
-    with pytest.raises(ConfigurationError, match="the unit of the weight has to stay the same"):
+    with pytest.raises(
+        ConfigurationError, match="for earlier batches an evaluation step returned a plain cross-entropy, which is"
+    ):
         watch.weigh([("loss", torch.tensor(1.0), None, "mean")])
 
 
@@ -396,8 +398,11 @@ def test_a_loss_of_several_terms_weighs_rows_and_says_so_once(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("changes", "not as a plain cross-entropy (it comes from Add), and before as a plain cross-entropy"),
-        ("gives at last", "returned its loss with a weight, and before as a plain cross-entropy"),
+        (
+            "changes",
+            "not as a plain cross-entropy (it comes from Add), but before as a plain cross-entropy. All losses need a",
+        ),
+        ("gives at last", "returned its loss with a weight, but before as a plain cross-entropy. All losses need a"),
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -475,7 +480,10 @@ def test_a_weight_that_becomes_negative_is_refused_at_the_next_log_boundary(late
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": self.loss(batch), "weight": torch.tensor(1.0 - 2 * (batch_idx == later))}
 
-    with pytest.raises(ConfigurationError, match="'loss' has the weight -1; a weight cannot be negative"):
+    with pytest.raises(
+        ConfigurationError,
+        match="'loss' has the weight -1; a weight cannot be negative; give the number of items that the mean was taken over",
+    ):
         fit(Negative(), log_every=4)
 
 

@@ -355,7 +355,7 @@ def test_a_tensor_that_nobody_sets_in_its_turn_is_an_error_under_every_strategy(
 
 def test_one_parameter_in_two_units_is_refused(answers: dict[int, list[dict[Any, Any]]]) -> None:
     for message in answer(answers, 2, "tied"):
-        assert "first.weight and second.weight, which are one parameter, into two units" in message
+        assert "first.weight and second.weight are the same parameter" in message
 
 
 def test_an_error_without_a_word_in_configure_model_stays_what_it_is() -> None:

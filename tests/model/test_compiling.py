@@ -208,7 +208,7 @@ def test_a_strategy_that_works_inside_blocks_refuses() -> None:
         name = "inside"
         compiles = False
 
-    with pytest.raises(ConfigurationError, match="compile= is set and strategy='inside' works inside the forward"):
+    with pytest.raises(ConfigurationError, match="compile= is set, but strategy='inside' acts inside the"):
         fit(Layers(), torch.randn(8, 4), strategy=Inside(), compile=True)
 
 

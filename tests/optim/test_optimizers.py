@@ -81,7 +81,7 @@ def test_a_pattern_that_finds_nothing_is_refused_with_names_as_they_are() -> Non
     ):
         Grouped().parameter_groups({"LayerNrm": {"weight_decay": 0.0}})
     with pytest.raises(
-        ConfigurationError, match="'head' matches no parameter that is not matched by an earlier pattern already"
+        ConfigurationError, match="'head' matches no parameter, or only parameters that an earlier pattern"
     ):
         Grouped().parameter_groups({"weight|bias": {"lr": 1.0}, "head": {"lr": 2.0}})
 

@@ -101,7 +101,7 @@ def test_settings_of_the_process_are_given_back_after_a_failure() -> None:
         def process_context(self, device: torch.device) -> Any:
             return torch.autograd.set_detect_anomaly(True)
 
-    with pytest.raises(ConfigurationError, match="computes in bfloat16, but on cpu it would be float32"):
+    with pytest.raises(ConfigurationError, match="computes in bfloat16, but autocast computes in float32 on cpu"):
         fit(Net(), Breaks())
     assert not torch.is_anomaly_enabled()
 
@@ -274,7 +274,9 @@ def test_the_first_update_says_what_it_was_computed_in(
 def test_a_precision_that_no_layer_runs_in_is_pointed_out(tmp_path: Path) -> None:
     fit(Net(autocast=False), "bf16", run_dir=tmp_path)
     (note,) = events(tmp_path, "note")
-    assert note["text"].startswith("precision='bf16' computes in bfloat16, and no layer answered in it")
+    assert note["text"].startswith(
+        "precision='bf16' computes in bfloat16, but no layer returned a tensor of this dtype. Check"
+    )
 
 
 def test_what_compiled_blocks_compute_in_is_not_guessed_from_what_they_answer(tmp_path: Path) -> None:

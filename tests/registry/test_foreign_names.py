@@ -264,9 +264,7 @@ def test_loading_a_part_of_a_checkpoint_has_a_remedy(tmp_path: Any) -> None:
 
 
 def test_manual_optimization_is_refused_wherever_it_is_set() -> None:
-    message = (
-        "Wrong.automatic_optimization=False is not read; several optimizers: configure_optimizers returns them by name"
-    )
+    message = "Wrong.automatic_optimization=False has no effect; "
     refused(message, module=wrong_module(automatic_optimization=False))
     module = wrong_module()
     module.automatic_optimization = False

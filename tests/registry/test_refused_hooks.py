@@ -106,7 +106,10 @@ def test_a_batch_in_on_step_points_to_the_training_step(argument: str) -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("self, step=0", "argument 'step' has a default, which a hook would always use; remove it"),
+        (
+            "self, step=0",
+            "argument 'step' has a default, and hooks are then always called with that default; remove the default",
+        ),
         ("self, *, step", "step is never filled"),
         ("self, **rest", "**rest is never filled"),
         ("self, *rest", "*rest is never filled"),
@@ -158,7 +161,7 @@ def test_a_value_returned_from_an_event_is_an_error(wrapped: bool) -> None:
 def test_a_wrapper_that_keeps_the_answer_is_an_error(hook: str, tmp_path: Path) -> None:
     plugin = type("Keeps", (Callback,), {hook: hookimpl(wrapper=True)(_method(hook, "self", "yield"))})()
     with pytest.raises(
-        PluginError, match=rf"hook {hook} ended without an answer: .*\(Keeps\); end it with `return \(yield\)`"
+        PluginError, match=rf"hook {hook} has no result: .*\(Keeps\); end the wrapper with `return \(yield\)`"
     ):
         fit(plugin, run_dir=tmp_path)
 
@@ -205,7 +208,9 @@ def test_a_plugin_that_implements_and_offers_nothing_is_refused(plugin: object) 
 def test_a_hook_set_on_the_object_is_refused() -> None:
     plugin = Callback()
     plugin.on_step = lambda: None  # type: ignore[method-assign]
-    _refused(plugin, "on_step is set on the object and would never be called; define it in Callback")
+    _refused(
+        plugin, "on_step is an attribute of the object and would never be called; define it as a method in Callback"
+    )
 
 
 def test_a_step_of_the_module_on_a_callback_is_refused() -> None:
@@ -242,7 +247,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
 def test_a_helper_of_the_module_with_the_name_of_an_action_is_refused(hook: str, parameters: str) -> None:
     module = type("Helps", (Regression,), {hook: _method(hook, parameters)})()
     with pytest.raises(
-        PluginError, match=f"Helps.{hook} has the name of a hook and would take the place of .*: rename the method"
+        PluginError, match=f"Helps.{hook} has the name of a hook and would replace .*: rename the method"
     ):
         fit(module=module)
 

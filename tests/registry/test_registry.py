@@ -273,7 +273,7 @@ def test_a_named_plugin_is_active(how: str, install: Install, monkeypatch: pytes
 def test_a_plugin_that_only_offers_names_is_no_plugin_to_activate(install: Install) -> None:
     install("fabricate-mars", MARS, name="mars")
     with pytest.raises(
-        PluginError, match="plugins='mars': it implements no hook, it offers names: choose with strategy='mars'"
+        PluginError, match="plugins='mars': this plugin implements no hook, it only offers names; choose one with "
     ):
         Registry(["mars"])
 

@@ -70,9 +70,9 @@ class DescribesText(Mine):
     ("strategy", "told"),
     [
         (Nameless, "strategy: Nameless has no name; write name: ClassVar"),
-        (MisspeltMethod, "MisspeltMethod.bakward would never be looked at; did you mean 'backward'?"),
-        (MisspeltFlag, "MisspeltFlag.exposes_gradient would never be looked at; did you mean 'exposes_gradients'?"),
-        (OtherArguments, "it is called as backward(loss)"),
+        (MisspeltMethod, "MisspeltMethod.bakward is never read; did you mean 'backward'?"),
+        (MisspeltFlag, "MisspeltFlag.exposes_gradient is never read; did you mean 'exposes_gradients'?"),
+        (OtherArguments, "calls it as backward(loss)"),
         (PreparesNothing, "PreparesNothing.prepare returned NoneType; return the module that the loop runs"),
         (AnswersText, "AnswersText: a check returned str; yield each reason"),
         (AnswersNothing, "AnswersNothing: a check returned NoneType; yield each reason"),

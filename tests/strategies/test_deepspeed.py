@@ -330,8 +330,8 @@ def _refused(strategy: str, **arguments: Any) -> list[str]:
 
 def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
     two, factored, gathered, editing = run_ranks(_refused, 2, "zero2")[0]
-    assert "trains with one optimizer and there are 2 (first, second)" in two
-    assert "Adafactor is not known to treat every element by itself" in factored
+    assert "trains with one optimizer, but there are 2 (first, second)" in two
+    assert "Adafactor is not known to update each element independently" in factored
     assert "zero2:allow_untested_optimizer=true" in factored
     assert "Adagrad" in gathered
     assert "strategy='zero2' hides gradients from on_before_step, which Editing implements" in editing
@@ -509,7 +509,7 @@ def _clamped() -> str:
 def test_a_hook_that_uses_an_empty_parameter_is_refused_by_name() -> None:
     for text in run_ranks(_clamped, 2):
         assert text.startswith(
-            "on_step uses the parameter first.weight, which lies in parts on the ranks under strategy='zero3'"
+            "on_step uses the parameter first.weight, which is sharded under strategy='zero3' and empty outside"
         )
         assert "trainer.strategy.changing(" in text
 

@@ -95,15 +95,15 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bf16": {"enabled": False}}, {"precision": "bf16"}, "bf16.enabled is False and precision='bf16' means True"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "fp16.enabled and bf16.enabled are both true"),
     ({"fp16": {"enabled": True, "loss_scale_window": 9}}, {"precision": "fp16:growth_interval=50"}, "window is 9 and the options"),
-    ({"zero_optimization": {"stage": 3}}, {}, "zero_optimization.stage is 3 and strategy='zero2' means 2"),
-    ({"gradient_clippping": 1.0}, {}, "'gradient_clippping' is no key of a DeepSpeed configuration; did you mean 'gradient_clipping'?"),
-    ({"gradient_clipping": "much"}, {}, "gradient_clipping='much' is no positive number"),
+    ({"zero_optimization": {"stage": 3}}, {}, "zero_optimization.stage is 3, but strategy='zero2' means 2"),
+    ({"gradient_clippping": 1.0}, {}, "'gradient_clippping' is not a key of a DeepSpeed configuration; did you mean 'gradient_clipping'?"),
+    ({"gradient_clipping": "much"}, {}, "gradient_clipping='much' is not a positive number; correct it, or write 'auto'"),
     ({"amp": {"enabled": True}}, {}, "amp is refused: use precision="),
     ({"activation_checkpointing": {"partition_activations": True}}, {}, "by itself it configures nothing"),
     ({"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op is refused"),
     ({"zero_optimization": {"cpu_offload": True}}, {}, "write offload_optimizer: {device: cpu}"),
     ({"zero_optimization": {"compute_grad_norm": False}}, {}, "compute_grad_norm is refused"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "device is 'nvme'; offload to NVMe is offered for"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "device is 'nvme'; offload to NVMe is supported"),
 ]  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def test_equal_values_on_both_sides_and_switched_off_sections_pass() -> None:
     plan = _plan(_strategy(content, offload_optimizer="cpu"), max_grad_norm=1.0, precision="bf16")
     assert _setting(plan, "precision") == ("bf16", "argument")
     assert _setting(plan, "offload")[0] == "offload_optimizer cpu"
-    assert "log_every= says when" in _setting(plan, "without effect")[0]
+    assert "log_every= sets when metrics are logged" in _setting(plan, "without effect")[0]
     assert _setting(_plan(_strategy({}), data=DataLoader(ROWS, 3), batch_size=None), "micro_batch_size")[0] == 3
 
 
@@ -143,11 +143,11 @@ def test_equal_values_on_both_sides_and_switched_off_sections_pass() -> None:
         ("zero2:offload_optimizer=disk", "offload_optimizer='disk': give 'cpu'"),
         (
             "zero3:offload_param=nvme",
-            "offload_param='nvme': give 'cpu' or leave it out; offload to NVMe is offered for the optimizer of stage 3 only",
+            "offload_param='nvme': give 'cpu' or leave it out; offload to NVMe is supported for the optimizer of stage 3",
         ),
-        ("zero3:offload_optimizer=nvme", "offload to files takes offload_optimizer=nvme and nvme_path=FOLDER, both"),
-        ("zero3:nvme_path=disk", "offload to files takes offload_optimizer=nvme and nvme_path=FOLDER, both"),
-        ("zero2:offload_optimizer=nvme", "offload to NVMe is offered for the optimizer of stage 3 only"),
+        ("zero3:offload_optimizer=nvme", "offload to files needs both, offload_optimizer=nvme and nvme_path=FOLDER"),
+        ("zero3:nvme_path=disk", "offload to files needs both, offload_optimizer=nvme and nvme_path=FOLDER"),
+        ("zero2:offload_optimizer=nvme", "offload to NVMe is supported for the optimizer of stage 3"),
         ("zero2:offload_param=cpu", "has no option 'offload_param'"),
     ],
 )
@@ -199,9 +199,9 @@ def test_sections_for_optimizer_and_scheduler_are_compared_with_the_modules_own(
         ({"optimizer": {"type": "AdamW", "params": auto}}, "trained"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.999]}}}, "trained"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}}}, "trained"),
-        ({"optimizer": {"type": "SGD"}}, "optimizer.type is 'SGD' and configure_optimizers returns AdamW"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}}, "optimizer.params.lr is 1.0 and AdamW of configure_optimizers has 0.01"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "schedulers are the module's"),
+        ({"optimizer": {"type": "SGD"}}, "optimizer.type is 'SGD', but configure_optimizers returns AdamW; remove"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}}, "optimizer.params.lr is 1.0, but AdamW of configure_optimizers has "),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "the scheduler comes from the module"),
         ({"communication_data_type": "auto"}, "'auto' has no meaning for communication_data_type"),
         ({"zero_optimization": {"stage3_max_live": 5}}, "DeepSpeed refuses config: 1 validation error"),
     ]  # fmt: skip

@@ -42,7 +42,7 @@ def _without_files(path: str) -> list[str]:
 def test_offload_to_files_says_what_the_machine_lacks_and_leaves_nothing(tmp_path: Path) -> None:
     """That it trains is shown by `python -m campaigns.swapping`: what it needs takes minutes to compile."""
     for nowhere, no_library in run_ranks(_without_files, 2, str(tmp_path)):
-        assert "nowhere' takes no files: No such file or directory; give a folder on a local disk" in nowhere
+        assert "nowhere' cannot be written to: " in nowhere
         assert "needs libaio with its headers: apt install libaio-dev" in no_library
     assert list(tmp_path.iterdir()) == []
 
@@ -70,4 +70,4 @@ def test_a_gradient_that_deepspeed_would_leave_out_is_an_error() -> None:
         assert [text.partition(": ")[0] for text in told] == [
             f"strategy='zero{n}' with offload_optimizer" for n in (2, 3)
         ]
-        assert all("in an earlier micro-batch of this update and none in the last one" in text for text in told)
+        assert all("in an earlier micro-batch of this update but none in the last" in text for text in told)

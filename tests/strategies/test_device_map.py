@@ -171,7 +171,7 @@ def test_the_plan_has_the_device_map_and_counts_what_is_on_the_device(tmp_path: 
 def test_a_fit_of_weights_that_are_not_on_the_device_is_refused_before_its_first_step(tmp_path: Path) -> None:
     module = Net()
     with pytest.raises(
-        ConfigurationError, match=r"strategy='device_map': .* are to be trained \(.* KB\) and do not lie on the device"
+        ConfigurationError, match=r"strategy='device_map': .* the trainable parameters .* are not on the device"
     ):
         fit(mapped(tmp_path), module=module)
     assert module.losses == []
@@ -215,14 +215,14 @@ def test_a_disk_without_room_is_an_error_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(
-        ConfigurationError, match=r"offload_folder=.* has 1 B of room and [\d.]+ KB of weights go there"
+        ConfigurationError, match=r"offload_folder=.* has 1 B free, but [\d.]+ KB of weights would be written there"
     ):
         evaluated(Net(), mapped(tmp_path))
 
 
 def test_several_ranks_are_refused_with_what_to_use_instead() -> None:
     (reason,) = DeviceMap().check(2, torch.device("cpu"))
-    assert "the devices of one process and 2 were started" in reason
+    assert "the devices of one process, but 2 processes were started" in reason
     assert "strategy='fsdp:offload=cpu'" in reason
 
 
@@ -258,6 +258,6 @@ def test_a_model_that_was_offloaded_before_stays_so_and_other_strategies_refuse_
     (_, scores) = evaluated(module, "device_map")
     assert torch.equal(scores, torch.stack([whole(row) for row in ROWS.split(4)]).flatten(0, 1).detach())
     with pytest.raises(
-        ConfigurationError, match=r"strategy='single' needs the weights on a device, and layers\.0\.weight"
+        ConfigurationError, match=r"strategy='single' needs all weights on a device, but a device_map placed"
     ):
         evaluated(Offloaded(tmp_path / "other" if on_disk else None), "single")

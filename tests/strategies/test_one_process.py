@@ -207,7 +207,7 @@ def test_code_of_the_user_has_the_collectives_of_torch(answers: dict[str, Any]) 
 
 
 def test_a_process_group_of_another_size_is_an_error_before_ranks_wait(answers: dict[str, Any]) -> None:
-    wanted = "rank 0 of 2 was launched, and this process has a process group of 1 already, from an earlier fit"
+    wanted = "rank 0 of 2 was launched, but this process already has a process group of size 1, from an"
     assert answers["another size"].startswith(wanted), answers["another size"]
 
 

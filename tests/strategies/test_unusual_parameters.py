@@ -79,10 +79,13 @@ def test_what_shards_cannot_take_is_refused_by_name() -> None:
         (
             Sparse,
             "fsdp",
-        ): "strategy='fsdp' cannot add up sparse gradients, those of words, bags: set sparse=False there",
-        (Sparse, "zero1"): "DeepSpeed cannot add up sparse gradients, those of words, bags: set sparse=False there",
+        ): "strategy='fsdp' cannot add up sparse gradients, those of words, bags: set sparse=False in these layers, or use",
+        (
+            Sparse,
+            "zero1",
+        ): "DeepSpeed cannot add up sparse gradients, those of words, bags: set sparse=False in these layers, or use",
         (TwoDtypes, "fsdp"): "strategy='fsdp' gathers bags.weight (float32) and head.bias (bfloat16) together",
-        (TwoDtypes, "zero3"): "DeepSpeed trains parameters of one dtype, and ",
+        (TwoDtypes, "zero3"): "DeepSpeed trains parameters of one dtype, but ",
         (Signs, "fsdp"): "use another optimizer or operation, or strategy='ddp'",
     }
     for found in run_ranks(_errors, 2, list(cases)):

@@ -107,20 +107,20 @@ class MisspeltArgument(Callback):
 def test_random_numbers_drawn_in_a_hook_are_found() -> None:
     message = failure(check_plugin, DrawsRandomNumbers, strategies=["single"])
     assert "neutrality: single on 1 rank" in message
-    assert "other random generators on rank 0, first after step 1" in message
+    assert "different random generators on rank 0, first after step 1" in message
 
 
 def test_weights_edited_in_place_are_found_unless_the_plugin_is_meant_to() -> None:
     message = failure(check_plugin, EditsWeights, strategies=["single"])
     assert "neutrality: single on 1 rank" in message
-    assert "other weights on rank 0, first after step 3" in message
+    assert "different weights on rank 0, first after step 3" in message
     check_plugin(EditsWeights, neutral=False, strategies=["single"])
 
 
 def test_weights_that_differ_between_ranks_are_found() -> None:
     message = failure(check_plugin, EditsWeightsOnRankOne, neutral=False, strategies=["ddp"])
     assert "one model in a checkpoint: ddp on 2 ranks" in message
-    assert "at checkpoint 1 ranks 0 and 1 hold other values of head.bias[0:1]" in message
+    assert "at checkpoint 1 ranks 0 and 1 hold different values of head.bias[0:1]" in message
 
 
 def test_state_that_is_saved_and_not_restored_is_found() -> None:
@@ -256,7 +256,7 @@ class ClipsNothing(DDP):
             ForgetsToAverage,
             [
                 "equal replicas: whole batches, 2 ranks",
-                "after update 1 ranks 0 and 1 hold other values of blocks.0.bias[0:32]",
+                "after update 1 ranks 0 and 1 hold different values of blocks.0.bias[0:32]",
             ],
         ),
         (AveragesTwice, ["agreement with one process: whole batches, 2 ranks", "is 0.5 times as large"]),
@@ -328,7 +328,7 @@ class RoundsTooMuch(Precision):
 @pytest.mark.parametrize(
     ("precision", "words"),
     [
-        (DeclaresAnotherDtype, ["computes in float16, but on cpu it would be bfloat16"]),
+        (DeclaresAnotherDtype, ["computes in float16, but autocast computes in bfloat16 on cpu"]),
         (
             StaysInFloat32,
             ["compute dtype: single on 1 rank", "layers compute in bfloat16", "in training_step is float32"],

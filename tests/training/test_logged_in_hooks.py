@@ -88,9 +88,9 @@ def test_a_metric_of_on_eval_end_stops_a_fit_and_chooses_checkpoints(tmp_path: P
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        ("on_log", "on_log gets what is reduced and written already"),
-        ("on_save", "a checkpoint holds what was logged before it"),
-        ("on_saved", "a checkpoint holds what was logged before it"),
+        ("on_log", "on_log is called with metrics that are already reduced and"),
+        ("on_save", "the checkpoint is written already and would not hold this"),
+        ("on_saved", "the checkpoint is written already and would not hold this"),
         ("on_complete", "the fit is over"),
         ("on_export", "the fit is over"),
         ("on_fit_end", "the fit is over"),

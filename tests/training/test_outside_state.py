@@ -68,8 +68,8 @@ def test_what_no_checkpoint_holds_is_named_with_the_way_to_save_it(
     fit(Regression(), train=Rows(), run_dir=tmp_path)
     said = capsys.readouterr()
     generators = "Regression.generator_of_mine (Generator), Rows (train).noise (Generator)"
-    assert f"note: not in checkpoints, so that a resumed run draws other numbers: {generators}. Draw from" in said.out
-    assert "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began" in said.err
+    assert f"note: these random generators are not in checkpoints, so a resumed{generators}. Draw from" in said.out
+    assert "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began, but " in said.err
     assert "register_buffer" in said.err
 
 
@@ -314,7 +314,7 @@ def test_the_gradients_of_a_layer_that_a_hook_adds_are_those_of_one_update() -> 
 
 
 def test_a_group_that_is_added_where_gradients_are_ready_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="on_before_step added a parameter group, whose gradients"):
+    with pytest.raises(ConfigurationError, match="on_before_step added a parameter group after this update's"):
         fit(Staged("on_before_step"))
 
 

@@ -183,7 +183,7 @@ def test_a_process_that_was_told_to_end_begins_no_further_fit(capsys: pytest.Cap
     assert fit(None, Told("step", signal.SIGTERM)).stop_reason == "preempted"
     again = fit(None)
     assert (again.stop_reason, again.exit_code, again.steps) == ("preempted", 75, 0)
-    assert "SIGTERM asked this process to end: no further fit is begun" in capsys.readouterr().err
+    assert "SIGTERM asked this process to end, so no further fit is started" in capsys.readouterr().err
 
 
 def test_a_fit_that_is_done_in_the_same_update_is_done(tmp_path: Path) -> None:
@@ -632,7 +632,7 @@ def test_a_signal_ends_ranks_of_which_one_waits_for_a_worker_that_hangs(
 ) -> None:
     first, second = run_ranks(hang_on_two_ranks, 2, str(tmp_path), int(number), ranks, where, timeout=100)
     assert first[0].startswith("rank 1 failed first") or where == "validation"  # whose worker may be slow to start
-    assert "asked the fit to end, and this rank still waits for data after 1 seconds" in second[0]
+    assert "asked the fit to end, but this rank still waits for data after 1" in second[0]
     assert "still waits for data after 1 seconds" in first[0]
     assert max(first[1], second[1]) < 60
     assert saved(tmp_path)[-1] == (3 if where == "training" else 2)

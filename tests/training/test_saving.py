@@ -390,7 +390,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, keep: Any, validate_ever
     ("keep", "number", "said"),
     [
         ({"last": "all", "best": 1, "metric": "val_score", "mode": "max"}, 1, "(val_score 3)"),
-        (2, 3, "(val_loss 2), the best of the checkpoints that are left: the run did not keep the best"),
+        (2, 3, "(val_loss 2), the best of the checkpoints that still exist. The best one of the run"),
     ],
 )
 def test_the_best_for_an_evaluation_is_that_by_which_the_run_kept_it(

@@ -216,7 +216,7 @@ def test_a_turn_that_is_skipped_leaves_the_others() -> None:
             {},
             "returned optimizer='generator' when it was called for 'discriminator'; leave it out",
         ),
-        ({}, {"strategy": "zero1"}, "trains with one optimizer and there are 2"),
+        ({}, {"strategy": "zero1"}, "trains with one optimizer, but there are 2"),
     ],
 )
 def test_what_does_not_fit_turns_is_refused(returned: dict[str, str], options: Any, message: str) -> None:

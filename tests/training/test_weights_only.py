@@ -72,7 +72,7 @@ def test_nothing_resumes_from_them(tmp_path: Path) -> None:
     fit(tmp_path)
     for weights_only in (True, False):
         with pytest.raises(
-            CheckpointError, match=r"holds weights only, so nothing can resume from it; begin with them, Net\."
+            CheckpointError, match=r"holds weights only, so a fit cannot resume from it. Start a new fit"
         ):
             fit(tmp_path, weights_only)
     _, result = fit(tmp_path, resume="never")

@@ -27,7 +27,7 @@ def calibrate(run: Run, batches: int | None) -> None:
         _read(run, source, batches)
     elif run.now.epoch is not None:
         raise FabricateError(
-            "trainer.calibrate() reads the training data in on_complete, when training does not; call it there"
+            "trainer.calibrate() can only run in on_complete, when training no longer reads the training data; call it there"
         )
 
 
@@ -42,17 +42,19 @@ def _checked(run: Run, batches: int | None) -> Source:
         )
     if isinstance(source.data, Iterator):
         raise ConfigurationError(
-            f"train is a one-shot iterator ({type(source.data).__name__}), which is used up when the fit is complete, and "
-            "trainer.calibrate() reads it again; give an object whose __iter__ starts over (a list, a DataLoader, a class with __iter__)"
+            f"train is a one-shot iterator ({type(source.data).__name__}), which is exhausted when the fit is complete, but "
+            "trainer.calibrate() has to read it again. Give an object whose __iter__ starts over (a list, a DataLoader, a class "
+            "with __iter__)"
         )
     if batches is None and source.updates_per_epoch is None:
         raise ConfigurationError(
-            "train has no length, so that one pass over it may never end; say how many micro-batches trainer.calibrate(batches=) reads"
+            "train has no length, so one pass over it may never end; give the number of micro-batches, "
+            "trainer.calibrate(batches=...)"
         )
     if run.optim.turns:
         raise ConfigurationError(
-            "trainer.calibrate() runs training_step(batch), but this module's training_step takes an optimizer, and "
-            "calibrate does not support that"
+            "trainer.calibrate() runs training_step(batch), but this module's training_step takes an optimizer, which calibrate "
+            "does not support; leave the call out, or use a module whose training_step takes only the batch"
         )
     return source
 

@@ -187,7 +187,8 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
             computed[str(name)] = float(one_number(name, value))
     elif outputs is not None:
         run.journal.note(
-            "compute_metrics is not called, because no step returned 'outputs': return {..., 'outputs': what it needs of each row}"
+            "compute_metrics is not called, because no step returned 'outputs': return {..., 'outputs': what compute_metrics "
+            "needs of each row} from the step"
         )
     result: dict[str, float] = run.engine.broadcast_json(computed)
     return result
@@ -297,8 +298,9 @@ class Rows:
         """Keep the `output` of one batch, on the CPU. `what`: of which step, for an error."""
         if (came := _rows_in(item)) != len(item.indices):
             raise ConfigurationError(
-                f"{what} something for a batch of {came} rows, and {len(item.indices)} were read for it: which of them the collate_fn left "
-                "out is not known, so what is returned for each row cannot be put in order. Leave rows out of the data set"
+                f"{what} a result for a batch of {came} rows, but {len(item.indices)} rows were read for this batch. The "
+                "collate_fn left out rows, and it is not known which, so the results cannot be put in the order of the data. "
+                "Leave these rows out of the data set instead"
             )
         self._outputs += _rows(output, came, what)
         self._indices += [int(i) for i in item.indices]

@@ -48,9 +48,10 @@ def waiting(requests: Requests, items: Iterator[T], most: float = 0) -> Iterator
 def data_overdue(requests: Requests) -> RankError:
     """The error of the rank whose data did not come."""
     return RankError(
-        f"{requests.signal or 'a signal on another rank'} asked the fit to end, and this rank still waits for data after "
-        f"{PATIENCE_SECONDS:g} seconds, while other ranks may be in the middle of an update: nothing is saved now, and the newest "
-        "checkpoint is good. Look for a worker process of its DataLoader that hangs; DataLoader(timeout=...) makes one an error"
+        f"{requests.signal or 'a signal on another rank'} asked the fit to end, but this rank still waits for data after "
+        f"{PATIENCE_SECONDS:g} seconds. Other ranks may be within an update, so nothing is saved now; the newest checkpoint is "
+        "good. Look for a hanging worker process of this rank's DataLoader; with DataLoader(timeout=...) a hanging worker raises "
+        "an error"
     )
 
 

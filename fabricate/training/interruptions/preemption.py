@@ -68,7 +68,10 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
     Python receives no signals, nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield ["signals are not heard: fit runs outside the main thread; SIGTERM ends the process without a save"]
+        yield [
+            "fit runs outside the main thread and cannot handle signals: SIGTERM ends the process without a save. Call fit in the "
+            "main thread to save on SIGTERM"
+        ]
         return
     process = os.getpid()
 
@@ -103,7 +106,7 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
     requests.handled = max(ours, default=0, key=lambda number: number != signal.SIGINT)
     try:
         yield [
-            f"{number.name} is handled by the script: it does not save automatically"
+            f"{number.name} is handled by the script, so fabricate does not save when this signal comes"
             for number in _SIGNALS
             if number not in ours and number != signal.SIGINT
         ]

@@ -22,9 +22,9 @@ from fabricate.training.state.run_state import Run
 
 _APART = ("on the same device", "is not on the expected device", "same device type", "device of")
 _LATE = (
-    "a device reports what fails in its own work some calls later: the traceback, the step and the batch named here may come after those "
-    "at fault. Run once with CUDA_LAUNCH_BLOCKING=1 in the environment, or a few steps on a CPU, to see the line; an index out of range "
-    "is the usual cause (a label outside of the classes, a token outside of the vocabulary)"
+    "a device runs asynchronously and reports its errors some calls later, so the fault may lie before the traceback, the step "
+    "and the batch named here. To see the line, run once with CUDA_LAUNCH_BLOCKING=1 in the environment, or a few steps on a "
+    "CPU. The usual cause is an index out of range (a label outside of the classes, a token outside of the vocabulary)"
 )
 _MISSED = "Expected to have finished reduction in the prior iteration"
 
@@ -55,12 +55,12 @@ def _of_torch(run: Run, exc: RuntimeError, text: str) -> str:
         )
     if isinstance(exc, NotImplementedError) and "Sparse" in text:
         return (
-            "sparse gradients, those of an Embedding(sparse=True), have no norm here; leave out max_grad_norm= and hooks that take "
-            "grad_norm, or use sparse=False"
+            "sparse gradients, those of an Embedding(sparse=True), have no norm that fabricate can compute; leave out "
+            "max_grad_norm= and hooks that take grad_norm, or use sparse=False"
         )
     if "Sharding propagation failed" in text:
         return (
-            f"torch cannot do this with weights of which each rank holds a part (strategy={run.engine.strategy.name!r}): use another "
+            f"torch does not support this operation on sharded weights (strategy={run.engine.strategy.name!r}): use another "
             "optimizer or operation, or strategy='ddp'"
         )
     if "mixed torch.Tensor and DTensor" in text:
@@ -117,9 +117,9 @@ def _apart(run: Run, exc: BaseException) -> str:
             f"{name} ({tensor.device})" for name, tensor in _locals(frame) if tensor.device.type != device.type
         ]
     return (
-        f"rank {run.engine.rank} computes on {device}{_where(run, exc)}; elsewhere are {few(elsewhere) or 'tensors made there'}. Make "
-        "tensors in a step with device=self.device (or like another: torch.zeros_like, x.new_zeros), keep lasting ones with "
-        "register_buffer, so that they move along with the module"
+        f"rank {run.engine.rank} computes on {device}{_where(run, exc)}, but these are on another device: {{few(elsewhere) or "
+        "'tensors made in the step'}. Make tensors in a step with device=self.device (or like another: torch.zeros_like, "
+        "x.new_zeros), keep lasting ones with register_buffer, so that they move along with the module"
     )
 
 

@@ -17,7 +17,9 @@ from fabricate.registry.hook_calls import Call
 from fabricate.training.state.journal import Begun
 from fabricate.training.state.run_state import Run
 
-_WRITTEN = "on_log gets what is reduced and written already; log it in on_step, say"
+_WRITTEN = (
+    "on_log is called with metrics that are already reduced and written; log the value before, for example in on_step"
+)
 _ONLY_SHOW = {"progress_bar"}
 """Listeners of `on_log` that may run an update later. What any other does there (stop, change a rate) has to come at the same update
 after a resume from a checkpoint that was taken in between."""
@@ -79,6 +81,6 @@ def stop_if_nonfinite(run: Run, metrics: dict[str, float], step: int) -> None:
     loss = metrics.get("loss", 0.0)
     if run.settings.nonfinite == "stop" and not math.isfinite(loss):
         raise FabricateError(
-            f"the loss became {loss} in the updates up to step {step}; the last checkpoint is from before. Lower the learning "
-            "rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+            f"the loss became {loss} in the updates up to step {step}; the last checkpoint was saved before that. Lower the "
+            "learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
         )

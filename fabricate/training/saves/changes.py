@@ -59,9 +59,9 @@ def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
     if refused:
         needed = tuple(dict.fromkeys([*run.settings.accept_changes, *(change.override for change in refused)]))
         raise CheckpointError(
-            f"{path} was saved with other values than this run sets: {'; '.join(map(str, refused))}. To continue with the new values: "
-            f"Trainer(accept_changes={needed!r}); to go on as before, set the old ones; to start over, fit(..., resume='never') or "
-            "another run_dir"
+            f"{path} was saved with other values than those of this run: {'; '.join(map(str, refused))}. To continue with the new "
+            f"values: Trainer(accept_changes={needed!r}); to go on as before, set the old ones; to start over, fit(..., "
+            "resume='never') or another run_dir"
         )
     return changes
 

@@ -131,8 +131,8 @@ def _since(run: Run) -> str:
 
 
 _REMEDY = (
-    "A hook, a step or a schedule changes them on some ranks only, or by values that differ between ranks: change weights, gradients "
-    "and options of optimizers on every rank alike"
+    "A hook, a step or a schedule changes them on some ranks only, or with different values: change weights, gradients and "
+    "optimizer options in the same way on every rank"
 )
 
 
@@ -155,6 +155,6 @@ def _raise_weights(run: Run, mine: dict[tuple[str, int], int]) -> NoReturn:
     apart = {name: list(ranks.values()) for (name, _), ranks in by_rank.items() if len(ranks) > 1}
     groups = " and ".join(f"ranks {ranks}" for ranks in next(iter(apart.values())))
     raise RankError(
-        f"ranks that train the same model hold different weights {_since(run)}: {few(list(apart))} ({groups} differ). {_REMEDY}. Nothing "
-        "is saved of this step; the checkpoints before it are intact"
+        f"ranks that train the same model hold different weights {_since(run)}: {few(list(apart))} ({groups} differ). {_REMEDY}. "
+        "This step is not saved; earlier checkpoints are intact"
     )

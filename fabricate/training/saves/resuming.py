@@ -187,8 +187,8 @@ def resume(run: Run, path: Path) -> None:
         tree = shared_state(reader)
         if "optimizers" not in tree:
             raise CheckpointError(
-                f"{path} holds weights only, so nothing can resume from it; begin with them, {type(run.module).__name__}."
-                f"load_from_checkpoint({str(path)!r}), or anew, with resume='never'"
+                f"{path} holds weights only, so a fit cannot resume from it. Start a new fit from these weights, with "
+                f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r}), or start over with resume='never'"
             )
         saved_world_size(reader)  # a manifest without one is refused before anything changes
         _compare_data(run, path, tree)
@@ -228,35 +228,36 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
     for key, argument in compared.items():
         if key in then and now[key] != then[key] and argument not in accept_changes:
             raise CheckpointError(
-                f"{path} was saved with {key}={then[key]}, this run has {now[key]}: samples would be lost or repeated. "
-                f"Use the same {argument}, or accept the change: Trainer(accept_changes=({argument!r},))"
+                f"{path} was saved with {key}={then[key]}, but this run has {now[key]}: samples would be lost or repeated. Use "
+                f"the same {argument}, or accept the change: Trainer(accept_changes=({argument!r},))"
             )
     if _differ("batches_per_update", then, now) and "global_batch_size" not in accept_changes:
         raise CheckpointError(
-            f"{path} was saved with updates of {then['batches_per_update']} batches of train, those of this run have "
-            f"{now['batches_per_update']} (ranks x gradient_accumulation_steps): the batches of an update would be others. Choose "
-            "gradient_accumulation_steps so that it is the same, or accept the change: Trainer(accept_changes=('global_batch_size',))"
+            f"{path} was saved with {then['batches_per_update']} batches of train per update, but this run has "
+            f"{now['batches_per_update']} (ranks x gradient_accumulation_steps), so an update would get different batches. Choose "
+            "gradient_accumulation_steps so that the number is the same, or accept the change: "
+            "Trainer(accept_changes=('global_batch_size',))"
         )
     if _differ("indices", then, now) and "train" not in accept_changes:
         raise CheckpointError(
-            f"{path} was saved with other rows of the data set than train has now: the indices of its Subset or sampler are others, so "
-            "rows that were kept back for validation would be trained on. Draw the same ones, random_split(..., "
-            "generator=torch.Generator().manual_seed(0)) for instance; for another fold take another run_dir; or accept the change: "
-            "Trainer(accept_changes=('train',))"
+            f"{path} was saved with other rows of the data set than train has now: the indices of the Subset or sampler differ, "
+            "so training could use rows that were held out for validation. Draw the same rows, for instance with "
+            "random_split(..., generator=torch.Generator().manual_seed(0)). For another fold, use another run_dir. Or accept the "
+            "change: Trainer(accept_changes=('train',))"
         )
     if _differ("fingerprint", then, now) and "train" not in accept_changes:
         note = (
-            f"{path} was saved with a train whose fingerprint is {then['fingerprint']}, this one's is {now['fingerprint']}: other rows, or "
-            "the same rows computed again. If they are others, samples are lost or repeated; Trainer(accept_changes=('train',)) "
-            "accepts that"
+            f"{path} was saved with train data of fingerprint {then['fingerprint']}, but train now has fingerprint "
+            f"{now['fingerprint']}: the rows differ, or the same rows were computed again. With different rows, samples would be "
+            "lost or repeated. Pass the same data, or accept the change: Trainer(accept_changes=('train',))"
         )
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
             print(f"warning: {note}", file=sys.stderr, flush=True)
     if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
         raise CheckpointError(
-            f"{path} was saved with seed={tree['seed']}, this run has seed={run.settings.seed}; use the same, "
-            "or Trainer(accept_changes=('seed',))"
+            f"{path} was saved with seed={tree['seed']}, but this run has seed={run.settings.seed}; use the same seed, or "
+            "Trainer(accept_changes=('seed',))"
         )
 
 
@@ -268,13 +269,15 @@ def _differ(name: str, then: Any, now: Any) -> bool:
 def _compare_parts(run: Run, path: Path, tree: Any) -> None:
     if set(run.optim.optimizers) != set(tree["optimizers"]):
         raise CheckpointError(
-            f"{path} has the optimizers {sorted(tree['optimizers'])}, this run has {sorted(run.optim.optimizers)}; they have to be the same"
+            f"{path} has the optimizers {sorted(tree['optimizers'])}, but this run has {sorted(run.optim.optimizers)}; return the "
+            "same optimizers from configure_optimizers, or start over with resume='never'"
         )
     schedulers = {label: s.kind for label, s in run.optim.schedules.items()}
     saved_schedulers = {label: s["kind"] for label, s in tree["schedulers"].items()}
     if schedulers != saved_schedulers:
         raise CheckpointError(
-            f"{path} has the schedulers {saved_schedulers}, this run has {schedulers}; they have to be the same"
+            f"{path} has the schedulers {saved_schedulers}, but this run has {schedulers}; return the same schedulers from "
+            "configure_optimizers, or start over with resume='never'"
         )
     listening = {name for name, _ in run.calls.listeners("on_save")}
     missing = sorted(n for n in tree["plugins"] if n not in listening)
@@ -383,6 +386,6 @@ def _about_best(path: Path, keep: dict[str, Any]) -> str:
     if "best" in keep or keep["last"] is None:
         return text
     return (
-        f"{text}, the best of the checkpoints that are left: the run did not keep the best, which takes Trainer(keep={{'last': 1, 'best': "
-        f"1, 'metric': {keep['metric']!r}, ...}}) in its fit"
+        f"{text}, the best of the checkpoints that still exist. The best one of the run may be deleted already; to keep it, fit "
+        f"with Trainer(keep={{'last': 1, 'best': 1, 'metric': {keep['metric']!r}, ...}})"
     )

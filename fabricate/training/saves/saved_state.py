@@ -107,8 +107,8 @@ def _check_frozen(run: Run) -> None:
     if changed := [name for name, value in run.checkpoints.frozen_sums.items() if now[name] != value]:
         why = "save_frozen=False" if run.settings.save_frozen is False else "frozen weights are not saved"
         raise ConfigurationError(
-            f"{few(changed)} changed since the fit began, and {why}, so that a resumed run would begin with the old values; use "
-            "save_frozen=True, or do not change parameters that are quantised"
+            f"{few(changed)} changed since the fit began, but {why}, so a resumed run would begin with the old values. Use "
+            "save_frozen=True; if the parameters are quantised, do not change them"
         )
 
 
@@ -294,7 +294,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
             )
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
         raise CheckpointError(
-            f"checkpoint {reader.path}: what a rank had for itself is not as fabricate writes it ({type(exc).__name__}: {exc})"
+            f"checkpoint {reader.path}: the state of a single rank is not as fabricate writes it ({type(exc).__name__}: {exc})"
         ) from exc
 
 
@@ -302,8 +302,8 @@ def _join_torchmetrics(run: Run, states: Sequence[dict[str, Any]], world_size: i
     """Let torchmetrics objects continue from what those of `world_size` ranks had counted, the first rank with all of it."""
     if lost := take_over_torchmetrics_state(run.module, states if run.engine.data_rank == 0 else []):
         run.journal.note(
-            f"{few(lost)} had counted on {world_size} ranks, and torchmetrics cannot join that on another number: what this epoch gives is "
-            "of the rows from here on"
+            f"the state of {few(lost)} was counted on {world_size} ranks, and torchmetrics cannot convert it to another number of "
+            "ranks. The values of this epoch therefore count only the rows from here on"
         )
 
 

@@ -80,8 +80,8 @@ def request_best(run: Run, metrics: Mapping[str, float]) -> None:
         return
     if run.checkpoints.saved_step == run.progress.step:  # by SaveOnException, or before an update that was skipped
         run.journal.note(
-            f"the checkpoint of step {run.progress.step} was saved before the validation that gave {keep['metric']}={value:g}, so that it "
-            "does not count among the best"
+            f"the checkpoint of step {run.progress.step} was saved before the validation that gave {keep['metric']}={value:g}, so "
+            "this checkpoint is not counted among the best"
         )
     run.requests.ask(save=True)
 
@@ -154,7 +154,9 @@ def write_last_update(run: Run, path: Path) -> None:
     drain(run)
     together = not is_echo(run.now.failure) and run.engine.all_failed(f"{run.progress.step} {path}")
     if not together:
-        raise CheckpointError("another rank goes on, failed elsewhere or is gone, and a checkpoint needs all ranks")
+        raise CheckpointError(
+            "a checkpoint needs all ranks, but another rank continues, failed at another place or is gone"
+        )
     if path.exists():  # what the background has just written
         return
     if run.now.in_update:

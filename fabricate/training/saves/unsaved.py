@@ -50,8 +50,8 @@ def _generators(run: Run) -> list[str]:
     if not held:
         return []
     return [
-        f"not in checkpoints, so that a resumed run draws other numbers: {few(held)}. Draw from torch's, numpy's or Python's own "
-        "generators, or save the state in on_save(self, state) and put it back in on_load(self, state)"
+        f"these random generators are not in checkpoints, so a resumed run draws other numbers: {few(held)}. Draw from torch's, "
+        "numpy's or Python's own generators, or save the state in on_save(self, state) and put it back in on_load(self, state)"
     ]
 
 
@@ -65,8 +65,8 @@ def note_changed(run: Run) -> None:
     """At a save: name what has changed since the fit began, each once."""
     if outside := [name for name, metric in run.metrics.objects.items() if path_inside(run.module, metric) is None]:
         run.journal.note(
-            f"what the torchmetrics objects logged as {few(outside)} have counted in this epoch is not in the checkpoint, because they are "
-            "not part of the module: assign each in __init__, self.accuracy = ..., or put them into a torch.nn.ModuleDict"
+            f"the torchmetrics objects logged as {few(outside)} are not part of the module, so the checkpoint does not hold what "
+            "they counted in this epoch: assign each in __init__, self.accuracy = ..., or put them into a torch.nn.ModuleDict"
         )
     if run.run_dir is None:
         return
@@ -75,8 +75,9 @@ def note_changed(run: Run) -> None:
     if changed := [name for name, mark in now.items() if held.get(name, unset) not in (mark, _NAMED)]:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
-            f"{few(changed)} changed since the fit began and is not in the checkpoint, so that a resumed run begins with what __init__ "
-            "sets: use register_buffer for a tensor, or put it into `state` in on_save(self, state) and take it out in on_load(self, state)"
+            f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
+            "that __init__ sets. Use register_buffer for a tensor; or save the value in on_save(self, state) and restore it in "
+            "on_load(self, state)"
         )
 
 

@@ -33,8 +33,8 @@ def request(run: Run, parameters: Iterable[torch.nn.Parameter], *, trained: bool
                 (n for n, p in run.module.named_parameters() if p is parameter), "a parameter of another module"
             )
             raise ConfigurationError(
-                f"trainer.{method}: no optimizer holds {name}; leave it trainable until the fit begins, give it to an optimizer in "
-                "configure_optimizers, and freeze it with trainer.freeze"
+                f"trainer.{method}: no optimizer holds {name}; keep it trainable until the fit begins, pass it to an optimizer in "
+                "configure_optimizers, and then freeze it with trainer.freeze"
             )
         run.optim.changing[parameter] = trained
 
@@ -49,8 +49,9 @@ def check_alike(run: Run, largest: int, smallest: int) -> None:
     """Raise `RankError` where ranks freeze or unfreeze different parameters, by the largest and the smallest of their digests."""
     if largest != smallest:
         raise RankError(
-            f"ranks freeze or unfreeze different parameters after step {run.progress.step}: a hook calls trainer.freeze or unfreeze on "
-            "some ranks only, or with other parameters there; call them on every rank alike, by values that are the same everywhere"
+            f"ranks freeze or unfreeze different parameters after step {run.progress.step}: a hook calls trainer.freeze or "
+            "unfreeze on some ranks only, or with different parameters. Call them on every rank with the same parameters, and "
+            "decide by values that are equal on all ranks"
         )
 
 
@@ -100,17 +101,17 @@ def check_trained(run: Run) -> None:
     for name, parameter in optim.frozen.items():
         if parameter.requires_grad:
             raise ConfigurationError(
-                f"{name} was frozen when the fit began and requires a gradient at step {step}: neither the optimizer nor the "
-                "strategy knows of it. Leave it trainable until the fit begins and freeze it then, with UnfreezeAt or trainer.freeze; or "
-                "end the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
+                f"{name} was frozen when the fit began and requires a gradient at step {step}, so neither the optimizer nor the "
+                "strategy was prepared for it. Keep it trainable until the fit begins, then freeze it with UnfreezeAt or "
+                "trainer.freeze. Or end the fit, unfreeze it, and fit the module again, with resume='never' or another run_dir"
             )
     stopped = [name for name, p in optim.trained.items() if not p.requires_grad and p not in optim.paused]
     if not stopped:
         return
     if run.engine.strategy.exposes_gradients:
         run.journal.note(
-            f"{few(stopped)} required a gradient when the fit began and not at step {step}: a resumed run begins as the fit began, unless "
-            "the step or a hook freezes again; UnfreezeAt and trainer.freeze resume exactly"
+            f"{few(stopped)} required a gradient when the fit began and not at step {step}. After a resume they require a "
+            "gradient again, until a step or a hook freezes them again; to resume exactly, use UnfreezeAt or trainer.freeze"
         )
     else:
         raise ConfigurationError(

@@ -287,8 +287,9 @@ class WindowLosses:
         """Of a batch in which a collate_fn of the user's left rows out, or so it seems."""
         if rows and self.rule.source == "rows" and weight < rows:
             self._losses.run.journal.note(
-                f"collate_fn made a batch of {weight} rows of the {rows} that were read, so its loss weighs so many; where these "
-                "are something else than rows, return {'loss': loss, 'weight': what its mean was taken over} from training_step"
+                f"collate_fn made a batch of {weight} rows from {rows} rows that were read, so the weight of its loss is "
+                f"{weight}. If the first dimension of the batch is not rows, return {{'loss': loss, 'weight': what its mean was "
+                "taken over} from training_step"
             )
 
     def _weight_per_row(self, weight: Any, rows: int) -> float:

@@ -50,8 +50,8 @@ def check_not_negative(weight: Any) -> None:
     """A mean cannot be taken over less than nothing. Waits for the device if `weight` is there."""
     if weight is not None and float(weight) < 0:
         raise ConfigurationError(
-            f"a step returned the weight {float(weight):g}; a weight is the number of items that the mean was taken over, so it cannot be "
-            "negative. To train against a loss return -loss"
+            f"a step returned the weight {float(weight):g}; a weight is the number of items that the mean was taken over, so it "
+            "cannot be negative. To maximise a loss, return -loss"
         )
 
 
@@ -115,8 +115,8 @@ def check_logged(run: Run, loss: torch.Tensor) -> None:
     for name, value, *_ in run.module._logged:
         if name == "loss" and (not isinstance(value, torch.Tensor | int | float) or not _same(float(value), loss)):
             raise ConfigurationError(
-                f"{type(run.module).__name__}.training_step logs another 'loss' than it returns ({value} and {loss.item()}); the "
-                "returned one is recorded under this name: give the other one another"
+                f"{type(run.module).__name__}.training_step logs {value} as 'loss', but returns the loss {loss.item()}, which is recorded "
+                "under the name 'loss'; log the other value under another name"
             )
 
 
@@ -141,8 +141,8 @@ def check_window(run: Run, how: str, name: str, made: Made) -> None:
         answers = run.engine.gather_json([how, name])
         if any(a != answers[0] for a in answers):
             raise ConfigurationError(
-                f"training_step differs between ranks (where the loss's weight comes from, optimizer): {answers}; return the same keys "
-                "on every rank"
+                f"training_step returns different things on different ranks (source of the loss's weight, optimizer): {answers}; "
+                "return the same keys on every rank"
             )
     trainable = [(n, p) for n, p in run.module.named_parameters() if p.requires_grad]
     unused = [n for n, p in trainable if p.grad is None]
@@ -158,8 +158,9 @@ def _note_rows(run: Run, made: Made) -> None:
     """Note a loss that weighs rows and is likely a mean over something else, or not a mean."""
     if made.is_sum:
         run.journal.note(
-            f"the loss is a sum over its batch, or has one among its terms (it comes from {made.operation}), and is taken for a mean: how "
-            "large an update is depends on the rows of a micro-batch. Return the mean, with reduction='mean', say"
+            f"the loss is a sum over its batch, or has one among its terms (it comes from {made.operation}), but is treated as a "
+            "mean, so the size of an update depends on the number of rows of a micro-batch. Return the mean, for example with "
+            "reduction='mean'"
         )
         return
     if made.divisor is not None:
@@ -169,7 +170,10 @@ def _note_rows(run: Run, made: Made) -> None:
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else made.part()
     leading = leading_dimensions(run.now.batch)
     if not why and run.source is not None and run.source.kind == "iterable" and len(leading) > 1:
-        why = f"the tensors of a batch begin with the dimensions {', '.join(map(str, leading))}, the first being taken for the rows,"
+        why = (
+            f"the tensors of a batch begin with the dimensions {', '.join(map(str, leading))}, of which the first is taken for the "
+            "rows,"
+        )
     if not why:
         return
     run.journal.note(
@@ -181,9 +185,9 @@ def _note_rows(run: Run, made: Made) -> None:
 def note_divisor(run: Run, divisor: float) -> None:
     """Note a loss that is a sum over its batch divided by a number that is not that of its rows."""
     run.journal.note(
-        f"the loss divides a sum over its batch by {divisor:g}, and a batch has another number of rows; it is taken for a mean over them, "
-        "so that the update depends on how a global batch is split. Divide by the rows of the batch, as .mean() does; or, where the number "
-        "counts labels, return {'loss': loss, 'weight': that number} from training_step"
+        f"the loss divides a sum over its batch by {divisor:g}, but the batch has another number of rows. It is treated as a mean "
+        "over the rows, so the update depends on how a global batch is split. Divide by the rows of the batch, as .mean() does. "
+        "If the number counts labels, return {'loss': loss, 'weight': that number} from training_step"
     )
 
 
@@ -194,6 +198,6 @@ def changed_weight(known: str, how: str, loss: torch.Tensor) -> ConfigurationErr
         "rows": f"without a weight and not as a plain cross-entropy (it comes from {last_operation(loss)})",
     }
     return ConfigurationError(
-        f"training_step returned its loss {said[how]}, and before {said[known]}; the unit of the weight has to stay the same: return "
-        "{'loss': loss, 'weight': what its mean was taken over} every time"
+        f"training_step returned its loss {said[how]}, but before {said[known]}. All losses need a weight in the same unit: "
+        "return {'loss': loss, 'weight': what its mean was taken over} every time"
     )

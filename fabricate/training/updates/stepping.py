@@ -62,8 +62,8 @@ def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
     if chosen is None:
         holders, parameter = _shared(run, named) or ([], "")
         raise ConfigurationError(
-            f"there are several optimizers ({', '.join(named)}), and {' and '.join(holders)} both hold {parameter}, so they cannot step "
-            "together; training_step has to return {'loss': ..., 'optimizer': name}"
+            f"the optimizers {' and '.join(holders)} (of {', '.join(named)}) both hold {parameter}, so they cannot step together; "
+            "return {'loss': ..., 'optimizer': name} from training_step"
         )
     names = [chosen] if isinstance(chosen, str) else chosen
     if not isinstance(names, list | tuple) or not names:
@@ -81,7 +81,7 @@ def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
         )
     if micro_step and name is not None and key != name:
         raise ConfigurationError(
-            f"training_step returned optimizer={chosen!r} in a window that began with {name!r}; one window is one update: "
-            "choose by self.trainer.step, not by batch_idx"
+            f"training_step returned optimizer={chosen!r}, but earlier micro-batches of this update have optimizer={name!r}; all "
+            "micro-batches of an update need the same optimizer: choose by self.trainer.step, not by batch_idx"
         )
     return key if key in run.optim.updates else join(run, names)

@@ -30,7 +30,7 @@ class EMA(Callback):
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1 or self.start < 0:
-            raise ConfigurationError(f"{self}: decay is at least 0 and below 1, start at least 0")
+            raise ConfigurationError(f"{self}: give decay of at least 0 and below 1, and start of at least 0")
         self._parts: dict[str, tuple[Strategy.Part, torch.Tensor]] = {}
         self._kept: list[torch.Tensor] = []
         """The weights, while the module holds the average."""
@@ -43,7 +43,9 @@ class EMA(Callback):
         from fabricate import StochasticWeightAveraging  # here, because looking for plugins imports this file
 
         if any(isinstance(plugin, StochasticWeightAveraging) for plugin in trainer.settings.plugins):
-            raise ConfigurationError("ema: leave out StochasticWeightAveraging; a fit ends with one average")
+            raise ConfigurationError(
+                "ema: this fit also has StochasticWeightAveraging, but a fit can end with only one average; leave out one of the two"
+            )
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Begin, unless it has begun. Not before: a checkpoint without an average may have changed the weights."""

@@ -77,8 +77,14 @@ def test_an_argument_becomes_its_counterpart(given: dict[str, Any], settings: di
         ({"deterministic": "warn"}, "deterministic='warn'"),
         ({"max_epochs": -1}, r"max_epochs=-1\) has no end"),
         ({"max_time": "soon"}, r"max_time='soon'\): give 'DD:HH:MM:SS'"),
-        ({"val_check_interval": 5, "accumulate_grad_batches": 2}, "give a multiple of 2"),
-        ({"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, "fabricate validates by one of them"),
+        (
+            {"val_check_interval": 5, "accumulate_grad_batches": 2},
+            "fabricate validates only between two updates; give a val_check_interval that is",
+        ),
+        (
+            {"val_check_interval": 0.5, "check_val_every_n_epoch": 2},
+            "fabricate supports only one of the two; leave one out",
+        ),
         ({"gradient_clip_val": 1, "gradient_clip_algorithm": "x"}, "give 'norm' or 'value'"),
         ({"limit_train_batches": 0}, "leaves nothing to read"),
         ({"sync_batchnorm": 1, "model_registry": "x"}, "model_registry='x'"),
@@ -133,6 +139,6 @@ def test_a_ckpt_file_of_lightning_brings_its_weights(tmp_path: Path, capsys: pyt
     assert results[0] == pytest.approx(results[1], abs=1e-6)
     again = Classifier(width=5)
     trainer.fit(again, loader(), ckpt_path=tmp_path / "one.ckpt")
-    assert "the weights are taken: the fit begins at step 0" in capsys.readouterr().out
+    assert "are loaded: the fit begins at step 0" in capsys.readouterr().out
     on = by_fabricate(loaded, loader(), max_epochs=1)
     assert on.module.losses == again.losses

@@ -132,7 +132,7 @@ def test_a_fit_ends_with_the_average_of_the_weights(capsys: pytest.CaptureFixtur
     trained = by_fabricate(Classifier(), *data(), callbacks=[given])
     (averaging,) = trained.trainer.core.settings.plugins
     assert averaging.averages == 2
-    assert "averages weights at the ends of epochs, in Lightning at their starts" in capsys.readouterr().out
+    assert "averages weights at the end of each epoch " in capsys.readouterr().out
 
 
 class KeepsMore(callbacks.ModelCheckpoint):
@@ -145,12 +145,15 @@ class KeepsMore(callbacks.ModelCheckpoint):
         ([callbacks.StochasticWeightAveraging(swa_lrs=0.1, avg_fn=max)], r"\(avg_fn=\.\.\.\) has no counterpart"),
         (
             [KeepsMore()],
-            r"KeepsMore\.on_train_end would not be called, because fabricate does what a ModelCheckpoint does",
+            r"KeepsMore.on_train_end would not be called, because fabricate replaces ModelCheckpoint; put",
         ),
         ([callbacks.GradientAccumulationScheduler({0: 2})], "accumulate_grad_batches has one value"),
         ([callbacks.BackboneFinetuning()], r"fabricate\.UnfreezeAt"),
         ([callbacks.ModelCheckpoint(monitor=name) for name in ("a", "b")], "are kept by one metric"),
-        ([callbacks.ModelCheckpoint(every_n_epochs=n, monitor="a") for n in (1, 2)], "a run saves in one rhythm"),
+        (
+            [callbacks.ModelCheckpoint(every_n_epochs=n, monitor="a") for n in (1, 2)],
+            ": a run has one interval for saves; leave one out",
+        ),
     ],
     ids=case,
 )
@@ -160,7 +163,7 @@ def test_callbacks_that_cannot_run_are_named(given: list[Any], said: str) -> Non
 
 
 def test_an_adapted_module_leaves_what_is_the_trainers_to_the_trainer() -> None:
-    with pytest.raises(ConfigurationError, match="adapt: ModelCheckpoint becomes arguments of the Trainer"):
+    with pytest.raises(ConfigurationError, match="adapt: ModelCheckpoint cannot be passed here"):
         adapt(Classifier(), callbacks=[callbacks.ModelCheckpoint()])
 
 

@@ -162,7 +162,7 @@ class OldHook(Classifier):
             OldHook,
             "OldHook.validation_epoch_end would not be called: Lightning 2 has removed it; use on_validation_epoch_end",
         ),
-        (SkipsTheEpoch, "on_train_batch_start returned -1, which leaves out the rest of an epoch"),
+        (SkipsTheEpoch, "on_train_batch_start returned -1, which skips the rest of an epoch and is not"),
         (
             OwnModes,
             "OwnModes.on_validation_model_eval would not be called: an evaluation puts every part into eval mode",

@@ -120,12 +120,20 @@ def test_collections_of_metrics_and_their_values_within_an_epoch_are_those_of_li
     ("hook", "call", "said"),
     [
         ("on_fit_start", lambda m: m.log("x", 1), r"self\.log\('x'\) in on_fit_start: nothing can be logged there"),
-        ("on_train_epoch_end", lambda m: m.log("x", 1, on_step=True), "the hook belongs to no batch"),
+        (
+            "on_train_epoch_end",
+            lambda m: m.log("x", 1, on_step=True),
+            "this hook is called for an epoch, not for a batch; leave",
+        ),
         ("on_train_start", lambda m: m.log("x", torch.zeros(2)), "a metric is one number"),
         ("on_train_start", lambda m: m.log("x", {"a": 1}), "use self.log_dict"),
         ("on_train_start", lambda m: m.log("x", 1, reduce_fx=len), r"reduce_fx=<built-in function len>\): give 'mean'"),
         ("on_train_start", lambda m: m.log("x", 1, reduce_fx="max"), "log a torchmetrics object"),
-        ("on_train_start", lambda m: m.log("x/dataloader_idx_1", 1), "is added to the name"),
+        (
+            "on_train_start",
+            lambda m: m.log("x/dataloader_idx_1", 1),
+            "Lightning adds '/dataloader_idx_N' to the name itself; leave it out of the name",
+        ),
     ],
 )
 def test_what_cannot_be_logged_is_named(hook: str, call: Any, said: str) -> None:

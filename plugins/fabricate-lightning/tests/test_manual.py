@@ -139,8 +139,8 @@ def test_gradients_are_accumulated_by_hand_as_under_lightning() -> None:
     [
         ({"gradient_clip_val": 1.0}, "max_grad_norm: GAN optimizes manually; call self.clip_gradients"),
         ({"accumulate_grad_batches": 2}, "accumulate in training_step"),
-        ({"precision": "16-mixed"}, "GAN optimizes manually, which has no loss scale"),
-        ({"strategy": "fsdp"}, "strategy='fsdp' divides what its optimizers step"),
+        ({"precision": "16-mixed"}, "GAN optimizes manually, for which fabricate does not scale the"),
+        ({"strategy": "fsdp"}, "strategy='fsdp' does not support"),
         ({"strategy": "deepspeed_stage_2"}, "strategy='zero2'"),
     ],
     ids=str,

@@ -155,7 +155,7 @@ def test_last_goes_on_and_nothing_begins_anew(tmp_path: Path) -> None:
     anew = _fit(Classifier(), tmp_path, max_epochs=1)
     assert anew.global_step == 7
     assert (tmp_path / "before-1").exists()
-    with pytest.raises(ConfigurationError, match="the run writes nowhere"):
+    with pytest.raises(ConfigurationError, match="this run has no directory to write to; give"):
         _fit(Classifier(), None, ckpt_path="last")  # type: ignore[arg-type]
 
 
@@ -163,6 +163,6 @@ def test_hooks_of_checkpoints_see_what_hooks_added() -> None:
     from fabricate_lightning.saved import Checkpoint
 
     with pytest.raises(
-        ConfigurationError, match=r"checkpoint\['state_dict'\]: a checkpoint of fabricate holds weights"
+        ConfigurationError, match=r"checkpoint\['state_dict'\]: this key does not exist. fabricate saves weights,"
     ):
         Checkpoint({"epoch": 1})["state_dict"]

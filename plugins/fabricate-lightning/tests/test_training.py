@@ -146,7 +146,9 @@ def test_a_metric_that_a_schedule_waits_for_has_to_be_logged() -> None:
                 "monitor": "val_f1",
             }
 
-    with pytest.raises(ConfigurationError, match="ReduceLROnPlateau waits for 'val_f1', and logged are"):
+    with pytest.raises(
+        ConfigurationError, match="ReduceLROnPlateau needs the metric 'val_f1', but the logged metrics are"
+    ):
         by_fabricate(Waits(), *data())
 
 

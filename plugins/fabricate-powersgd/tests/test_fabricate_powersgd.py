@@ -96,14 +96,14 @@ def refused(strategy: str, **arguments: Any) -> str:
 def test_what_would_keep_a_value_that_is_not_finite_is_refused() -> None:
     for arguments in ({"nonfinite": "skip"}, {"precision": "fp16"}):
         for message in run_ranks(refused, 2, "powersgd", **arguments):
-            assert "would stay in the error that is added to the next one" in message
+            assert "a gradient that is not finite would stay in the error feedback and be added to" in message
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank is at least 1"),
-        ({"start": -1}, "start at least 0"),
+        ({"rank": 0}, ": give rank of at least 1 and start of at least 0"),
+        ({"start": -1}, ": give decay of at least 0 and below 1, and start of at least 0"),
         ({"communication_hook": "bf16"}, "leave it out"),
     ],
 )

@@ -119,7 +119,8 @@ def _is_trial() -> bool:
         return True
     except RuntimeError as exc:
         raise ConfigurationError(
-            "the plugin 'ray' reports to Ray Train or Ray Tune, and this process is neither a worker nor a trial; leave the plugin out"
+            "the plugin 'ray' reports to Ray Train or Ray Tune, but this process is neither a worker nor a trial of Ray; leave "
+            "the plugin out"
         ) from exc
     return False
 

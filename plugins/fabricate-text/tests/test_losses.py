@@ -96,7 +96,7 @@ def test_a_smoothed_loss_is_that_of_transformers() -> None:
     torch.testing.assert_close(found["loss"], smoother(outputs, labels, shift_labels=True))
     assert found["weight"] == sum(label != -100 for row in LABELS for label in row[1:])
     torch.testing.assert_close(next_token_loss(outputs.logits, labels)["loss"], outputs.loss)
-    with pytest.raises(ConfigurationError, match="label_smoothing=2: from 0 to 1"):
+    with pytest.raises(ConfigurationError, match="label_smoothing=2: give a number from 0 to 1"):
         next_token_loss(outputs.logits, labels, 2)
 
 
@@ -173,9 +173,9 @@ def test_no_noise_is_added_in_validation() -> None:
 
 
 def test_noise_needs_one_model_and_a_size() -> None:
-    with pytest.raises(ConfigurationError, match="NEFTune: alpha=0: a number above 0"):
+    with pytest.raises(ConfigurationError, match="NEFTune: alpha=0: give a number above 0"):
         NEFTune(0)
     both = Tiny()
     both.other = Tiny().model
-    with pytest.raises(ConfigurationError, match="has 2 models of transformers that are trained, and one is needed"):
+    with pytest.raises(ConfigurationError, match="trains 2 models of transformers, but NEFTune needs exactly one,"):
         fit(both, 1, plugins=[NEFTune()])

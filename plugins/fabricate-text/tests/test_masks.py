@@ -84,11 +84,11 @@ def test_a_prompt_that_reads_otherwise_before_its_completion_is_refused() -> Non
     own = tokenizer(merges=(("\u0120", "2"),))  # the byte of a space
     assert learnt(tokenize_completion(own, "1 + 1 =", " 2"), own) == " 2<end>"
     with pytest.raises(
-        ConfigurationError, match=r"the prompt ends in ' ' when it is alone.*put the space before the completion"
+        ConfigurationError, match=r"the prompt alone ends in the tokens ' '.*put the space before the completion"
     ):
         tokenize_completion(own, "1 + 1 = ", "2")
     thinks = tokenizer(UNMARKED.replace("<assistant>{% endif %}", "<assistant><thinks>{% endif %}"))
-    with pytest.raises(ConfigurationError, match="the prompt ends in 'thinks>' when"):
+    with pytest.raises(ConfigurationError, match="the prompt alone ends in the tokens 'thinks>'"):
         tokenize_completion(thinks, CHAT[:1], [{"role": "assistant", "content": "<no>"}])
 
 

@@ -184,11 +184,14 @@ def test_the_record_counts_on_with_other_weights_and_a_warning(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weights": {"few": 1}}, "give one to each"),
-        ({"weights": {"few": -1, "many": 1, "none": 0, "one": 0}}, "a weight is at least 0"),
+        ({"weights": {"few": 1}}, "give one weight for each"),
+        (
+            {"weights": {"few": -1, "many": 1, "none": 0, "one": 0}},
+            "; give a weight of at least 0, and 0 for a source without rows",
+        ),
         ({"weights": {"few": 1, "many": 1, "none": 1, "one": 0}}, "'none' has 0 rows and the weight 1"),
         ({"weights": {"few": 0, "many": 0, "none": 0, "one": 0}}, "all weights are 0"),
-        ({"rows": 0}, "rows=0: at least 1"),
+        ({"rows": 0}, "rows=0: give at least 1"),
     ],
 )
 def test_mixtures_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -202,7 +205,7 @@ def test_streams_samplers_and_wrong_lengths_are_refused() -> None:
         Mixture({"few": stream}, {"few": 1})
     with pytest.raises(ConfigurationError, match="leave out shuffle and samplers"):
         Mixture({"few": sources()["few"]}).loader(4, shuffle=True)
-    with pytest.raises(ConfigurationError, match="both are at least 1"):
+    with pytest.raises(ConfigurationError, match=": give at least 1 for both"):
         ByLength([1, 2], group=0)
     with pytest.raises(ConfigurationError, match="give one number for each row"):
         ByLength([], group=2)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _BUCKET = 500_000_000
 """DeepSpeed's own default, in elements."""
-NO_NVME = "offload to NVMe is offered for the optimizer of stage 3 only; host memory, or more ranks, take it as well"
+NO_NVME = "offload to NVMe is supported for the optimizer of stage 3 only; otherwise offload to host memory ('cpu') or use more ranks"
 _SWAP_BUFFERS = 5
 """Tensors of a group that are in memory at once: weights, gradient, and up to three of the optimizer's state."""
 _SUB_GROUP = 1_000_000_000
@@ -52,7 +52,8 @@ class Configuration:
         for section in ("zero_optimization", "fp16", "bf16"):
             if not isinstance(self._given.setdefault(section, {}), dict):
                 raise ConfigurationError(
-                    f"{self.where}: {section}={self._given[section]!r} is no section; see DeepSpeed"
+                    f"{self.where}: {section}={self._given[section]!r} is not a section; write a mapping of options, as in "
+                    "DeepSpeed's documentation"
                 )
         self.content: dict[str, Any] = {}
         """What DeepSpeed gets, once `fill` was called."""
@@ -69,7 +70,9 @@ class Configuration:
             if value in (AUTO, None) or (key == "gradient_clipping" and value == 0):
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0 or kind(value) != value:
-                raise ConfigurationError(f"{self.where}: {key}={value!r} is no positive number; correct it, or 'auto'")
+                raise ConfigurationError(
+                    f"{self.where}: {key}={value!r} is not a positive number; correct it, or write 'auto'"
+                )
             yield name, (kind(value), f"{key} in {self.where}")
 
     def fill(self, settled: Strategy.Settled, offload: Mapping[str, str | None]) -> None:
@@ -104,8 +107,8 @@ class Configuration:
         for key in ("pipeline_read", "pipeline_write", "pipeline", "fast_init"):
             if section.get(key):
                 raise ConfigurationError(
-                    f"{self.where}: zero_optimization.offload_optimizer.{key} is refused: a checkpoint could meet what is still on its "
-                    "way; remove it"
+                    f"{self.where}: zero_optimization.offload_optimizer.{key} is refused: with asynchronous transfers, a "
+                    "checkpoint could be read while a transfer is still running; remove it"
                 )
         if section.get("nvme_path", AUTO) in (AUTO, None):
             raise ConfigurationError(
@@ -174,7 +177,9 @@ class Configuration:
         offload = {name: self.content["zero_optimization"].get(name, {}).get("device") for name in _OFFLOAD}
         if any(offload.values()):
             lines["offload"] = ", ".join(f"{name} {device}" for name, device in offload.items() if device)
-        lines["looks at the gradient"] = "one wait for the device per update; one that is not finite is not applied"
+        lines["looks at the gradient"] = (
+            "one wait for the device per update; an update whose gradient is not finite is not applied"
+        )
         return lines
 
     def bucket(self, num_elements: int) -> int:
@@ -190,7 +195,7 @@ class Configuration:
         scheduler = self.content.pop("scheduler", None)
         if scheduler and any(value != AUTO for value in scheduler.get("params", {}).values()):
             raise ConfigurationError(
-                f"{self.where}: scheduler {scheduler.get('type')!r} sets values, and schedulers are the module's: return "
+                f"{self.where}: scheduler {scheduler.get('type')!r} sets values, but the scheduler comes from the module: return "
                 "(optimizer, scheduler) from configure_optimizers and remove the section"
             )
         if scheduler:
@@ -201,7 +206,8 @@ class Configuration:
         kind = section.get("type", AUTO)
         if kind != AUTO and own.lower() not in keys.same_optimizer(kind, section.get("params", {})):
             raise ConfigurationError(
-                f"{self.where}: optimizer.type is {kind!r} and configure_optimizers returns {own}; remove the section, or return that"
+                f"{self.where}: optimizer.type is {kind!r}, but configure_optimizers returns {own}; remove the section, or return "
+                f"{kind!r}"
             )
         group = optimizer.param_groups[0]
         for key, value in section.get("params", {}).items():
@@ -209,8 +215,8 @@ class Configuration:
                 self.filled[f"optimizer.params.{key}"] = group.get(key)
             elif key in group and _plain(group[key]) != _plain(value):
                 raise ConfigurationError(
-                    f"{self.where}: optimizer.params.{key} is {value} and {own} of configure_optimizers has {group[key]}; remove one, "
-                    "or make them equal"
+                    f"{self.where}: optimizer.params.{key} is {value}, but {own} of configure_optimizers has {group[key]}; remove "
+                    "one, or make them equal"
                 )
             elif key not in group and key not in keys.OPTIMIZER_SWITCHES:
                 raise ConfigurationError(f"{self.where}: optimizer.params.{key} is unknown to {own}; remove it")
@@ -236,7 +242,7 @@ class Configuration:
         power = math.log2(scaler.get_scale())
         if not power.is_integer():
             raise ConfigurationError(
-                f"precision='fp16': init_scale={scaler.get_scale():g}: under DeepSpeed it is a power of two"
+                f"precision='fp16': init_scale={scaler.get_scale():g}: under DeepSpeed it has to be a power of two"
             )
         wanted = {"initial_scale_power": int(power), "loss_scale_window": scaler.get_growth_interval()}
         defaults = {
@@ -260,7 +266,7 @@ class Configuration:
             self.filled[path] = value
         elif section[key] != value:
             raise ConfigurationError(
-                f"{self.where}: {path} is {section[key]!r} and {known_from} means {value!r}; remove one, or make them equal"
+                f"{self.where}: {path} is {section[key]!r}, but {known_from} means {value!r}; remove one, or make them equal"
             )
 
 
@@ -272,7 +278,7 @@ def _read(source: str | Mapping[str, Any] | None) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigurationError(f"config={source!r} cannot be read: {exc.strerror}; give the path of a file") from exc
     except ValueError as exc:
-        raise ConfigurationError(f"config={source!r} is no JSON: {exc}") from exc
+        raise ConfigurationError(f"config={source!r} is not valid JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise ConfigurationError(f"config={source!r} holds no settings; give a DeepSpeed configuration")
     return content

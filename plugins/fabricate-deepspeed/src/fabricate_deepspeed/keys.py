@@ -30,7 +30,7 @@ PASSED = (
 WITHOUT_EFFECT = {
     "dump_state": "the plan shows what runs",
     "memory_breakdown": "DeepSpeed's log stays at warnings",
-    "steps_per_print": "log_every= says when something is logged",
+    "steps_per_print": "log_every= sets when metrics are logged",
     "wall_clock_breakdown": "DeepSpeed's log stays at warnings",
     "zero_allow_untested_optimizer": "fabricate checks the optimizer; see the option allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "the optimizer of configure_optimizers is used, wherever its state lies",
@@ -57,7 +57,7 @@ _REFUSED = {
     "flops_profiler": _TOOLS,
     "gradient_allreduce_op": "gradients are averaged, so that an update means the same on any number of ranks",
     "hybrid_engine": "it is for inference within training",
-    "managed_gradient_accumulation": "fabricate says when an update is due",
+    "managed_gradient_accumulation": "gradient_accumulation_steps= of the Trainer sets when an update is due",
     "pipeline": "the module is run as it is",
     "progressive_layer_drop": "it changes the module while it trains",
     "sparse_attention": "choose the attention in the module",
@@ -71,7 +71,7 @@ _REFUSED = {
     "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer and offload_param",
     "zero_optimization.elastic_checkpoint": "checkpoints are fabricate's and fit any number of ranks",
-    "zero_optimization.zenflow": "it applies gradients of another update, so the result would be another one",
+    "zero_optimization.zenflow": "it applies gradients of an earlier update, which changes the result",
 }
 OPTIMIZER_SWITCHES = ("adam_w_mode", "bias_correction", "torch_adam")
 
@@ -89,7 +89,7 @@ def check(content: Mapping[str, Any], where: str) -> None:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigurationError(f"{where}: {key!r} is no key of a DeepSpeed configuration{meant}")
+            raise ConfigurationError(f"{where}: {key!r} is not a key of a DeepSpeed configuration{meant}")
 
 
 def without_effect(content: Mapping[str, Any]) -> dict[str, str]:

@@ -47,8 +47,8 @@ def load(device: torch.device) -> ModuleType:
         accelerator = get_accelerator()
         if accelerator.device_name() != device.type:
             raise ConfigurationError(
-                f"DeepSpeed was imported for {accelerator.device_name()} in this process and the run is on {device.type}; start a new "
-                "process, or unset DS_ACCELERATOR"
+                f"DeepSpeed was imported for {accelerator.device_name()} in this process, but the run is on {device.type}; start "
+                "a new process, or unset DS_ACCELERATOR"
             )
         if device.type == "cpu":
             # Its shared-memory reduction is for inference and would be compiled now, for half a minute.

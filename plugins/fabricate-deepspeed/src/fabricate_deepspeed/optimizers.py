@@ -30,16 +30,17 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, allow_unt
     is_elementwise = kind.__name__ in _ELEMENTWISE and kind.__module__.partition(".")[0] in ("torch", "deepspeed")
     if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes
         raise ConfigurationError(
-            f"strategy={strategy!r} trains flat slices of the parameters, and {kind.__name__} keeps its state in blocks with a scale each, "
-            "which slices cut; use one of torch's, or strategy='ddp'"
+            f"strategy={strategy!r} trains flat slices of the parameters, which would cut the blocks (with one scale each) in "
+            f"which {kind.__name__} keeps its state; use one of torch's optimizers, or strategy='ddp'"
         )
     if not is_elementwise and not allow_untested:
         raise ConfigurationError(
-            f"strategy={strategy!r} trains flat slices of the parameters, and {kind.__name__} is not known to treat every element by "
-            f"itself; use one of torch's, strategy='fsdp', or say that it does: '{strategy}:allow_untested_optimizer=true'"
+            f"strategy={strategy!r} trains flat slices of the parameters, but {kind.__name__} is not known to update each element "
+            f"independently. Use one of torch's optimizers, or strategy='fsdp'. If {kind.__name__} does update each element "
+            f"independently, use '{strategy}:allow_untested_optimizer=true'"
         )
     if optimizer.state:
         raise ConfigurationError(
-            f"strategy={strategy!r}: {kind.__name__} has state before its first step, which cannot be laid out in slices; use another, "
-            "or strategy='fsdp'"
+            f"strategy={strategy!r}: {kind.__name__} has state before its first step, which cannot be divided into slices; use "
+            "another optimizer, or strategy='fsdp'"
         )

@@ -94,8 +94,8 @@ def restore_optimizer_state(
             rooms[key] = own.of(kept[key])
         elif key in kept and not _equal(kept[key], value):
             raise CheckpointError(
-                f"the checkpoint's optimizer keeps {key}={value} for one parameter and {kept[key]} for another of the same group; "
-                "ZeRO keeps one for all: give them groups of their own, or use strategy='ddp' or 'fsdp'"
+                f"the checkpoint's optimizer keeps {key}={value} for one parameter and {kept[key]} for another of the same group, "
+                "but ZeRO keeps one value per group: put these parameters into separate groups, or use strategy='ddp' or 'fsdp'"
             )
         else:
             kept[key] = value

@@ -39,8 +39,8 @@ class ZeRO3(ZeRO):
         super().__post_init__()
         if (self.offload_optimizer == "nvme") is (self.nvme_path is None):
             raise ConfigurationError(
-                f"zero3: offload_optimizer={self.offload_optimizer!r} with nvme_path={self.nvme_path!r}: offload to files takes "
-                "offload_optimizer=nvme and nvme_path=FOLDER, both"
+                f"zero3: offload_optimizer={self.offload_optimizer!r} with nvme_path={self.nvme_path!r}: offload to files needs "
+                "both, offload_optimizer=nvme and nvme_path=FOLDER"
             )
         self._files: swapped.Files | None = None
         self._folder = ""

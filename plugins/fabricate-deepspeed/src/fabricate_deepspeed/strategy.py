@@ -136,14 +136,14 @@ class ZeRO(Strategy, abc.ABC):
         self._deepspeed, self._root = library.load(self._device), root
         if scalars := [name for name, parameter in module.named_parameters() if not parameter.ndim]:
             raise ConfigurationError(
-                f"strategy={self.name!r}: DeepSpeed takes no parameters without a dimension, and {', '.join(scalars)} has none; give it "
-                "the shape (1,), as torch.nn.Parameter(torch.ones(1)), or use strategy='ddp' or 'fsdp'"
+                f"strategy={self.name!r}: DeepSpeed does not support parameters with zero dimensions: {', '.join(scalars)}; give "
+                "each the shape (1,), as torch.nn.Parameter(torch.ones(1)), or use strategy='ddp' or 'fsdp'"
             )
         layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         if sparse := [name for name, child in module.named_modules() if isinstance(child, layers) and child.sparse]:
             raise ConfigurationError(
-                f"strategy={self.name!r}: DeepSpeed cannot add up sparse gradients, those of {', '.join(sparse)}: set sparse=False "
-                "there, or use strategy='ddp'"
+                f"strategy={self.name!r}: DeepSpeed cannot add up sparse gradients, those of {', '.join(sparse)}: set "
+                "sparse=False in these layers, or use strategy='ddp'"
             )
         self._setup.start(self._device)
         with library.environment():
@@ -217,8 +217,8 @@ class ZeRO(Strategy, abc.ABC):
         }
         if len(trained) > 1:
             raise ConfigurationError(
-                f"strategy={self.name!r}: DeepSpeed trains parameters of one dtype, and {', '.join(trained.values())} differ: build them "
-                "in float32, or use strategy='ddp'"
+                f"strategy={self.name!r}: DeepSpeed trains parameters of one dtype, but {', '.join(trained.values())} differ: "
+                "build them in float32, or use strategy='ddp'"
             )
 
     def _initialize(self, content: Mapping[str, Any], **arguments: Any) -> Any:
@@ -230,8 +230,8 @@ class ZeRO(Strategy, abc.ABC):
         dtypes = {p.dtype for p in self._root.parameters() if p.requires_grad and p.is_floating_point()}
         if dtypes != {dtype}:
             raise FabricateError(
-                f"strategy={self.name!r} was to train parameters in {dtype} (precision={self._settled.precision.name!r}) and DeepSpeed "
-                f"trains {', '.join(map(str, sorted(dtypes, key=str)))}; build the module's parameters in float32"
+                f"strategy={self.name!r} should train parameters in {dtype} (precision={self._settled.precision.name!r}), but "
+                f"DeepSpeed trains {', '.join(map(str, sorted(dtypes, key=str)))}; build the module's parameters in float32"
             )
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
@@ -300,9 +300,9 @@ class ZeRO(Strategy, abc.ABC):
             ran = [parameter for number, (parameter, _) in enumerate(shards.slices(self._engine)) if number in numbers]
             names = [name for name, own in self._root.module.named_parameters() if any(own is each for each in ran)]
             raise ConfigurationError(
-                f"strategy={self.name!r} with offload_optimizer: {', '.join(names[:4])} had a gradient in an earlier micro-batch of this "
-                "update and none in the last one, and DeepSpeed would leave it out: use every parameter in each micro-batch (add 0 * its "
-                "sum), leave out offload_optimizer, or use gradient_accumulation_steps=1"
+                f"strategy={self.name!r} with offload_optimizer: {', '.join(names[:4])} had a gradient in an earlier micro-batch "
+                "of this update but none in the last one, so DeepSpeed would lose it. Use every parameter in each micro-batch "
+                "(add 0 * its sum), leave out offload_optimizer, or use gradient_accumulation_steps=1"
             )
 
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
@@ -324,8 +324,8 @@ class ZeRO(Strategy, abc.ABC):
         applied: bool = self._engine.was_step_applied()
         if not applied and self._settled.nonfinite == "stop" and not self._settled.scales_loss:
             raise FabricateError(
-                "the gradient of this update is not finite, and DeepSpeed does not apply it; the last checkpoint is from before. Lower "
-                "the learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+                "the gradient of this update is not finite, so DeepSpeed did not apply it; the last checkpoint was saved before "
+                "this update. Lower the learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
             )
         return applied
 
@@ -351,8 +351,9 @@ class ZeRO(Strategy, abc.ABC):
     def _ran_backward(self, number: int, parameter: torch.nn.Parameter) -> None:
         if not self._in_backward:
             raise ConfigurationError(
-                f"strategy={self.name!r}: a step or a hook calls backward() itself, and DeepSpeed takes its gradients for those of the "
-                "next update; use torch.autograd.grad(loss, inputs), which leaves the parameters alone, or strategy='ddp'"
+                f"strategy={self.name!r}: a step or a hook calls backward() itself, and DeepSpeed would add these gradients to "
+                "those of the next update. Use torch.autograd.grad(loss, inputs), which does not write parameter.grad, or "
+                "strategy='ddp'"
             )
         self._ran.append(number)
 

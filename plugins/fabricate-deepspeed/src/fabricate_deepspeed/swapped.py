@@ -36,15 +36,15 @@ def make_folder(option: str, path: str) -> str:
         folder = tempfile.mkdtemp(prefix="fabricate-", dir=path)
     except OSError as exc:
         raise ConfigurationError(
-            f"{option}: nvme_path={path!r} takes no files: {exc.strerror}; give a folder on a local disk"
+            f"{option}: nvme_path={path!r} cannot be written to: {exc.strerror}; give a folder on a local disk"
         ) from exc
     probe = Path(folder, "probe")
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError as exc:
         raise ConfigurationError(
-            f"{option}: the file system of nvme_path={path!r} has no unbuffered writes (O_DIRECT: {exc.strerror}); give a folder on a "
-            "local disk"
+            f"{option}: the file system of nvme_path={path!r} does not support unbuffered writes (O_DIRECT: {exc.strerror}); give "
+            "a folder on a local disk"
         ) from exc
     finally:
         probe.unlink(missing_ok=True)

@@ -82,9 +82,10 @@ class Uses(TorchFunctionMode):
             self._used[id(parameter)] = parameter
         elif not _called_by_us():
             raise FabricateError(
-                f"{self._hook} uses the parameter {name}, which lies in parts on the ranks under strategy={self._strategy!r} and is empty "
-                "outside of a step. To read it: trainer.strategy.gather(parameter); to change it: `with "
-                "trainer.strategy.changing(module.parameters()):` around what does; both on all ranks and under any strategy"
+                f"{self._hook} uses the parameter {name}, which is sharded under strategy={self._strategy!r} and empty outside of "
+                "a step. To read it, call trainer.strategy.gather(parameter). To change it, do so within `with "
+                "trainer.strategy.changing(module.parameters()):`. Both have to run on all ranks, and both work under any "
+                "strategy"
             )
 
 

@@ -42,7 +42,10 @@ class Replicas:
     def state(self) -> dict[str, torch.Tensor]:
         """All replicas for a checkpoint: sharded tensors with one row per rank. Only while the module holds the mean."""
         if not self._own:
-            raise CheckpointError("diloco: the replicas have not met; ask for a checkpoint with trainer.request_save()")
+            raise CheckpointError(
+                "diloco: the replicas are not synchronised, so no checkpoint can be written now; ask for one with "
+                "trainer.request_save()"
+            )
         mesh = init_device_mesh(self._trainer.accelerator.device.type, (dist.get_world_size(),))
         return {name: DTensor.from_local(own[None], mesh, [Shard(0)]) for name, own in self._own.items()}
 

@@ -41,8 +41,8 @@ class DiLoCo(Strategy):
     def __post_init__(self) -> None:
         if self.every < 1 or self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1:
             raise ConfigurationError(
-                f"diloco: every={self.every!r}, outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}: every is at "
-                "least 1, outer_lr above 0, outer_momentum at least 0 and below 1"
+                f"diloco: every={self.every!r}, outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}: give every of "
+                "at least 1, outer_lr above 0, and outer_momentum of at least 0 and below 1"
             )
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -62,7 +62,9 @@ class DiLoCo(Strategy):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._replicas = Replicas(trainer, module)
         if trainer.accelerator.scaler is not None:
-            raise ConfigurationError("diloco: with fp16 ranks skip other updates; use precision='bf16' or 'fp32'")
+            raise ConfigurationError(
+                "diloco: with precision='fp16', ranks would skip different updates; use precision='bf16' or 'fp32'"
+            )
 
     def on_epoch_start(self, module: TrainModule) -> None:
         # Not before: a checkpoint of another strategy may have changed the weights.

@@ -51,13 +51,13 @@ class FP8(Precision):
         if importlib.util.find_spec(package) is None:
             yield f"precision='fp8' needs the package {package}, which is not installed: install it, or use precision='bf16'"
         if "DEEPSPEED" in strategy.distributed_types:
-            yield f"precision='fp8' does not work with strategy={strategy.name!r}, which flattens parameters: use 'fsdp'"
+            yield f"precision='fp8' does not work with strategy={strategy.name!r}, which flattens parameters: use strategy='fsdp'"
         if self.emulate and self.backend == "te":
             yield "precision='fp8:backend=te' cannot emulate: remove emulate, or use backend=torchao"
         elif not self.emulate and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
             yield (
-                f"precision='fp8': {device} does not compute in float8, an NVIDIA GPU of compute capability 8.9 or more does: "
-                "use precision='bf16', or 'fp8:emulate=true' to try the rounding without the speed"
+                f"precision='fp8': {device} does not compute in float8, which needs an NVIDIA GPU of compute capability 8.9 or "
+                "more: use precision='bf16', or 'fp8:emulate=true' to try the rounding without the speed"
             )
 
     def settle(self, settled: Strategy.Settled) -> None:
@@ -67,8 +67,8 @@ class FP8(Precision):
         self._layers, self._subclasses = choose(module, self.skip)
         if not self._layers:
             raise ConfigurationError(
-                f"precision='fp8': {type(module).__name__} has no linear layer with both sizes in multiples of 16 and a name "
-                f"without skip={self.skip!r}; use precision='bf16'"
+                f"precision='fp8': {type(module).__name__} has no linear layer to convert: both sizes have to be multiples of 16, "
+                f"and the name must not contain skip={self.skip!r}; use precision='bf16'"
             )
         if self.backend == "te":
             from fabricate_fp8.transformer_engine import convert

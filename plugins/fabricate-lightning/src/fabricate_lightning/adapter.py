@@ -125,7 +125,7 @@ class Adapted(TrainModule):
         """Let `owner` of the data, the callbacks and the module prepare for `stage`."""
         if data.transfers(owner) and not self.moves_batches:
             raise ConfigurationError(
-                f"{type(owner).__name__} has hooks for the transfer of batches: adapt(module, datamodule=...)"
+                f"{type(owner).__name__} has hooks for the transfer of batches; pass it as adapt(module, datamodule=...)"
             )
         if owner is self.lightning:
             data.prepare([owner])
@@ -184,10 +184,13 @@ class Adapted(TrainModule):
             if not config.reduce_on_plateau:
                 self._advance(config.scheduler, None)
             elif config.monitor not in metrics:
-                text = f"{type(config.scheduler).__name__} waits for {config.monitor!r}, and logged are {', '.join(metrics) or 'none'}"
+                text = (
+                    f"{type(config.scheduler).__name__} needs the metric {config.monitor!r}, but the logged metrics are "
+                    f"{', '.join(metrics) or 'none'}"
+                )
                 if config.strict:
                     raise ConfigurationError(f"{text}; name one of these as 'monitor'")
-                self.print(f"{text}: the learning rate stays as it is")
+                self.print(f"{text}; the learning rate is not changed")
             else:
                 self._advance(config.scheduler, metrics[config.monitor])
 

@@ -85,7 +85,7 @@ def _take_callbacks(view: TrainerView, callbacks: list[Any]) -> None:
     if translation.settings or translation.plugins:
         kinds = ", ".join(type(callback).__name__ for callback in callbacks if callback not in translation.called)
         raise ConfigurationError(
-            f"adapt: {kinds} becomes arguments of the Trainer: give these (keep=, save_every=, max_time=, plugins=), or take "
-            "fabricate_lightning.Trainer(callbacks=...)"
+            f"adapt: {kinds} cannot be passed here, because fabricate has arguments of the Trainer for what it does; give these "
+            "(keep=, save_every=, max_time=, plugins=), or use fabricate_lightning.Trainer(callbacks=...)"
         )
     view.callbacks, view.called = callbacks, translation.called

@@ -77,7 +77,7 @@ def _length(given: Mapping[str, Any]) -> Pairs:
     epochs, steps, time = given["max_epochs"], given["max_steps"], given["max_time"]
     if epochs == -1 and steps == -1:
         raise ConfigurationError(
-            "Trainer(max_epochs=-1) has no end; give max_steps, or a number of epochs that is not reached, with max_time"
+            "Trainer(max_epochs=-1) never ends; give max_steps, or max_time with a large max_epochs"
         )
     yield "max_epochs", 1000 if epochs is None and steps == -1 else None if epochs == -1 else epochs
     yield "max_steps", None if steps == -1 else steps
@@ -129,14 +129,15 @@ def _validation(given: Mapping[str, Any]) -> Pairs:
         yield "validate_every", Every(epochs=epochs or 1)
     elif epochs not in (None, 1):
         raise ConfigurationError(
-            f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs}): fabricate validates by one of them; leave one out"
+            f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs}): fabricate supports only one of the two; "
+            "leave one out"
         )
     elif isinstance(interval, float):
         yield "validate_every", interval
     elif interval % batches:
         raise ConfigurationError(
-            f"Trainer(val_check_interval={interval}, accumulate_grad_batches={batches}): a validation comes between two updates; give a "
-            f"multiple of {batches}"
+            f"Trainer(val_check_interval={interval}, accumulate_grad_batches={batches}): fabricate validates only between two "
+            f"updates; give a val_check_interval that is a multiple of {batches}"
         )
     else:
         yield "validate_every", Every(steps=interval // batches)
@@ -160,7 +161,8 @@ def _strategy(given: Mapping[str, Any], world_size: int) -> Pairs:
         if given["sync_batchnorm"] and world_size > 1:
             if name not in ("auto", "ddp"):
                 raise ConfigurationError(
-                    f"Trainer(sync_batchnorm=True, strategy={strategy!r}): fabricate has it with strategy='ddp'"
+                    f"Trainer(sync_batchnorm=True, strategy={strategy!r}): fabricate supports sync_batchnorm with strategy='ddp' "
+                    "only; use that"
                 )
             name = "ddp:sync_batchnorm=true"
         yield "strategy", name
@@ -184,8 +186,7 @@ def _check_processes(given: Mapping[str, Any], world_size: int) -> None:
     if str(number) not in ("auto", "-1", str(world_size)):
         raise ConfigurationError(
             f"Trainer(devices={devices!r}): {world_size} process{'es were' if world_size > 1 else ' was'} started, and fabricate "
-            "starts none "
-            f"itself; start them with fabricate run script.py --nproc {number}"
+            f"itself starts no processes; start them with fabricate run script.py --nproc {number}"
         )
     if not given["use_distributed_sampler"] and world_size > 1:
         raise ConfigurationError(

@@ -32,7 +32,7 @@ REFUSED = {
     "LearningRateFinder": "fabricate.LearningRateFinder in a fabricate.Trainer, with adapt(module)",
     "BaseFinetuning": "fabricate.UnfreezeAt in a fabricate.Trainer, with adapt(module)",
     "ModelPruning": "torch.nn.utils.prune in a hook of the module",
-    "SpikeDetection": "EarlyStopping(check_finite=True); a loss that is not finite ends a fit anyway",
+    "SpikeDetection": "use EarlyStopping(check_finite=True); a loss that is not finite also ends a fit without it",
 }
 """Callbacks that cannot run, with what there is instead."""
 _SHOWN = ("ProgressBar", "LearningRateMonitor")
@@ -70,8 +70,8 @@ def translated(callbacks: Iterable[Any]) -> Translated:
             translation.called.append(callback)
     if any(isinstance(plugin, StochasticWeightAveraging) for plugin in translation.plugins):
         translation.notes.append(
-            "StochasticWeightAveraging averages weights at the ends of epochs, in Lightning at their starts; batch norm gets new "
-            "statistics after the fit, in Lightning in an epoch more"
+            "StochasticWeightAveraging averages weights at the end of each epoch (in Lightning: at the start). Batch norm "
+            "statistics are computed anew after the fit (in Lightning: in an additional epoch)"
         )
     if translation.checkpoints:
         _keep(translation)
@@ -85,8 +85,8 @@ def _check(callback: Any) -> None:
     for kind in ("ModelCheckpoint", "Timer", *_PLUGINS):
         if is_a(callback, kind) and (own := overridden(callback, kind)):
             raise ConfigurationError(
-                f"callbacks: {type(callback).__name__}.{own[0]} would not be called, because fabricate does what a {kind} does; put it "
-                "into a callback of its own"
+                f"callbacks: {type(callback).__name__}.{own[0]} would not be called, because fabricate replaces {kind}; put this "
+                "method into a separate callback"
             )
 
 
@@ -94,7 +94,8 @@ def _averaging(callback: Any) -> StochasticWeightAveraging:
     given = vars(callback)  # it shows what it was made with under private names only
     if given["_avg_fn"] is not callback.avg_fn:
         raise ConfigurationError(
-            "callbacks: StochasticWeightAveraging(avg_fn=...) has no counterpart in fabricate: the weights count alike; leave it out"
+            "callbacks: StochasticWeightAveraging(avg_fn=...) has no counterpart in fabricate, which takes the plain mean of the "
+            "weights; leave avg_fn out"
         )
     return StochasticWeightAveraging(
         *(given[f"_{name}"] for name in ("swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy"))
@@ -124,7 +125,7 @@ def _keep(translation: Translated) -> None:
     cadences = {str(every): every for c in translation.checkpoints if (every := _cadence(c)) is not None}
     if len(cadences) > 1:
         raise ConfigurationError(
-            f"callbacks: ModelCheckpoint every {' and every '.join(cadences)}: a run saves in one rhythm; leave one out"
+            f"callbacks: ModelCheckpoint every {' and every '.join(cadences)}: a run has one interval for saves; leave one out"
         )
     translation.settings["save_every"] = next(iter(cadences.values()), None)
     if any(c.save_on_exception for c in translation.checkpoints):
@@ -135,7 +136,7 @@ def _keep(translation: Translated) -> None:
     translation.settings["save_weights_only"] = all(weights_only)
     if any(weights_only) and not all(weights_only):
         translation.notes.append(
-            "ModelCheckpoint(save_weights_only=True) beside one without it: all checkpoints hold everything"
+            "one ModelCheckpoint has save_weights_only=True and another does not: all checkpoints hold the full state"
         )
 
 

@@ -15,17 +15,26 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     settings, ranks = trainer.settings, trainer.accelerator.num_processes
     accumulates = trainer.accelerator.gradient_accumulation_steps > 1
     if accumulates:
-        yield "the last update of an epoch is the mean over the batches that are left, which Lightning divides by accumulate_grad_batches"
+        yield (
+            "the last update of an epoch takes the mean over the batches that are left; Lightning divides their sum by "
+            "accumulate_grad_batches"
+        )
     if accumulates or ranks > 1:
-        yield "a loss weighs the rows of its batch, or the labels that its cross-entropy counts; in Lightning every batch weighs the same"
+        yield (
+            "a loss is weighted by the rows of its batch, or by the labels that its cross-entropy counts; in Lightning every batch "
+            "has the same weight"
+        )
     if ranks > 1:
         yield "what is logged is reduced over the ranks, with sync_dist=True and without; no row is evaluated twice"
-        yield "training data is read in the loader's order; on several ranks Lightning shuffles it even where the loader does not"
+        yield "training data is read in the loader's order; on several ranks, Lightning shuffles it even if the loader does not"
     yield "shuffled data has another order, from the seed and the epoch, so that a run can resume within an epoch"
-    yield "loaders and validation draw nothing from the random generators of training, so that dropout has other masks"
-    yield "a value of on_step is the mean since the last log boundary, in Lightning the last one; each epoch also has its mean, epoch_NAME"
+    yield "loaders and validation do not use the random generators of training, so dropout has other masks than in Lightning"
+    yield (
+        "a value logged with on_step is the mean since the last log boundary (in Lightning: the last value); the mean of each epoch "
+        "is logged too, as epoch_NAME"
+    )
     if settings.max_steps is not None:
-        yield "an epoch that max_steps cuts short ends with on_train_epoch_end, and has no means of its own"
+        yield "an epoch that max_steps cuts short ends with on_train_epoch_end, and no mean is logged for it"
     if not adapted.lightning.automatic_optimization:
         yield "manual optimization: global_step counts batches, in Lightning the steps of all optimizers"
     if settings.sanity_batches and trainer.validates:

@@ -54,6 +54,7 @@ def level(hook: str, name: str, on_step: bool | None, on_epoch: bool | None) -> 
     chosen = (default.on_step if on_step is None else on_step, default.on_epoch if on_epoch is None else on_epoch)
     if default.of_epoch and chosen != (False, True):
         raise ConfigurationError(
-            f"self.log({name!r}, on_step={chosen[0]}, on_epoch={chosen[1]}) in {hook}: the hook belongs to no batch; leave both out"
+            f"self.log({name!r}, on_step={chosen[0]}, on_epoch={chosen[1]}) in {hook}: this hook is called for an epoch, not for "
+            "a batch; leave both out"
         )
     return chosen

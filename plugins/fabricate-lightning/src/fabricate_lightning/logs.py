@@ -132,7 +132,7 @@ class Logs:
         adds = given["add_dataloader_idx"]
         if adds and "/dataloader_idx_" in name:
             raise ConfigurationError(
-                f"self.log({name!r}): the number of the data set is added to the name; leave it out"
+                f"self.log({name!r}): Lightning adds '/dataloader_idx_N' to the name itself; leave it out of the name"
             )
         suffix = self.suffix if adds and self._of_batch() else ""
         reduction = _reduction(name, given["reduce_fx"])
@@ -143,8 +143,8 @@ class Logs:
     ) -> None:
         if options.on_epoch and options.reduction in ("min", "max"):
             raise ConfigurationError(
-                f"self.log({name!r}, reduce_fx={options.reduction!r}) over a training epoch: log a torchmetrics object "
-                f"({options.reduction.title()}Metric), or the value of each step"
+                f"self.log({name!r}, reduce_fx={options.reduction!r}) is not supported over a training epoch: log a torchmetrics "
+                f"object ({options.reduction.title()}Metric), or the value of each step"
             )
         if options.on_epoch or options.logger:
             record(recorded, value, weight=batch_size, reduce=options.reduction if options.on_epoch else "mean")
@@ -249,6 +249,6 @@ def _one_number(name: str, value: Any) -> torch.Tensor:
     tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     if tensor.numel() != 1:
         raise ConfigurationError(
-            f"self.log({name!r}): a metric is one number, this has the shape {tuple(tensor.shape)}"
+            f"self.log({name!r}): a metric is one number, but this value has the shape {tuple(tensor.shape)}"
         )
     return (tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())).reshape(())

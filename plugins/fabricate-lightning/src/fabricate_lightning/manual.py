@@ -68,12 +68,13 @@ class Manual(Adapted):
         name = type(self.lightning).__name__
         if strategy.shards_parameters or not strategy.exposes_gradients:
             raise ConfigurationError(
-                f"{name} optimizes manually, and strategy={strategy.name!r} divides what its optimizers step; use strategy='ddp' or "
-                "'single'"
+                f"{name} optimizes manually, which strategy={strategy.name!r} does not support, because it shards or hides "
+                "gradients or weights; use strategy='ddp' or 'single'"
             )
         if trainer.precision.name == "fp16":
             raise ConfigurationError(
-                f"{name} optimizes manually, which has no loss scale; use precision='bf16-mixed' (bf16) or fp32"
+                f"{name} optimizes manually, for which fabricate does not scale the loss as fp16 needs; use "
+                "precision='bf16-mixed' (bf16) or fp32"
             )
         for argument in ("max_grad_norm", "max_grad_value"):
             if getattr(settings, argument) is not None:

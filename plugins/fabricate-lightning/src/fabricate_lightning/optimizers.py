@@ -65,7 +65,8 @@ def read(where: str, returned: Any) -> Configured:
         owner = getattr(config.scheduler, "optimizer", optimizers[0])
         if not any(owner is optimizer for optimizer in optimizers):
             raise ConfigurationError(
-                f"{where}: the {type(config.scheduler).__name__} is made for an optimizer that is not returned; return that, too"
+                f"{where}: the {type(config.scheduler).__name__} is made for an optimizer that is not returned; return this "
+                "optimizer too"
             )
     return configured
 
@@ -102,7 +103,9 @@ def _scheduler(where: str, given: Any, monitor: str | None) -> SchedulerConfig:
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     if unknown := sorted(options.keys() - {field.name for field in fields(SchedulerConfig)}):
         allowed = ", ".join(field.name for field in fields(SchedulerConfig))
-        raise ConfigurationError(f"{where}: a mapping for a scheduler holds {unknown[0]!r}; known are {allowed}")
+        raise ConfigurationError(
+            f"{where}: a mapping for a scheduler has the unknown key {unknown[0]!r}; known keys are {allowed}"
+        )
     if options.get("scheduler") is None:
         raise ConfigurationError(f"{where}: a mapping for a scheduler has to hold 'scheduler'")
     if isinstance(options["scheduler"], Mapping):
@@ -121,7 +124,8 @@ def _scheduler(where: str, given: Any, monitor: str | None) -> SchedulerConfig:
         raise ConfigurationError(f"{where}: {kind} needs a metric: {{'scheduler': ..., 'monitor': 'val_loss'}}")
     if config.reduce_on_plateau and config.interval == "step":
         raise ConfigurationError(
-            f"{where}: {kind} with interval='step' would look at {config.monitor!r} after updates; use interval='epoch'"
+            f"{where}: {kind} with interval='step' would need {config.monitor!r} after each update, but the metric is known only "
+            "after an epoch; use interval='epoch'"
         )
     return config
 

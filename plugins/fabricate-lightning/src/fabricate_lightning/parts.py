@@ -80,9 +80,8 @@ class WithBatchHooks(Adapted):
         self.hooks.of_callbacks("on_train_batch_start", *where)
         if self.hooks.of_module("on_train_batch_start", *where) == -1:
             raise ConfigurationError(
-                f"{type(self.lightning).__name__}.on_train_batch_start returned -1, which leaves out the rest of an epoch: end the "
-                "data there "
-                "(limit_train_batches, or a sampler), so that every rank does the same"
+                f"{type(self.lightning).__name__}.on_train_batch_start returned -1, which skips the rest of an epoch and is not "
+                "supported. End the data there instead (limit_train_batches, or a sampler), so that every rank does the same"
             )
         answer = yield
         if self.lightning.automatic_optimization:  # else the module calls backward itself
@@ -133,8 +132,9 @@ class WithOptimizerStep(Adapted):
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.precision.name == "fp16" or not trainer.strategy.exposes_gradients:
             raise ConfigurationError(
-                f"{type(self.lightning).__name__}.optimizer_step steps the optimizer itself, and under precision="
-                f"{trainer.precision.name!r}, strategy={trainer.strategy.name!r} fabricate has to; leave it out, or use bf16 and 'ddp'"
+                f"{type(self.lightning).__name__}.optimizer_step steps the optimizer itself, but with "
+                f"precision={trainer.precision.name!r} and strategy={trainer.strategy.name!r} only fabricate can do that; leave "
+                "the method out, or use precision='bf16' and strategy='ddp'"
             )
         super().on_fit_start(trainer)
 
@@ -148,7 +148,7 @@ class WithOptimizerStep(Adapted):
             handle.remove()
         if not called:
             raise ConfigurationError(
-                f"{type(self.lightning).__name__}.optimizer_step did not call optimizer.step(closure=optimizer_closure); to leave updates "
-                "out set accumulate_grad_batches, or use manual optimization"
+                f"{type(self.lightning).__name__}.optimizer_step did not call optimizer.step(closure=optimizer_closure); to skip "
+                "updates, set accumulate_grad_batches or use manual optimization"
             )
         return True

@@ -29,8 +29,8 @@ class Checkpoint(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise ConfigurationError(
-            f"checkpoint[{key!r}]: a checkpoint of fabricate holds weights, optimizers and progress by itself, and hooks see what hooks "
-            f"added: {', '.join(self) or 'nothing'}"
+            f"checkpoint[{key!r}]: this key does not exist. fabricate saves weights, optimizers and progress itself, and hooks "
+            f"see only the keys that hooks added: {', '.join(self) or 'nothing'}"
         )
 
 

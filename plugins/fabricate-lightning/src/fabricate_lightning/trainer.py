@@ -138,18 +138,20 @@ class Trainer(TrainerView):
         run_dir = self._run_dir(found)
         if run_dir is None and ckpt_path == "last":
             raise ConfigurationError(
-                "fit(ckpt_path='last'): the run writes nowhere; give default_root_dir, or a ModelCheckpoint with dirpath"
+                "fit(ckpt_path='last'): this run has no directory to write to; give default_root_dir, or a ModelCheckpoint with "
+                "dirpath"
             )
         self.core = self._make(found, run_dir)
         assert self.adapted is not None
         resume = {None: "never", "last": "auto"}.get(ckpt_path, ckpt_path)
         if resume == "best":
             raise ConfigurationError(
-                "fit(ckpt_path='best'): give the path, trainer.checkpoint_callback.best_model_path"
+                "fit(ckpt_path='best'): fit cannot look up the best checkpoint; give its path, "
+                "trainer.checkpoint_callback.best_model_path"
             )
         if Path(resume).is_file():
             checkpoints.load_weights(self.adapted.lightning, resume)
-            self.notes.append(f"of {resume} the weights are taken: the fit begins at step 0, with new optimizers")
+            self.notes.append(f"only the weights of {resume} are loaded: the fit begins at step 0, with new optimizers")
             resume = "never"
         self._result = self.core.fit(self.adapted, train_dataloaders, val_dataloaders, resume=resume)
         for checkpoint in self.checkpoint_callbacks if self._result.best_checkpoint is not None else ():

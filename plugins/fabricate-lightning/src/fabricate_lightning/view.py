@@ -74,7 +74,7 @@ class TrainerView:
     @property
     def _fabricates(self) -> Trainer:
         if self.core is None:
-            raise RuntimeError("this exists once fit, validate, test or predict was called")
+            raise RuntimeError("this attribute is available only after fit, validate, test or predict was called")
         return self.core
 
     @property
@@ -554,7 +554,7 @@ class StrategyView:
             return tensor
         if sync_grads:
             raise ConfigurationError(
-                "all_gather(sync_grads=True): gradients do not pass between ranks here; gather without it"
+                "all_gather(sync_grads=True): gradients through gather are not supported here; leave sync_grads out"
             )
         gathered: torch.Tensor = self._accelerator.gather(tensor.detach()[None])
         return gathered

@@ -37,19 +37,21 @@ class PowerSGD(DDP):
         super().__post_init__()
         if self.rank < 1 or self.start < 0:
             raise ConfigurationError(
-                f"powersgd: rank={self.rank!r}, start={self.start!r}: rank is at least 1, start at least 0"
+                f"powersgd: rank={self.rank!r}, start={self.start!r}: give rank of at least 1 and start of at least 0"
             )
         if self.communication_hook is not None:
             raise ConfigurationError(
-                f"powersgd: communication_hook={self.communication_hook!r} sends something else; leave it out, or use strategy='ddp'"
+                f"powersgd: communication_hook={self.communication_hook!r} cannot be combined with PowerSGD, which is a "
+                "communication hook itself; leave communication_hook out, or use strategy='ddp'"
             )
 
     def settle(self, settled: Strategy.Settled) -> None:
         super().settle(settled)
         if settled.precision.mixed_precision == "fp16" or settled.nonfinite == "skip":
             raise ConfigurationError(
-                "powersgd: with precision='fp16' or nonfinite='skip' a gradient that is not finite would stay in the error that is "
-                "added to the next one; use precision='bf16' and nonfinite='stop', or strategy='ddp:communication_hook=bf16'"
+                "powersgd: with precision='fp16' or nonfinite='skip' a gradient that is not finite would stay in the error "
+                "feedback and be added to the next gradient; use precision='bf16' and nonfinite='stop', or "
+                "strategy='ddp:communication_hook=bf16'"
             )
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Any, world_size: int) -> dict[str, int]:

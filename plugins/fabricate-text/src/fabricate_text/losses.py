@@ -33,7 +33,7 @@ def next_token_loss(
     >>> return next_token_loss(self.model(**batch).logits, batch["labels"], label_smoothing=0.1)
     """
     if not 0 <= label_smoothing <= 1:
-        raise ConfigurationError(f"next_token_loss: label_smoothing={label_smoothing!r}: from 0 to 1")
+        raise ConfigurationError(f"next_token_loss: label_smoothing={label_smoothing!r}: give a number from 0 to 1")
     targets = labels[:, 1:].flatten()
     loss = torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), targets, label_smoothing=label_smoothing, ignore_index=IGNORED
@@ -53,8 +53,8 @@ def use_liger(model: Any) -> Any:
     """
     if not torch.cuda.is_available():
         raise ConfigurationError(
-            f"use_liger: the kernels of Liger for {type(model).__name__} are written in Triton for GPUs, and this process has none; leave "
-            "use_liger out on a CPU: next_token_loss computes the same"
+            f"use_liger: the kernels of Liger for {type(model).__name__} are written in Triton for GPUs, but this process has no "
+            "GPU. On a CPU leave use_liger out: next_token_loss computes the same loss"
         )
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigurationError("use_liger: needs the package liger-kernel: pip install 'fabricate-text[liger]'")

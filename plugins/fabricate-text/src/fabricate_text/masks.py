@@ -31,8 +31,9 @@ def tokenize_chats(dataset: Any, tokenizer: Any, *, column: str = "messages", le
     if learn == "assistant" and not _MARK.search(template):
         raise ConfigurationError(
             f"tokenize_chats: the chat template of {_name(tokenizer)} has no {{% generation %}} ... {{% endgeneration %}} around the "
-            "assistant's messages, so their tokens are not known. Set tokenizer.chat_template to a copy with these marks, learn the last "
-            "message only with tokenize_completions, whose mask comes from the prompt's length, or pass learn='all'"
+            "assistant's messages, so it is not known which tokens are theirs. Set tokenizer.chat_template to a copy with these "
+            "marks, or pass learn='all'. To learn only the last message, use tokenize_completions, which makes its mask from the "
+            "length of the prompt"
         )
     return _mapped(dataset, _chat, column, {"tokenizer": tokenizer, "column": column, "learn": learn})
 
@@ -71,12 +72,15 @@ def tokenize_completion(tokenizer: Any, prompt: Any, completion: Any) -> dict[st
     if ids[: len(before)] != before:
         start = next(place for place, token in enumerate(before) if ids[place : place + 1] != [token])
         raise ConfigurationError(
-            f"tokenize_completion: the prompt ends in {tokenizer.decode(before[start:])!r} when it is alone, which is not what comes there "
-            "when the completion follows, so the model would be trained after another prompt than it gets later. End a text where a token "
-            "ends (put the space before the completion, not after the prompt), or use a chat template that renders both alike"
+            f"tokenize_completion: the prompt alone ends in the tokens {tokenizer.decode(before[start:])!r}, but has other tokens "
+            "there when the completion follows, so the model would be trained with another prompt than it gets later. End a text "
+            "where a token ends (put the space before the completion, not after the prompt), or use a chat template that renders "
+            "both alike"
         )
     if len(ids) == len(before):
-        raise ConfigurationError(f"tokenize_completion: nothing follows the prompt {prompt!r}: leave such rows out")
+        raise ConfigurationError(
+            f"tokenize_completion: the completion after the prompt {prompt!r} has no tokens; leave such rows out"
+        )
     return {"input_ids": ids, "labels": [IGNORED] * len(before) + ids[len(before) :]}
 
 
@@ -105,7 +109,9 @@ def _completion(
 def _mapped(dataset: Any, function: Any, needed: str, options: dict[str, Any]) -> Any:
     columns = column_names(dataset)
     if needed not in columns:
-        raise ConfigurationError(f"the data has the columns {columns} and no {needed!r}: name the one that holds it")
+        raise ConfigurationError(
+            f"the data has the columns {columns} and no {needed!r}; pass the name of the column that holds it"
+        )
     return dataset.with_format(None).map(function, remove_columns=columns, fn_kwargs=options)
 
 

@@ -24,7 +24,7 @@ class NEFTune(Callback):
 
     def __init__(self, alpha: float = 5.0) -> None:
         if not 0 < alpha < math.inf:
-            raise ConfigurationError(f"NEFTune: alpha={alpha!r}: a number above 0")
+            raise ConfigurationError(f"NEFTune: alpha={alpha!r}: give a number above 0")
         self.alpha = alpha
         self._handles: list[Any] = []
         self._lengths: Any = None
@@ -79,7 +79,7 @@ def _model(module: Any) -> Any:
     trained = [model for model in outer if any(parameter.requires_grad for parameter in model.parameters())]
     if len(trained) != 1:
         raise ConfigurationError(
-            f"NEFTune: {type(module).__name__} has {len(trained)} models of transformers that are trained, and one is needed, to whose "
-            "embeddings the noise is added"
+            f"NEFTune: {type(module).__name__} trains {len(trained)} models of transformers, but NEFTune needs exactly one, to "
+            "whose embeddings it adds noise; freeze the others, or leave NEFTune out"
         )
     return trained[0]

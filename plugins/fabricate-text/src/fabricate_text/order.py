@@ -36,7 +36,7 @@ class ByLength(Sampler[int]):
 
     def __init__(self, lengths: Sequence[int], group: int, spread: int = 50) -> None:
         if group < 1 or spread < 1:
-            raise ConfigurationError(f"ByLength: group={group!r}, spread={spread!r}: both are at least 1")
+            raise ConfigurationError(f"ByLength: group={group!r}, spread={spread!r}: give at least 1 for both")
         self.lengths = np.asarray(lengths)
         if self.lengths.ndim != 1 or not len(self.lengths):
             raise ConfigurationError(
@@ -99,7 +99,7 @@ class Mixture(Callback):
         self._names = list(sources)
         rows = sum(len(source) for source in sources.values()) if rows is None else rows
         if rows < 1:
-            raise ConfigurationError(f"Mixture: rows={rows!r}: at least 1")
+            raise ConfigurationError(f"Mixture: rows={rows!r}: give at least 1")
         self._rows = _Rows(list(sources.values()), [float(weights[name]) for name in self._names], rows, seed)
         none = np.zeros(len(sources), dtype=np.int64)
         self._before = none
@@ -153,7 +153,8 @@ class Mixture(Callback):
         missing = sorted(stored.keys() - set(self._names))
         if missing:
             raise ConfigurationError(
-                f"Mixture: the checkpoint counts rows of {missing}, which are no sources any more; keep them, with the weight 0"
+                f"Mixture: the checkpoint has counts for the sources {missing}, which the mixture no longer has; keep these "
+                "sources, with the weight 0"
             )
         self._total = self._logged = np.array([stored.get(name, 0) for name in self._names], dtype=np.int64)
         self._before = self._total - self._until(trainer.progress)
@@ -238,7 +239,8 @@ def _check(sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         raise ConfigurationError("Mixture: there are no sources: give data sets by name")
     if sources.keys() != weights.keys():
         raise ConfigurationError(
-            f"Mixture: weights are given for {sorted(weights)} and the sources are {sorted(sources)}: give one to each"
+            f"Mixture: weights are given for {sorted(weights)}, but the sources are {sorted(sources)}; give one weight for each "
+            "source"
         )
     for name, source in sources.items():
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
@@ -248,8 +250,8 @@ def _check(sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:
             )
         if not 0 <= weights[name] < float("inf") or (weights[name] and not len(source)):
             raise ConfigurationError(
-                f"Mixture: the source {name!r} has {len(source)} rows and the weight {weights[name]!r}: a weight is at least 0, "
-                "and 0 for a source without rows"
+                f"Mixture: the source {name!r} has {len(source)} rows and the weight {weights[name]!r}; give a weight of at least "
+                "0, and 0 for a source without rows"
             )
     if not any(weights.values()):
-        raise ConfigurationError("Mixture: all weights are 0")
+        raise ConfigurationError("Mixture: all weights are 0; give at least one source a weight above 0")

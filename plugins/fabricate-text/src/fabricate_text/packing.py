@@ -39,7 +39,9 @@ def pack(dataset: Any, length: int, *, too_long: str = "refuse", at_once: int = 
     if too_long not in ("refuse", "split", "cut"):
         raise ConfigurationError(f"pack: too_long={too_long!r}: give 'refuse', 'split' or 'cut'")
     if length < 2:
-        raise ConfigurationError(f"pack: length={length!r}: at least 2, because a row of one token predicts nothing")
+        raise ConfigurationError(
+            f"pack: length={length!r}: give at least 2, because a row of one token predicts nothing"
+        )
     columns = column_names(dataset)
     if "input_ids" not in columns:
         raise ConfigurationError(f"pack: the data has the columns {columns} and no 'input_ids': tokenize it first")
@@ -81,8 +83,8 @@ def _whole_rows(rows: Mapping[str, list[list[int]]]) -> list[tuple[list[int], li
     for ids, labels, mask in everyone:
         if not len(ids) == len(labels) == len(mask):
             raise ConfigurationError(
-                f"pack: a row has {len(ids)} input_ids, {len(labels)} labels and an attention_mask of {len(mask)}; "
-                "they have to be of one length"
+                f"pack: a row has {len(ids)} input_ids, {len(labels)} labels and an attention_mask of {len(mask)}; all three need "
+                "the same length"
             )
         if "attention_mask" in rows:
             kept = [place for place, real in enumerate(mask) if real]
@@ -95,8 +97,8 @@ def _pieces(ids: list[int], labels: list[int], length: int, too_long: str) -> li
     """What is packed of a row: all of it, where it is not too long. A piece of one token predicts nothing and is left out."""
     if len(ids) > length and too_long == "refuse":
         raise ConfigurationError(
-            f"pack: a row has {len(ids)} tokens, more than length={length}; pass a larger length, too_long='split' to go on in "
-            "another row, or too_long='cut' to leave the rest out"
+            f"pack: a row has {len(ids)} tokens, more than length={length}; pass a larger length, too_long='split' to continue in "
+            "another row, or too_long='cut' to drop the rest"
         )
     starts = range(0, length if too_long == "cut" else len(ids), length)
     pieces = [(ids[start : start + length], labels[start : start + length]) for start in starts]
@@ -180,7 +182,7 @@ def check_packing(model: Any) -> None:
         raise _leaks(model, f"does not take position_ids ({exc})") from exc
     (influence,) = torch.autograd.grad(logits[:, 3:].float().logsumexp(-1).sum(), embedded)
     if influence[:, :3].any():
-        raise _leaks(model, "attends from one packed row to the row before")
+        raise _leaks(model, "lets a packed row attend to the row before it")
 
 
 def _leaks(model: Any, problem: str) -> ConfigurationError:
