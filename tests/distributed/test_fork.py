@@ -45,6 +45,6 @@ def test_a_forked_process_computes_with_one_thread_and_the_plan_says_so() -> Non
 def test_gpus_that_the_notebook_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(
-        ConfigurationError, match="use them. Restart the notebook's kernel, and call nothing that touches a GPU"
+        ConfigurationError, match=r"use them\. Restart the notebook's kernel, and call nothing that touches a GPU"
     ):
         settle_fork(GPU)

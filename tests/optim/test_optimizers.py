@@ -77,7 +77,7 @@ def test_a_tied_parameter_is_in_one_group_and_patterns_may_take_everything() -> 
 
 def test_a_pattern_that_finds_nothing_is_refused_with_names_as_they_are() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"'LayerNrm' matches no parameter .* 'embedding.weight' \(Embedding.weight\)"
+        ConfigurationError, match=r"'LayerNrm' matches no parameter, .* 'embedding.weight' \(Embedding.weight\)"
     ):
         Grouped().parameter_groups({"LayerNrm": {"weight_decay": 0.0}})
     with pytest.raises(

@@ -292,7 +292,7 @@ def test_an_option_that_is_given_twice_is_refused() -> None:
 def test_a_module_of_functions_is_a_plugin(install: Install) -> None:
     install("fabricate-print", "@hookimpl\ndef on_step(step): pass", name="print")
     assert Registry(["print"]).activate([]).table() == [["on_step", ["print"]]]
-    with pytest.raises(PluginError, match=r"plugins='print': this plugin takes no options, \{'a': '1'\} given"):
+    with pytest.raises(PluginError, match=r"plugins='print': this plugin takes no options, but \{'a': '1'\} was given"):
         Registry(["print:a=1"])
 
 

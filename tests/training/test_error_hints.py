@@ -77,7 +77,7 @@ def test_tensors_on_two_devices_are_named_with_their_layer() -> None:
 
 def test_a_tensor_made_in_the_step_is_named() -> None:
     _, text = failure(TargetApart())
-    assert "in training_step of TargetApart; elsewhere are target (meta)" in text
+    assert "in training_step of TargetApart, but these are on another device: target (meta)" in text
 
 
 class Unregistered(Net):

@@ -78,7 +78,9 @@ def test_a_wrong_optimizer_is_refused_before_the_first_step(configure: Any, mess
 
 
 def test_an_optimizer_over_no_parameters_is_refused_with_the_number_there_is() -> None:
-    message = ", although the module has 2 trainable ones. Pass self.parameters"
+    message = (
+        "optimizer without parameters (optimizer got an empty parameter list), although the module has 2 trainable ones"
+    )
     refused(message, module=_optimizers(lambda self: _sgd([])))
 
 
@@ -87,7 +89,7 @@ def _two(self: Any) -> dict[str, torch.optim.Optimizer]:
 
 
 def test_several_optimizers_that_share_a_parameter_need_a_name_from_training_step() -> None:
-    message = "the optimizers weight and all training_step has to return {'loss': ..., 'optimizer': name}"
+    message = "the optimizers weight and all (of weight, all) both hold layer.weight, so they cannot step together; return {'loss': ..., 'optimizer'"
     overlapping = _optimizers(lambda self: {"weight": _sgd([self.layer.weight]), "all": _sgd(self.parameters())})
     refused(message, module=overlapping, forwards=1)
 
@@ -420,7 +422,7 @@ def _own_zero_grad(self: Any, loss: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_backward_of_the_users_own_is_refused() -> None:
-    message = "Wrong.training_step, or a hook before it, calls backward, so that gradients would be added twice"
+    message = "Wrong.training_step, or a hook before it, calls backward, and the gradients would be added twice"
     refused(message, module=answering(_own_backward), forwards=1)
 
 

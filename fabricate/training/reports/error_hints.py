@@ -117,8 +117,8 @@ def _apart(run: Run, exc: BaseException) -> str:
             f"{name} ({tensor.device})" for name, tensor in _locals(frame) if tensor.device.type != device.type
         ]
     return (
-        f"rank {run.engine.rank} computes on {device}{_where(run, exc)}, but these are on another device: {{few(elsewhere) or "
-        "'tensors made in the step'}. Make tensors in a step with device=self.device (or like another: torch.zeros_like, "
+        f"rank {run.engine.rank} computes on {device}{_where(run, exc)}, but these are on another device: "
+        f"{few(elsewhere) or 'tensors made there'}. Make tensors in a step with device=self.device (or like another: torch.zeros_like, "
         "x.new_zeros), keep lasting ones with register_buffer, so that they move along with the module"
     )
 
