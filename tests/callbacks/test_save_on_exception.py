@@ -152,7 +152,9 @@ def fails_alone(run_dir: Path) -> tuple[str, str, bool]:
 def test_a_rank_that_fails_alone_saves_nothing_and_reports_its_error(tmp_path: Path) -> None:
     (first, _, saved), (second, notes, _) = run_ranks(fails_alone, 2, tmp_path / "run")
     assert (first, second, saved) == ("RankError", "ZeroDivisionError", False)
-    assert "SaveOnException: no checkpoint was saved: a checkpoint needs all ranks, but another rank continues," in notes
+    assert (
+        "SaveOnException: no checkpoint was saved: a checkpoint needs all ranks, but another rank continues," in notes
+    )
 
 
 class FailsInStep(Callback):

@@ -77,7 +77,9 @@ def test_nothing_resumes_from_them(tmp_path: Path) -> None:
             fit(tmp_path, weights_only)
     _, result = fit(tmp_path, resume="never")
     assert result.steps == 12
-    with pytest.raises(ConfigurationError, match=r"SaveOnException.*save_weights_only=True leaves out what a resume needs"):
+    with pytest.raises(
+        ConfigurationError, match=r"SaveOnException.*save_weights_only=True leaves out what a resume needs"
+    ):
         fit(tmp_path, plugins=[SaveOnException()], resume="never")
 
 
