@@ -165,10 +165,11 @@ class Every:
 class FitResult:
     """What `Trainer.fit` hands back, the same on every rank.
 
-    steps: applied updates since the run began; epochs: completed passes; metrics: the last known value of every metric as
-    floats; stop_reason: why the fit ended ("max_steps", "max_epochs", "interrupted" by Ctrl-C, "preempted" by a signal, the
-    time budget or the stop file, or a reason a hook gave); checkpoint: the newest committed checkpoint, or None without a `run_dir`;
-    best_checkpoint and best_score: with `keep={"best": ...}`, the best one by the metric that `keep` names, and its value.
+    steps: applied updates since the run began; epochs: completed passes; metrics: the last known value of every metric as floats,
+    those of a validation from the last one, which may have been before the last update; stop_reason: why the fit ended ("max_steps",
+    "max_epochs", "interrupted" by Ctrl-C, "preempted" by a signal, the time budget or the stop file, or a reason a hook gave);
+    checkpoint: the newest committed checkpoint, or None without a `run_dir`; best_checkpoint and best_score: with `keep={"best": ...}`,
+    the best one by the metric that `keep` names, and its value.
     """
 
     steps: int

@@ -202,7 +202,8 @@ def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.
 
     trained, sparse = list(parameters), set(sparse_layers(model).values())
     model.reducer.prepare_for_backward([])  # what DDP calls at the end of a forward
-    torch.stack([_sum(p, p in sparse).float() * 0 for p in trained]).sum().backward()  # type: ignore[no-untyped-call]
+    with torch.enable_grad():  # a script may call predict under no_grad
+        torch.stack([_sum(p, p in sparse).float() * 0 for p in trained]).sum().backward()  # type: ignore[no-untyped-call]
     for parameter in trained:
         parameter.grad = None
 

@@ -277,3 +277,18 @@ def test_a_backward_in_a_validation_leaves_no_gradient_for_the_next_update() -> 
     for ddp, fsdp, zero in run_ranks(attacked, 2, ("ddp", "fsdp", "zero1")):
         assert (ddp, fsdp) == (True, True)
         assert zero.startswith("strategy='zero1': a step or a hook calls backward() itself")
+
+
+def evaluated_without_gradients(strategies: tuple[str, ...]) -> list[dict[str, float]]:
+    found = []
+    for strategy in strategies:
+        with torch.no_grad():
+            found.append(
+                Trainer(strategy=strategy, progress=False).validate(Learner(), reference.rows(16), batch_size=4)
+            )
+    return found
+
+
+def test_a_script_may_evaluate_under_no_grad_on_several_ranks() -> None:
+    for found in run_ranks(evaluated_without_gradients, 2, ("ddp", "fsdp", "zero1")):
+        assert all(metrics.keys() == {"val_loss"} for metrics in found), found
