@@ -200,7 +200,7 @@ def test_sections_for_optimizer_and_scheduler_are_compared_with_the_modules_own(
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.999]}}}, "trained"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}}}, "trained"),
         ({"optimizer": {"type": "SGD"}}, "optimizer.type is 'SGD', but configure_optimizers returns AdamW; remove"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}}, "optimizer.params.lr is 1.0, but AdamW of configure_optimizers has "),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}}, "optimizer.params.lr is 1.0, but AdamW of configure_optimizers has 0.01"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "the scheduler comes from the module"),
         ({"communication_data_type": "auto"}, "'auto' has no meaning for communication_data_type"),
         ({"zero_optimization": {"stage3_max_live": 5}}, "DeepSpeed refuses config: 1 validation error"),

@@ -70,7 +70,10 @@ class TargetApart(Net):
 def test_tensors_on_two_devices_are_named_with_their_layer() -> None:
     kind, text = failure(Apart())
     assert kind in ("RuntimeError", "NotImplementedError")
-    assert "computes on cpu, in forward of scaled, but these are on another device: " in text
+    assert (
+        "computes on cpu, in forward of scaled, but these are on another device: scaled.scale (meta), shift (meta)."
+        in text
+    )
     assert "register_buffer" in text
     assert "device=self.device" in text
 
@@ -301,6 +304,7 @@ def test_an_error_that_a_device_reports_late_says_so() -> None:
     assert "the batch was" in text
     assert "or one before it" in text
     assert "a device runs asynchronously and reports its errors some calls later, so the" in text
+    assert "run once with CUDA_LAUNCH_BLOCKING=1 in the environment, or a few steps on a CPU" in text
 
 
 def test_the_end_of_an_evaluation_does_not_touch_a_device_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,8 @@ def _two(self: Any) -> dict[str, torch.optim.Optimizer]:
 
 def test_several_optimizers_that_share_a_parameter_need_a_name_from_training_step() -> None:
     message = (
-        "the optimizers weight and all (of weight, all) both hold layer.weight, so they cannot step together; return"
+        "the optimizers are weight, all, and weight and all both hold layer.weight, so they cannot step together: return "
+        "{'loss': ..., 'optimizer': name} from training_step"
     )
     overlapping = _optimizers(lambda self: {"weight": _sgd([self.layer.weight]), "all": _sgd(self.parameters())})
     refused(message, module=overlapping, forwards=1)

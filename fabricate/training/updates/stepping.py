@@ -62,7 +62,7 @@ def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
     if chosen is None:
         holders, parameter = _shared(run, named) or ([], "")
         raise ConfigurationError(
-            f"the optimizers {' and '.join(holders)} (of {', '.join(named)}) both hold {parameter}, so they cannot step together; "
+            f"the optimizers are {', '.join(named)}, and {' and '.join(holders)} both hold {parameter}, so they cannot step together: "
             "return {'loss': ..., 'optimizer': name} from training_step"
         )
     names = [chosen] if isinstance(chosen, str) else chosen
