@@ -264,7 +264,7 @@ def test_loading_a_part_of_a_checkpoint_has_a_remedy(tmp_path: Any) -> None:
 
 
 def test_manual_optimization_is_refused_wherever_it_is_set() -> None:
-    message = "Wrong.automatic_optimization=False has no effect; "
+    message = "Wrong.automatic_optimization=False has no effect; several optimizers: configure_optimizers returns them by name"
     refused(message, module=wrong_module(automatic_optimization=False))
     module = wrong_module()
     module.automatic_optimization = False
