@@ -107,4 +107,4 @@ def test_it_stands_in_the_place_of_a_batch_size_only() -> None:
 def test_a_plan_tries_nothing_and_shows_where_the_search_begins() -> None:
     plan = Trainer(max_steps=1).plan(Net(), torch.ones(9, 1), batch_size=BatchSizeFinder(init_val=3))
     assert plan["micro_batch_size"] == 3
-    assert plan.source("micro_batch_size").endswith("begins; a fit tries which fits")
+    assert plan.source("micro_batch_size").endswith("tries; a fit searches for the size that fits")

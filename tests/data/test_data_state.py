@@ -190,7 +190,7 @@ def test_other_rows_of_the_same_number_are_told(tmp_path: Path, capsys: pytest.C
     fit(tmp_path, 3, rows)
     assert "fingerprint" not in capsys.readouterr().err
     fit(tmp_path, 4, others)
-    assert "whose fingerprint is" in capsys.readouterr().err
+    assert "was saved with train data of fingerprint" in capsys.readouterr().err
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("data_changed") == 1
     fit(tmp_path, 5, rows, accept_changes=("train",))
@@ -222,7 +222,7 @@ def test_other_tensors_of_the_same_length_are_reported(
     fit(tmp_path, 3, kind(TABLE))
     assert "fingerprint" not in capsys.readouterr().err
     fit(tmp_path, 4, kind(OTHER))
-    assert "whose fingerprint is" in capsys.readouterr().err
+    assert "was saved with train data of fingerprint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("through", ["data set", "loader", "sampler"])

@@ -176,7 +176,7 @@ def test_a_constant_in_the_place_of_the_rows_gets_a_note(
 ) -> None:
     trainer = Trainer(max_epochs=2, gradient_accumulation_steps=2, progress=False)
     trainer.fit(Constant(divisor), torch.ones(rows, 5), batch_size=4)
-    assert capsys.readouterr().err.count(f"the loss divides a sum over its batch by {divisor}, and") == noted
+    assert capsys.readouterr().err.count(f"the loss divides a sum over its batch by {divisor}, but") == noted
 
 
 MEASURED = torch.tensor([[0.0, torch.nan], [1.0, 2.0], [torch.nan, 0.5]])
@@ -400,9 +400,12 @@ def test_a_loss_of_several_terms_weighs_rows_and_says_so_once(capsys: pytest.Cap
     [
         (
             "changes",
-            "not as a plain cross-entropy (it comes from Add), but before as a plain cross-entropy. All losses need a",
+            "not as a plain cross-entropy (it comes from Add), but before as a plain cross-entropy, which weighs the labels that it c",
         ),
-        ("gives at last", "returned its loss with a weight, but before as a plain cross-entropy. All losses need a"),
+        (
+            "gives at last",
+            "returned its loss with a weight, but before as a plain cross-entropy, which weighs the labels that it c",
+        ),
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -132,7 +132,7 @@ def test_state_that_is_saved_and_not_restored_is_found() -> None:
 def test_state_that_is_not_saved_and_changes_the_updates_is_found() -> None:
     message = failure(check_plugin, KeepsItsStateToItself, neutral=False, strategies=["single"])
     assert "exact resume: single on 1 rank" in message
-    assert "other tensors in the last checkpoint: model/" in message
+    assert "different tensors in the last checkpoint: model/" in message
 
 
 @pytest.mark.parametrize("plugin", [ReducesOnRankZero, SleepsOnRankOne])

@@ -312,7 +312,7 @@ def test_a_host_without_room_for_the_copies_is_refused_before_the_first_step(
     from fabricate.training import preparation
 
     monkeypatch.setattr(preparation, "host_memory", lambda ranks: (2000, "the limit of the control group"))
-    with pytest.raises(FabricateError, match=r"save='async' copies the state to host memory .* use save='sync'"):
+    with pytest.raises(FabricateError, match=r"save='async' copies the state to host memory .* Use save='sync'"):
         fit(tmp_path)
     assert fit(tmp_path, save="sync").steps == STEPS
 

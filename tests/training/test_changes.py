@@ -175,7 +175,7 @@ def test_another_accumulation_of_batches_of_ones_own_is_refused(tmp_path: Path) 
         return Trainer(max_steps=steps, run_dir=tmp_path, progress=False, **options).fit(Tuned(), batches)
 
     run(1, gradient_accumulation_steps=2)
-    with pytest.raises(CheckpointError, match="updates of 2 batches of train, those of this run have 4"):
+    with pytest.raises(CheckpointError, match="was saved with 2 batches of train per update, but this run has 4"):
         run(2, gradient_accumulation_steps=4)
     accept = ("global_batch_size",)
     assert run(2, gradient_accumulation_steps=4, accept_changes=accept).steps == 2
@@ -219,4 +219,4 @@ def test_other_batches_of_a_batch_sampler_are_refused_in_the_middle_of_an_epoch(
 def test_other_rows_that_lie_in_memory_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for steps, rows in ((1, ROWS), (2, list(ROWS)), (3, ROWS[::-1])):
         Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows, batch_size=2)
-        assert ("this one's is" in capsys.readouterr().err) == (steps == 3)
+        assert ("but train now has fingerprint" in capsys.readouterr().err) == (steps == 3)

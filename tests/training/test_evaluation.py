@@ -211,7 +211,7 @@ def test_states_of_two_early_stoppings_are_not_taken_for_each_other(tmp_path: Pa
     arguments: dict[str, Any] = {"val": ROWS[:2], "run_dir": tmp_path, "validate_every": 1}
     fit(Gains(), *both(), **arguments)
     with pytest.raises(
-        CheckpointError, match=r"metric='val_gain', mode='max'\) : the state in the checkpoint is that of EarlyStopping"
+        CheckpointError, match=r"metric='val_gain', mode='max'\): the state in the checkpoint is that of EarlyStopping"
     ):
         fit(Gains(), *reversed(both()), max_steps=3, **arguments)
     again = both()
@@ -236,7 +236,7 @@ def test_predictions_may_be_arrays_and_need_all_rows() -> None:
     def leave_out(rows: list[Any]) -> Any:
         return torch.utils.data.default_collate([row for row in rows if row[1] != 0.5])
 
-    with pytest.raises(ConfigurationError, match="for a batch of 2 rows, and 3 were read for it"):
+    with pytest.raises(ConfigurationError, match="for a batch of 2 rows, but 3 rows were read for this batch"):
         Trainer(progress=False).predict(Arrays(), ROWS, batch_size=3, collate_fn=leave_out)
 
 

@@ -258,7 +258,7 @@ def test_an_interrupt_saves_the_state_and_the_same_command_goes_on(tmp_path: Pat
     assert process.returncode == 0, errors
     assert errors == "Ctrl-C: the fit ends after the update or the evaluation in progress; once more to end now\n"
     assert "interrupted by SIGINT at step " in output
-    assert "Run the same script again to continue from it" in output
+    assert "the same call continues from there" in output
     stopped_at = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
     assert 5 <= stopped_at < 400
     assert not (run_dir / "model").exists(), "not finished"

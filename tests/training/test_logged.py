@@ -186,7 +186,7 @@ def test_torchmetrics_objects_go_on_on_another_number_of_ranks(
     run_ranks(measured, 2, tmp_path / "fewer", "ddp", 2, 1)
     capsys.readouterr()
     assert measured(tmp_path / "fewer", "single", 4, 2)[:3] == pytest.approx(whole[:3])
-    assert "note: pearson had counted on 2 ranks" in capsys.readouterr().err
+    assert "note: the state of pearson was counted on 2 ranks" in capsys.readouterr().err
 
 
 def test_a_rank_without_rows_logs_nothing() -> None:

@@ -111,7 +111,9 @@ class Root(TrainModule):
 
 @pytest.mark.parametrize("options", [{"save_every": 3, "max_steps": 9}, {"max_steps": 3}])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(FabricateError, match=r"weights are not finite after step 3 \(weight\): no checkpoint"):
+    with pytest.raises(
+        FabricateError, match=r"weights are not finite after step 3 \(weight\), so no checkpoint of them is saved"
+    ):
         fit(Root(), log_every=100, run_dir=tmp_path, **{"save_every": 2, **options})
     saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
     assert saved == ([] if options["max_steps"] == 9 else ["step-00000002"])
@@ -124,7 +126,7 @@ def test_weights_that_are_not_finite_are_not_saved_in_the_background_either(tmp_
     assert not list(tmp_path.glob("checkpoints/*"))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (failed,) = [event for event in events if event["event"] == "save_failed"]
-    assert "weights are not finite after step 3 (weight): no checkpoint" in failed["reason"]
+    assert "weights are not finite after step 3 (weight), so no checkpoint of them is saved" in failed["reason"]
 
 
 def test_a_checkpoint_on_request_is_not_made_of_weights_that_are_not_finite(tmp_path: Path) -> None:

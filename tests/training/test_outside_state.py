@@ -68,8 +68,14 @@ def test_what_no_checkpoint_holds_is_named_with_the_way_to_save_it(
     fit(Regression(), train=Rows(), run_dir=tmp_path)
     said = capsys.readouterr()
     generators = "Regression.generator_of_mine (Generator), Rows (train).noise (Generator)"
-    assert f"note: these random generators are not in checkpoints, so a resumed{generators}. Draw from" in said.out
-    assert "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began, but " in said.err
+    assert (
+        f"note: these random generators are not in checkpoints, so a resumed run draws other numbers: {generators}. Draw from"
+        in said.out
+    )
+    assert (
+        "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began but is not in the checkpoint"
+        in said.err
+    )
     assert "register_buffer" in said.err
 
 

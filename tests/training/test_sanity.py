@@ -125,7 +125,7 @@ class NoStep(Regression):
         (
             {"loss": 1.0},
             (EarlyStopping("val_acc", mode="max"),),
-            r"EarlyStopping\(metric='val_acc'\): validation gave val_loss",
+            r"EarlyStopping\(metric='val_acc'\): validation recorded val_loss",
         ),
     ],
 )
@@ -278,9 +278,12 @@ def test_fast_dev_run_makes_as_many_updates_as_it_says() -> None:
 
 def test_a_list_of_loaders_is_refused_with_what_to_do() -> None:
     loader = torch.utils.data.DataLoader(ROWS, batch_size=2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"val is a list of 2 DataLoader objects; name them in a mapping"):
+    with pytest.raises(ConfigurationError, match=r"val is a list of 2 DataLoader objects. Name them in a mapping"):
         fit(val=[loader, loader])
-    with pytest.raises(ConfigurationError, match=r"train is a list of 2 DataLoader objects; iterate over one"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"train is a list of 2 DataLoader objects. Pass one that gives the rows or batches of all",
+    ):
         fit(train=[loader, loader])
 
 

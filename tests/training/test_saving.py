@@ -252,16 +252,16 @@ def test_a_path_that_is_no_checkpoint_is_an_error_that_says_what_to_give(tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"global_batch_size": 4}, r"global_batch_size=8, this run has 4.*accept_changes=\('global_batch_size',\)"),
-        ({"train": Noisy(23)}, r"num_samples=22, this run has 23.*accept_changes=\('train',\)"),
-        ({"shuffle": False}, r"shuffle=True, this run has False.*accept_changes=\('train',\)"),
-        ({"seed": 6}, r"seed=5, this run has seed=6.*accept_changes=\('seed',\)"),
+        ({"global_batch_size": 4}, r"global_batch_size=8, but this run has 4.*accept_changes=\('global_batch_size',\)"),
+        ({"train": Noisy(23)}, r"num_samples=22, but this run has 23.*accept_changes=\('train',\)"),
+        ({"shuffle": False}, r"shuffle=True, but this run has False.*accept_changes=\('train',\)"),
+        ({"seed": 6}, r"seed=5, but this run has seed=6.*accept_changes=\('seed',\)"),
         ({"plugins": [Average()]}, r"has no state for the plugin Average.*accept_changes=\('plugins',\)"),
         (
             {"module": Net("sgd")},
             r"optimizer 'main': the checkpoint has a AdamW, but this run has a SGD.*resume='never'",
         ),
-        ({"module": Net(schedule="cosine")}, r"schedulers \{\}, this run has \{'main': 'CosineAnnealingLR'\}"),
+        ({"module": Net(schedule="cosine")}, r"schedulers \{\}, but this run has \{'main': 'CosineAnnealingLR'\}"),
     ],
     ids=["global batch", "rows", "shuffle", "seed", "plugin", "optimizer", "scheduler"],
 )

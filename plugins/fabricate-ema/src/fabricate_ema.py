@@ -43,9 +43,7 @@ class EMA(Callback):
         from fabricate import StochasticWeightAveraging  # here, because looking for plugins imports this file
 
         if any(isinstance(plugin, StochasticWeightAveraging) for plugin in trainer.settings.plugins):
-            raise ConfigurationError(
-                "ema: this fit also has StochasticWeightAveraging, but a fit can end with only one average; leave out one of the two"
-            )
+            raise ConfigurationError("ema: leave out ema or StochasticWeightAveraging: a fit ends with one average")
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Begin, unless it has begun. Not before: a checkpoint without an average may have changed the weights."""

@@ -103,8 +103,8 @@ def test_what_would_keep_a_value_that_is_not_finite_is_refused() -> None:
     ("options", "message"),
     [
         ({"rank": 0}, ": give rank of at least 1 and start of at least 0"),
-        ({"start": -1}, ": give decay of at least 0 and below 1, and start of at least 0"),
-        ({"communication_hook": "bf16"}, "leave it out"),
+        ({"start": -1}, ": give rank of at least 1 and start of at least 0"),
+        ({"communication_hook": "bf16"}, "leave communication_hook out"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

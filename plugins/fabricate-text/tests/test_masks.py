@@ -62,7 +62,7 @@ def test_of_a_conversation_what_the_template_marks_is_learnt() -> None:
 
 def test_a_template_without_marks_is_refused_and_the_prompts_length_does_instead() -> None:
     own = tokenizer(UNMARKED)
-    with pytest.raises(ConfigurationError, match=r"has no {% generation %} .*with tokenize_completions"):
+    with pytest.raises(ConfigurationError, match=r"has no {% generation %} .*use tokenize_completions"):
         tokenize_chats(datasets.Dataset.from_dict({"messages": [CHAT]}), own)
     rows = datasets.Dataset.from_dict({"prompt": [CHAT[:3], CHAT[:1]], "completion": [CHAT[3:], CHAT[1:2]]})
     found = tokenize_completions(rows, own)
@@ -96,7 +96,7 @@ def test_a_prompt_that_reads_otherwise_before_its_completion_is_refused() -> Non
     ("prompt", "completion", "message"),
     [
         (CHAT[:1], "yes", "give two texts or two lists of messages"),
-        (CHAT[:1], [], "when it is alone"),
+        (CHAT[:1], [], "the prompt alone ends in the tokens"),
     ],
 )
 def test_prompts_and_completions_that_do_not_match_are_refused(prompt: Any, completion: Any, message: str) -> None:

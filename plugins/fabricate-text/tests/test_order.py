@@ -174,7 +174,7 @@ def test_the_record_counts_on_with_other_weights_and_a_warning(
     changed = {"few": 0.0, "many": 1.0, "none": 0, "one": 0.0}
     data = mixture(changed)
     _, then, _ = fit(tmp_path, data, steps=8)
-    assert "was saved with a train whose fingerprint is" in capsys.readouterr().err
+    assert "was saved with train data of fingerprint" in capsys.readouterr().err
     rows = [row for batch in first + then for row in batch]
     assert data[1][0].drawn["many"] == sum(row >= 100 for row in rows)
     assert sum(data[1][0].drawn.values()) == 32

@@ -62,9 +62,7 @@ class DiLoCo(Strategy):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._replicas = Replicas(trainer, module)
         if trainer.accelerator.scaler is not None:
-            raise ConfigurationError(
-                "diloco: with precision='fp16', ranks would skip different updates; use precision='bf16' or 'fp32'"
-            )
+            raise ConfigurationError("diloco: under fp16, ranks skip different updates; use precision='bf16' or 'fp32'")
 
     def on_epoch_start(self, module: TrainModule) -> None:
         # Not before: a checkpoint of another strategy may have changed the weights.
