@@ -34,9 +34,10 @@ if not GPU or torch.cuda.get_device_capability() < (8, 9):
 
 PAGE = """# Precision: the same training in every precision
 
-`python -m campaigns.precision --out docs/precision.md` wrote this page, on {device}: a small transformer, {updates} updates of 32 rows with
-AdamW of `torch-optimi`. The loss is the mean over the last {last} updates; it started at {first:.3f}. The dtypes are those observed in the
-first update, as every fit writes them to `events.jsonl`.
+`python -m campaigns.precision --out docs/precision.md` wrote this page, on {device}. A small transformer was trained for {updates}
+updates of 32 rows with AdamW of `torch-optimi`, once in each precision. The column "loss" is the mean over the last {last} updates; the
+first loss was {first:.3f}. "From fp32" is the relative difference of this mean from that of fp32; if it exceeds the bound, the command
+fails. The dtypes are those observed in the first update, which every fit writes to `events.jsonl`.
 """
 
 
