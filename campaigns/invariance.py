@@ -39,29 +39,31 @@ PAGE = f"""# Invariance: the same update for every split of the global batch
 
 `python -m campaigns.invariance --out docs/invariance.md` wrote this page, on CPU ranks over gloo. A global batch of {GLOBAL_BATCH}
 rows is split into ranks x micro-batch x accumulation, in all possible ways with 1, 2 and 3 ranks. The data has {ROWS} rows
-and is read for {EPOCHS} epochs, so every third window has only {ROWS % GLOBAL_BATCH} rows.
+and is read for {EPOCHS} epochs, so every third [window](glossary.md) has only {ROWS % GLOBAL_BATCH} rows.
 Each row has 0 to {TOKENS} labels, and some micro-batches have none.
 
-The reference for each line is one loop written by hand in float64, which processes whole global batches in one process.
+Every line is compared with the same reference: a loop written by hand in float64, which computes each global batch at
+once in one process.
 "Loss" is the largest relative difference of an update's loss. "Weights" is the distance between the final weights,
 relative to the distance between the reference's initial and final weights. Training is in float32, whose rounding error
 is about 1e-7. If a figure is above {TOLERANCE:g}, the command fails.
 
 "Tagger" has two layers and trains with AdamW, clipping of the gradient's norm and a linear schedule. "GPT-2" is
-transformers' model with its own loss, and trains with SGD with momentum; `training_step` returns only this loss,
+transformers' model with its own loss, and trains with SGD with momentum. Its `training_step` returns only this loss,
 without a weight.
 """
 BESIDE = f"""
 ## The same with Accelerate and transformers.Trainer
 
-The table repeats GPT-2 with two other frameworks, used as their documentation shows: Accelerate {accelerate.__version__} with
+The table below shows the training of GPT-2 with two other frameworks, used as their documentation shows:
+Accelerate {accelerate.__version__} with
 `accelerator.accumulate`, `backward`, `step` and a prepared `DataLoader`, and `transformers.Trainer` {transformers.__version__} with
 `gradient_accumulation_steps`. The figures are distances between final weights, as above.
 
 Accelerate averages the means of micro-batches and ranks without weighting them by their number of labels. In a shorter
-last window, it still divides by the configured number of accumulation steps. On several ranks, it repeats rows at the
-end of the data, so that all ranks have the same number of batches. transformers.Trainer counts the labels of the whole
-window. Its result is exact except for the repeated rows.
+last window, it still divides by the configured number of accumulation steps. On several ranks, Accelerate repeats rows at
+the end of the data, so that all ranks have the same number of batches. transformers.Trainer divides by the number of
+labels of the whole window. Its result is exact except for the repeated rows.
 """
 
 

@@ -43,7 +43,7 @@ whose sources differ (A10G) or that is sold in slower forms under the same name 
 class Throughput(Callback):
     """Adds to `trainer.rates`, to "clock" in `metrics.jsonl` and to the trackers, at each log boundary, where samples_per_second is anyway:
 
-    tokens_per_second: of the weights that `training_step` returns, where it does (tokens of a language model), else rows;
+    tokens_per_second: the weights of the losses: those that `training_step` returns, else counted labels (tokens), else rows;
     flops_per_second: of all ranks; mfu: the share of `peak` that these are (model FLOPs utilisation).
 
     flops_per_row: of the forward and backward of a row; default: counted in the first update by
