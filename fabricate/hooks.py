@@ -171,17 +171,17 @@ class Events:
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:
         """Wrappable: one evaluation batch, without grad, in eval mode; returns what the `..._step` method of the module returned.
-        `trainer.batch_indices` holds the indices in the data set of the rows of `batch`; it is empty if the batch is a stand-in. By
+        `trainer.batch_indices` holds, for each row of `batch`, its index in the data set; it is empty if the batch is a stand-in. By
         default, `trainer.predict` collects the returned values. A wrapper that stores predictions itself returns (), so that nothing is
         collected."""
 
     @hookspec
     def on_eval_end(self, trainer: Any, module: Any, stage: str, metrics: dict[str, float]) -> None:
         """Called after an evaluation. `metrics`: floats, computed over exactly the rows of the data set, the same on every rank; empty
-        for "predict". Values logged here with `module.log` are reduced over ranks and added to `metrics`. Values that the module logs
-        are in `metrics` when this hook of the plugins is called. Values that a plugin logs are added after all plugins ran. A value
-        that is written into `metrics` directly must be the same on every rank; otherwise it is an error. For metrics that need all rows
-        at once, use `TrainModule.compute_metrics`."""
+        for "predict". Values logged here with `module.log` are reduced over ranks and added to `metrics`. The module's `on_eval_end` is
+        called first, so that the values it logs are in `metrics` when the plugins are called. Values that a plugin logs are added after
+        all plugins ran. A value that is written into `metrics` directly must be the same on every rank; otherwise it is an error. For
+        metrics that need all rows at once, use `TrainModule.compute_metrics`."""
 
     @hookspec
     def on_save(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
@@ -203,8 +203,8 @@ class Events:
     @hookspec
     def on_epoch_end(self, trainer: Any, module: Any, epoch: int) -> None:
         """Called when a pass over the training data is complete, but not if the fit stopped in the middle of the pass. Values logged
-        here with `module.log` are written with the metrics of this epoch, under the names given (the averages over an epoch have the
-        prefix `epoch_`)."""
+        here with `module.log` are written with the metrics of this epoch, under the names given, without the prefix `epoch_` that the
+        averages over an epoch have."""
 
     @hookspec
     def on_complete(self, trainer: Any, module: Any) -> None:
