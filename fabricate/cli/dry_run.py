@@ -40,7 +40,8 @@ def dry_run_of(
     environment = {name: value for name, value in environment.items() if not name.startswith("PET_")}
     environment |= {"ACCELERATE_TORCH_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if world_size > 1:
-        local = _per_node(nproc, nnodes, ranks_per_node)
+        on_one_node = options["nnodes"] == 1 and ranks_per_node is None
+        local = nproc if on_one_node else _per_node(nproc, nnodes, ranks_per_node)
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no socket is opened there
     room = read_size(memory) if memory is not None else 0

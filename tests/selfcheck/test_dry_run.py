@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from fabricate import TrainModule
+from fabricate.cli.main import main
 from fabricate.selfcheck.dry_run.largest import largest
 from fabricate.selfcheck.dry_run.trainer import DryTrainer
 from fabricate.testing import run_ranks
@@ -215,6 +217,16 @@ def dry_run(script: Path, *options: str) -> tuple[str, int]:
     text = log.read_text()
     assert process.returncode == 0, text[-3000:]
     return text, usage.ru_maxrss * 1024
+
+
+def test_one_node_that_is_asked_for_is_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda file, arguments, environment: started.append(environment))
+    script = tmp_path / "any.py"
+    script.write_text("")
+    for nodes in ([], ["--nnodes", "1"], ["--nnodes", "1", "--ranks-per-node", "4"]):
+        CliRunner().invoke(main, ["plan", str(script), "--dry-run", "--nproc", "16", *nodes])
+    assert [each["LOCAL_WORLD_SIZE"] for each in started if "LOCAL_WORLD_SIZE" in each] == ["8", "16", "4"]
 
 
 def test_a_model_of_18_billion_parameters_on_1024_ranks_fits_on_this_machine(tmp_path: Path) -> None:
