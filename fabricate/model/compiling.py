@@ -58,8 +58,9 @@ def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]
         )
     import torch._dynamo  # ours to ask: an optimizer imports it too
 
-    # Units that differ each get a graph, in training and in evaluation; more than that would run uncompiled, silently.
-    limit = max(torch._dynamo.config.recompile_limit, 4 * len(units))
+    # Units that differ each get a graph: in training and in evaluation, with and without a mask, for one row and for more. Beyond the limit
+    # they would run uncompiled, silently.
+    limit = 8 * max(2, len(units))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True))
         for unit in units:

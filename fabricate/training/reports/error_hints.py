@@ -26,6 +26,11 @@ _LATE = (
     "and the batch named here. To see the line, run once with CUDA_LAUNCH_BLOCKING=1 in the environment, or a few steps on a "
     "CPU. The usual cause is an index out of range (a label outside of the classes, a token outside of the vocabulary)"
 )
+_COMPILED_TOO_OFTEN = (
+    "compile=: a block was compiled for more kinds of input than its limit of 8, which rows of changing length, a mask that is sometimes "
+    "None or a number that changes from batch to batch can cause. Pad all rows to one length, set use_cache=False for a model of "
+    "transformers, or leave compile= out"
+)
 _MISSED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -36,6 +41,8 @@ def explain(run: Run, exc: BaseException) -> str:
         return _no_room(run)
     if isinstance(exc, torch.AcceleratorError):
         return _LATE
+    if type(exc).__name__ == "FailOnRecompileLimitHit":
+        return _COMPILED_TOO_OFTEN
     if isinstance(exc, AttributeError) and exc.name in ("log", "log_dict") and isinstance(exc.obj, Listener):
         return (
             "a plugin logs through the module: take module as an argument of the hook, and call module.log(name, value)"
