@@ -337,14 +337,16 @@ def _note_sequential(setup: Setup, what: str, has_state: bool) -> None:
 
 def _shuffled_without_seed(data: Any) -> bool:
     """Whether a `datasets` stream's shuffle was seeded by the operating system: such a seed has 128 bits."""
-    node = getattr(data, "_ex_iterable", None)
-    while node is not None:
+    nodes = [getattr(data, "_ex_iterable", None)]
+    while nodes:
+        node = nodes.pop()
         generator = getattr(node, "generator", None)
         if isinstance(generator, np.random.Generator):
             entropy = getattr(generator.bit_generator.seed_seq, "entropy", 0)
             if isinstance(entropy, int) and entropy >= 2**64:
                 return True
-        node = getattr(node, "ex_iterable", None)
+        if node is not None:
+            nodes += [getattr(node, "ex_iterable", None), *getattr(node, "ex_iterables", ())]
     return False
 
 

@@ -72,7 +72,7 @@ class _Uncaught:
             self._before(kind, exc.with_traceback(_of_script(trace)), _of_script(trace))
         else:
             self._wait_for_first()
-            line = f"rank {self._rank} stopped with it" if follows else f"{summary[0]} ({summary[1]})"
+            line = f"rank {self._rank} stopped because of that" if follows else f"{summary[0]} ({summary[1]})"
             print(line, file=sys.stderr)
         if isinstance(exc, ConfigurationError) and (path := _hopeless()):
             path.write_text("\n".join(summary))

@@ -67,6 +67,10 @@ def test_a_shuffled_hugging_face_stream_is_replayed_per_epoch(num_workers: int) 
 def test_a_hugging_face_stream_shuffled_without_a_seed_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"shuffled without a seed, .* Call .shuffle\(seed=...\)"):
         opened(hugging_face_stream().shuffle(), Loading(2))
+    one, two = hugging_face_stream().shuffle(), hugging_face_stream()
+    for joined in (datasets.concatenate_datasets([two, one]), datasets.interleave_datasets([one, two], seed=3)):
+        with pytest.raises(ConfigurationError, match="shuffled without a seed"):
+            opened(joined, Loading(2))
 
 
 def test_collating_a_stream_in_a_worker_is_random_by_position_and_leaves_the_order_alone() -> None:

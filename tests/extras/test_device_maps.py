@@ -242,7 +242,10 @@ def test_what_no_update_would_reach_and_strategies_that_need_whole_layers_are_re
         ConfigurationError, match=r"strategy='single' needs all weights on a device, but a device_map placed model\."
     ):
         fit(Adapted(base, MAP), "single", tmp_path / "single")
-    with pytest.raises(ConfigurationError, match=r"begin with init_lora_weights=True or 'gaussian', not False"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"init_lora_weights=False needs the weights of the base layers, .* Use init_lora_weights=True or 'gaussian'",
+    ):
         fit(Adapted(base, MAP, init=False), "device_map", tmp_path / "mapped")
     module = Adapted(base, MAP)
     module.configure_model()

@@ -75,7 +75,7 @@ def test_an_argument_becomes_its_counterpart(given: dict[str, Any], settings: di
         ({"strategy": "xla"}, "strategy='xla'"),
         ({"strategy": lightning.pytorch.strategies.DDPStrategy()}, "strategy=<"),
         ({"deterministic": "warn"}, "deterministic='warn'"),
-        ({"max_epochs": -1}, r"max_epochs=-1\) has no end"),
+        ({"max_epochs": -1}, r"max_epochs=-1\) never ends; give max_steps"),
         ({"max_time": "soon"}, r"max_time='soon'\): give 'DD:HH:MM:SS'"),
         (
             {"val_check_interval": 5, "accumulate_grad_batches": 2},

@@ -145,6 +145,16 @@ def test_what_is_drawn_is_counted_logged_and_stored(tmp_path: Path) -> None:
     assert list(state["plugins"].values()) == [{"drawn": counted}]
 
 
+@pytest.mark.parametrize("options", [{"drop_last": True}, {}], ids=["drop_last", "limit_train_batches"])
+def test_rows_that_an_epoch_leaves_out_are_not_counted(options: dict[str, Any]) -> None:
+    made = Mixture({"a": [{"x": 1}] * 9, "b": [{"x": 2}] * 9}, {"a": 1, "b": 3}, rows=26)
+    module, limit = Net(), None if options else 3
+    trainer = Trainer(max_epochs=3, seed=1, progress=False, limit_train_batches=limit, plugins=[made])
+    trainer.fit(module, made.loader(batch_size=4, **options))
+    rows = [row for batch in module.seen for row in batch]
+    assert made.drawn == {"a": rows.count(1), "b": rows.count(2)}
+
+
 def test_a_source_gives_each_row_once_before_any_comes_again() -> None:
     rows = Mixture(sources(), {"few": 0.2, "many": 0.5, "none": 0, "one": 0.3}, rows=60, seed=3)._rows
     drawn = []

@@ -156,3 +156,13 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused() -> None:
     config = transformers.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4)
     with pytest.raises(ConfigurationError, match="check_packing: MambaForCausalLM"):
         check_packing(transformers.MambaForCausalLM(config))
+
+
+def test_padding_that_rows_bring_along_is_no_target_and_is_not_attended_to() -> None:
+    rows = [
+        {"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]},
+        {"input_ids": [0, 7, 8], "attention_mask": [0, 1, 1]},
+    ]
+    batch = PAD(rows)
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
+    assert batch["labels"].tolist() == [[5, 6, -100, -100], [-100, 7, 8, -100]]

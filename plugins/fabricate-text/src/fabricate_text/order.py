@@ -73,8 +73,9 @@ class Mixture(Callback):
     weights: how often a row comes from each source, by name; they need not add up to 1. Left out: the lengths of the sources.
     rows: those of an epoch; left out: as many as the sources have together. seed: of the drawing.
 
-    An epoch has its share of each source, to the row, in random order; the rows of one source come in a random order, each once before any
-    comes again, over epochs. All of it is a function of seed and epoch: equal on every rank, and a resumed run goes on in it.
+    An epoch has its share of each source, to the row, in random order; the rows of one source come in a random order, each once before
+    any comes again, over epochs that are read to their ends (drop_last and limit_train_batches leave rows out; set rows= instead). All of
+    it is a function of seed and epoch: equal on every rank, and a resumed run goes on in it.
 
     Give `loader(...)` to `fit`, and the mixture itself as a plugin for the record: the rows drawn from each source since the last line are
     the metrics "drawn_NAME", and checkpoints hold the numbers since the beginning, also over a change of the weights, of
@@ -103,7 +104,7 @@ class Mixture(Callback):
         self._rows = _Rows(list(sources.values()), [float(weights[name]) for name in self._names], rows, seed)
         none = np.zeros(len(sources), dtype=np.int64)
         self._before = none
-        """What was drawn with other weights, less what these would have drawn until then."""
+        """What was drawn before the checkpoint from which this fit continues."""
         self._logged = self._total = none
         self._counted = (0, 0, none)
 
@@ -134,10 +135,13 @@ class Mixture(Callback):
         self._logged = self._total
 
     def _until(self, progress: Any) -> Counts:
-        """What was drawn until now with these weights; of an epoch, only what came since the last question is counted."""
+        """What was drawn until now by this object: only what came since the last question is counted. An epoch may end before its last
+        row, by drop_last or limit_train_batches."""
         epoch, position, counts = self._counted
-        if epoch != progress.epoch or position > progress.position:
-            position, counts = 0, self._rows.draw.before(progress.epoch)
+        if (progress.epoch, progress.position) < (epoch, position):  # another fit
+            epoch, position, counts = progress.epoch, 0, np.zeros_like(counts)
+        if progress.epoch != epoch:
+            position = 0
         if progress.position > position:
             counts = counts + np.bincount(
                 self._rows.draw.sources(progress.epoch)[position : progress.position], minlength=len(counts)
@@ -157,7 +161,8 @@ class Mixture(Callback):
                 "sources, with the weight 0"
             )
         self._total = self._logged = np.array([stored.get(name, 0) for name in self._names], dtype=np.int64)
-        self._before = self._total - self._until(trainer.progress)
+        self._before, progress = self._total, trainer.progress
+        self._counted = (progress.epoch, progress.position, np.zeros_like(self._total))
 
 
 class _Rows(Dataset[Any]):

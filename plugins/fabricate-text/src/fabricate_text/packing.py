@@ -131,8 +131,9 @@ class Pad:
     which is how flash attention takes packed rows; other attention computes the same with a mask of the square of its length.
 
     Gives int64 tensors of shape (rows, longest row), of shape (1, all tokens) with `flatten`: "input_ids" and "labels" (-100 at padding;
-    the tokens themselves where rows have none), and for packed rows or `flatten` "position_ids", in which padding counts as a row of its
-    own, and "use_cache", False, without which models do not read them as packed; else "attention_mask".
+    the tokens themselves where rows have none, and -100 where the row's own "attention_mask" is 0), and for packed rows or `flatten`
+    "position_ids", in which padding counts as a row of its own, and "use_cache", False, without which models do not read them as packed;
+    else "attention_mask", which keeps zeros of the rows' own.
     """
 
     pad_token_id: int
@@ -140,9 +141,13 @@ class Pad:
     flatten: bool = False
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """`rows`: mappings with "input_ids", and maybe "labels" and "position_ids": lists or tensors of one dimension."""
+        """`rows`: mappings with "input_ids", and maybe "labels", "attention_mask" and "position_ids": lists or tensors of one dimension."""
         ids = [torch.as_tensor(row["input_ids"]) for row in rows]
-        labels = [torch.as_tensor(row.get("labels", row["input_ids"])).clone() for row in rows]
+        masks = [
+            torch.as_tensor(row.get("attention_mask", torch.ones_like(i))) for row, i in zip(rows, ids, strict=True)
+        ]
+        own = [i.masked_fill(mask == 0, IGNORED) for i, mask in zip(ids, masks, strict=True)]
+        labels = [torch.as_tensor(row.get("labels", o)).clone() for row, o in zip(rows, own, strict=True)]
         places = [torch.as_tensor(row.get("position_ids", torch.arange(len(row["input_ids"])))) for row in rows]
         if self.flatten:
             for each in labels:
@@ -159,7 +164,7 @@ class Pad:
             padded = [torch.cat([each, torch.arange(n)]) for each, n in zip(places, missing, strict=True)]
             batch |= {"position_ids": torch.stack(padded), "use_cache": False}
         else:
-            batch["attention_mask"] = self._filled([torch.ones_like(each) for each in ids], missing, 0)
+            batch["attention_mask"] = self._filled(masks, missing, 0)
         return batch
 
     def _filled(self, rows: list[torch.Tensor], missing: list[int], value: int | None = None) -> torch.Tensor:
