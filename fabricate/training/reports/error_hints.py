@@ -72,8 +72,8 @@ def _of_torch(run: Run, exc: RuntimeError, text: str) -> str:
         )
     if "mixed torch.Tensor and DTensor" in text:
         return (
-            f"a parameter was used outside of the layer that holds it{_where(run, exc)}: strategy={run.engine.strategy.name!r} gathers "
-            "a layer's parameters while its forward runs; call the layer, or choose strategy='ddp'"
+            f"a parameter was used outside of the unit that holds it{_where(run, exc)}: strategy={run.engine.strategy.name!r} gathers "
+            "a unit's parameters while its forward runs; call that layer, or choose strategy='ddp'"
         )
     return ""
 
