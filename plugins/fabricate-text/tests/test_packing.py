@@ -166,3 +166,7 @@ def test_padding_that_rows_bring_along_is_no_target_and_is_not_attended_to() -> 
     batch = PAD(rows)
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
     assert batch["labels"].tolist() == [[5, 6, -100, -100], [-100, 7, 8, -100]]
+    joined = Pad(pad_token_id=0, flatten=True)(rows)
+    assert joined["input_ids"].tolist() == [[5, 6, 7, 8]]
+    assert joined["position_ids"].tolist() == [[0, 1, 0, 1]]
+    assert joined["labels"].tolist() == [[-100, 6, -100, 8]]

@@ -150,8 +150,13 @@ class Pad:
         labels = [torch.as_tensor(row.get("labels", o)).clone() for row, o in zip(rows, own, strict=True)]
         places = [torch.as_tensor(row.get("position_ids", torch.arange(len(row["input_ids"])))) for row in rows]
         if self.flatten:
+            real = [mask != 0 for mask in masks]
+            ids, labels = [[e[r] for e, r in zip(each, real, strict=True)] for each in (ids, labels)]
+            places = [
+                p[r] if "position_ids" in row else p[: r.sum()] for row, p, r in zip(rows, places, real, strict=True)
+            ]
             for each in labels:
-                each[0] = IGNORED
+                each[:1] = IGNORED
             ids, labels, places = [torch.cat(ids)], [torch.cat(labels)], [torch.cat(places)]
         longest = max(map(len, ids))
         longest += -longest % self.multiple_of
