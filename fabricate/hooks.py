@@ -90,14 +90,14 @@ class Events:
     @hookspec
     def on_load(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
         """Called while a checkpoint is restored, once for each listener. `state`: what this listener stored in `on_save`; sharded
-        tensors come back whole, on the CPU. Not wrappable. Not called for a listener whose state is not in the checkpoint."""
+        tensors come back whole, on the CPU. Not wrappable. Not called for a listener that stored nothing in the checkpoint."""
 
     @hookspec
     def on_load_weights(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
         """Called when only the weights of a checkpoint are loaded, once for each listener: for an evaluation with `checkpoint=`, at the
         end of a fit with `load_best`, and in `load_from_checkpoint` (for the module only; `trainer` is None there). `state`: the same
         mapping as in `on_load`. Restore what belongs to the weights (an average of the weights, statistics) and ignore what belongs to
-        training. Not wrappable. Not called for a listener whose state is not in the checkpoint."""
+        training. Not wrappable. Not called for a listener that stored nothing in the checkpoint."""
 
     @hookspec
     def on_epoch_start(self, trainer: Any, module: Any, epoch: int) -> None:
@@ -132,8 +132,8 @@ class Events:
         self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor | None
     ) -> None:
         """Called when the gradients are complete, averaged over the global batch, unscaled and clipped. This is the place to edit
-        `parameter.grad`. `optimizer`: the optimizer that this update steps; if this update steps several optimizers, one object with
-        the parameter groups of all of them. `grad_norm`: the global norm of the gradients of these parameter groups before clipping, a
+        `parameter.grad`. `optimizer`: the optimizer that runs in this update; if several run, one object with the parameter
+        groups of all of them. `grad_norm`: the global norm of the gradients of these parameter groups before clipping, a
         0-dim device tensor. Implementing this hook is an error under a strategy that hides gradients (ZeRO)."""
 
     @hookspec(firstresult=True)
@@ -149,8 +149,9 @@ class Events:
         strategy that cannot compute it. If optimizers take turns, `loss` and `grad_norm` are those of the last turn. With several
         ranks, a listener that takes `loss` causes one small all-reduce per update. A listener that takes `grad_norm` causes one
         computation of the norm per update. So list only the arguments that you use. The values of weights can be changed here (an EMA
-        swap, a projection), in the same way on every rank; under "zero3" within `trainer.strategy.changing(parameters)`. Do not change
-        weights in `training_step`, because under "fsdp" and ZeRO it computes with copies of the weights."""
+        swap, a projection), in the same way on every rank; under "zero3", change them inside `with
+        trainer.strategy.changing(parameters):`. Do not change weights in `training_step`, because under "fsdp" and ZeRO it computes
+        with copies of the weights."""
 
     @hookspec
     def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:

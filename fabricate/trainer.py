@@ -552,8 +552,8 @@ class Trainer:
             )
         if settings.load_best and ("best" not in settings.keep or settings.run_dir is None):
             raise ConfigurationError(
-                "load_best=True needs a run_dir and keep={'last': 1, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}, which says "
-                "what the best checkpoint is"
+                "load_best=True needs run_dir= and a keep= that says which checkpoint is the best, for example "
+                "keep={'last': 1, 'best': 1, 'metric': 'val_loss', 'mode': 'min'}"
             )
         if train is None:
             raise ConfigurationError("train=None: give a DataLoader, a dataset or an iterable of batches")

@@ -299,7 +299,7 @@ def test_a_fit_may_end_with_its_best_weights(tmp_path: Path) -> None:
 
 def test_the_best_weights_need_to_be_known(tmp_path: Path) -> None:
     for arguments in ({"run_dir": tmp_path}, {"keep": {"best": 1}}):
-        with pytest.raises(ConfigurationError, match=r"load_best=True needs a run_dir and keep="):
+        with pytest.raises(ConfigurationError, match=r"load_best=True needs run_dir= and a keep= that says"):
             fit(load_best=True, **arguments)
     keep = {"best": 1, "metric": "accuracy", "mode": "max"}
     with pytest.raises(ConfigurationError, match=r"no checkpoint of this run recorded 'accuracy'; recorded are .*loss"):

@@ -80,8 +80,8 @@ def allow_connections(world_size: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise RankError(
-            f"{world_size} ranks: a rank may need {needed} open files for its connections, and the system allows {hard} "
-            f"(ulimit -Hn); raise that limit on every host, LimitNOFILE= of the service or nofile in limits.conf, to {needed}"
+            f"with {world_size} ranks, a rank may need {needed} open files for its connections, but the system allows {hard} "
+            f"(ulimit -Hn). Raise the limit to {needed} on every host, with LimitNOFILE= of the service or nofile in limits.conf"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

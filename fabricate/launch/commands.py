@@ -87,8 +87,8 @@ def listed_plugins(text: str) -> list[str]:
         name, comma, _ = plugin.partition(",")
         if comma and ":" not in name.removeprefix("no:"):
             raise ConfigurationError(
-                f"plugins: {plugin!r} is not a name; put ; between plugins (FABRICATE_PLUGINS='ema:decay=0.9,start=10;wandb'), or "
-                "repeat --plugin"
+                f"plugins: {plugin!r} is not a name. Separate plugins with a semicolon (FABRICATE_PLUGINS='ema:decay=0.9,start=10;wandb'), "
+                "or repeat --plugin"
             )
     return plugins
 

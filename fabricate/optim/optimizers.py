@@ -37,9 +37,8 @@ def configured_optimizers(where: str, module: Any) -> Any:
         isinstance(part, Mapping) and not {"scheduler", "optimizer"}.isdisjoint(part) for part in parts
     ):
         raise ConfigurationError(
-            f"{where} returned a form that only Lightning accepts; return (optimizer, scheduler), advanced once per "
-            "update, (optimizer, scheduler, "
-            "'epoch'), or a mapping of names to those"
+            f"{where} returned a form that only Lightning accepts. Return (optimizer, scheduler) to advance the scheduler once per update, "
+            "(optimizer, scheduler, 'epoch') to advance it once per epoch, or a mapping of names to such tuples"
         )
     return answer
 
@@ -96,7 +95,8 @@ def _parts(where: str, name: str, value: Any) -> tuple[Any, ...]:
     if optimizers not in ([True], [True, False], [True, False, False]):
         raise ConfigurationError(
             f"{where} returned {type(value).__name__}{f' for {name!r}' if name != 'main' else ''}; return an optimizer, "
-            "(optimizer, scheduler), (optimizer, scheduler, 'epoch'), a list of those that step together, or a mapping of names to those"
+            "(optimizer, scheduler) or (optimizer, scheduler, 'epoch'). For several: a list of these if they step together, or a mapping "
+            "of names to these"
         )
     return parts
 

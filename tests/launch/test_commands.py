@@ -329,8 +329,12 @@ def test_several_ranks_share_the_cores_and_one_is_left_alone() -> None:
     [
         ({"FABRICATE_STRATEGY": "ddp"}, {"strategy": "fsdp"}, "'ddp' and this command 'fsdp'"),
         ({}, {"plugins": ["ema;wandb"]}, "repeat --plugin for each of them"),
-        ({}, {"plugins": ["ema,wandb"]}, "'ema,wandb' is not a name; put ; between plugins"),
-        ({"FABRICATE_PLUGINS": "ema,wandb"}, {"plugins": ["x"]}, "'ema,wandb' is not a name; put ; between plugins"),
+        ({}, {"plugins": ["ema,wandb"]}, "'ema,wandb' is not a name. Separate plugins with a semicolon"),
+        (
+            {"FABRICATE_PLUGINS": "ema,wandb"},
+            {"plugins": ["x"]},
+            "'ema,wandb' is not a name. Separate plugins with a semicolon",
+        ),
     ],
 )
 def test_an_environment_that_contradicts_the_command_is_refused(

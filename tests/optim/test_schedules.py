@@ -231,7 +231,7 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ((), "return an optimizer, (optimizer, scheduler), (optimizer, scheduler, 'epoch')"),
+        ((), "return an optimizer, (optimizer, scheduler) or (optimizer, scheduler, 'epoch')"),
         (("cosin",), "is 'cosin'; did you mean 'cosine'?; give constant, linear, cosine, wsd, "),
         (("cosine:warm=3",), "has no option 'warm'; did you mean 'warmup'?"),
         (("cosine:warmup=1.5",), "warmup=1.5: give a share below 1, or a whole number of updates"),

@@ -596,6 +596,6 @@ def test_a_step_that_writes_into_copies_of_parameters_is_refused_by_name(
         assert list(found) == lost
         for strategy, text in found.items():
             assert text.startswith(
-                f"WritingSteps.training_step writes into the parameter {name}, and strategy={strategy!r} computes with a copy of it"
+                f"WritingSteps.training_step writes into the parameter {name}, but strategy={strategy!r} computes with a copy of it"
             )
-            assert "change it in on_step(self)" in text
+            assert "Change the parameter in on_step(self)" in text

@@ -264,8 +264,7 @@ def test_a_weight_used_outside_of_its_layer_is_explained_under_fsdp(two: list[di
         kind, text = found["functional"]
         assert kind == "RuntimeError"
         assert (
-            "in training_step of Functional: strategy='fsdp' gathers a layer's parameters while its forward runs"
-            in text
+            "in training_step of Functional: strategy='fsdp' gathers a unit's parameters while its forward runs" in text
         )
 
 

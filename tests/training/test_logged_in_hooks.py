@@ -291,7 +291,7 @@ def test_metrics_of_a_whole_set_are_computed_from_what_the_steps_return_for_its_
     ("returned", "message"),
     [
         (3.0, "compute_metrics returned float; return a mapping of metrics"),
-        ({"loss": 3.0}, "compute_metrics returns 'loss', which the steps return too"),
+        ({"loss": 3.0}, "compute_metrics returns 'loss', which the evaluation steps return too"),
         ({"r2": "good"}, "give a number, a 0-dim tensor or a torchmetrics object, not str"),
     ],
 )

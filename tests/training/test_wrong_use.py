@@ -41,7 +41,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
         (lambda self: [_sgd(self.parameters()), 0.5, 1, 2], "configure_optimizers returned list"),
         (
             lambda self: {"optimizer": _sgd(self.parameters()), "lr_scheduler": {}},
-            "returned a form that only Lightning accepts; return (opt",
+            "returned a form that only Lightning accepts. Return (opt",
         ),
         (
             lambda self: ([_sgd(self.parameters())], []),

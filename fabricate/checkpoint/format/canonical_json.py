@@ -49,7 +49,9 @@ def loads(data: bytes) -> JsonValue:
         CheckpointError: malformed text, duplicate keys, NaN or infinite numbers, too deep or too long.
     """
     if len(data) > MAXIMUM_BYTES:
-        raise CheckpointError(f"{len(data)} bytes of JSON, over the limit of {MAXIMUM_BYTES}")
+        raise CheckpointError(
+            f"its JSON has {len(data)} bytes, over the limit of {MAXIMUM_BYTES}, so it is damaged or not of a checkpoint"
+        )
     try:
         tree = json.loads(
             data.decode("utf-8"),

@@ -156,8 +156,8 @@ def _epochs(fit: Fit, orders: Orders) -> Iterator[tuple[int, int, int, int, Epoc
         first, stop = order.unit(position), min(len(order), fit.data["limit"] or len(order))
         if first is None or first > stop:
             raise FabricateError(
-                f"no batch begins after {position} rows of epoch {epoch}: this is not the data that the run was trained on. "
-                "Give the script and the arguments of the run"
+                f"the run had a batch that began after {position} rows of epoch {epoch}, but with this script and these arguments none "
+                "begins there: the data or the batch size differs. Repeat the command with the script and the arguments of the run"
             )
         windows = num_windows(stop - first, fit.size, fit.data["drop_last"])
         yield epoch, first, min(stop, first + windows * fit.size), before, order

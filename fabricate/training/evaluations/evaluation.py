@@ -156,7 +156,7 @@ def _joined(metrics: dict[str, float], more: dict[str, float], prefix: str) -> d
     names = {name.removeprefix(prefix) for name in metrics}
     if twice := [name for name in more if name.removeprefix(prefix) in names]:
         raise ConfigurationError(
-            f"compute_metrics returns {twice[0]!r}, which the steps return too; return it from one of them"
+            f"compute_metrics returns {twice[0]!r}, which the evaluation steps return too; return it from one of them"
         )
     return metrics | more
 

@@ -18,6 +18,7 @@ from fabricate import ConfigurationError
 
 IGNORED = -100
 """A label that does not count: torch's and transformers' default."""
+Rows = list[torch.Tensor]
 
 
 def pack(dataset: Any, length: int, *, too_long: str = "refuse", at_once: int = 10_000) -> Any:
@@ -150,14 +151,8 @@ class Pad:
         labels = [torch.as_tensor(row.get("labels", o)).clone() for row, o in zip(rows, own, strict=True)]
         places = [torch.as_tensor(row.get("position_ids", torch.arange(len(row["input_ids"])))) for row in rows]
         if self.flatten:
-            real = [mask != 0 for mask in masks]
-            ids, labels = [[e[r] for e, r in zip(each, real, strict=True)] for each in (ids, labels)]
-            places = [
-                p[r] if "position_ids" in row else p[: r.sum()] for row, p, r in zip(rows, places, real, strict=True)
-            ]
-            for each in labels:
-                each[:1] = IGNORED
-            ids, labels, places = [torch.cat(ids)], [torch.cat(labels)], [torch.cat(places)]
+            starts = ["position_ids" in row for row in rows]
+            ids, labels, places = self._joined(ids, labels, places, [mask != 0 for mask in masks], starts)
         longest = max(map(len, ids))
         longest += -longest % self.multiple_of
         missing = [longest - len(each) for each in ids]
@@ -171,6 +166,14 @@ class Pad:
         else:
             batch["attention_mask"] = self._filled(masks, missing, 0)
         return batch
+
+    def _joined(self, ids: Rows, labels: Rows, places: Rows, real: Rows, placed: list[bool]) -> tuple[Rows, Rows, Rows]:
+        """One row of all, without the padding that rows bring along. placed: whether a row has positions of its own."""
+        ids, labels = ([row[kept] for row, kept in zip(each, real, strict=True)] for each in (ids, labels))
+        for each in labels:
+            each[:1] = IGNORED
+        places = [p[kept] if own else p[: kept.sum()] for p, kept, own in zip(places, real, placed, strict=True)]
+        return [torch.cat(ids)], [torch.cat(labels)], [torch.cat(places)]
 
     def _filled(self, rows: list[torch.Tensor], missing: list[int], value: int | None = None) -> torch.Tensor:
         value = self.pad_token_id if value is None else value
