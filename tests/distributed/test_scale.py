@@ -387,6 +387,6 @@ def test_a_process_may_open_a_connection_to_every_rank(monkeypatch: pytest.Monke
     meeting.allow_connections(1024)
     assert limits["now"] == (3 * 1024 + 512, 10_000)
     with pytest.raises(
-        RankError, match=r"10000 ranks: a rank may need 30512 open files .* allows 10000 \(ulimit -Hn\); raise"
+        RankError, match=r"with 10000 ranks, a rank may need 30512 open files .* allows 10000 \(ulimit -Hn\). Raise"
     ):
         meeting.allow_connections(10_000)
