@@ -1,6 +1,6 @@
-"""What a boundary has to do: moments that fall due by a count or a clock, and what was requested, agreed by all ranks.
+"""What a boundary has to do: what is due by a count or a clock, and what was requested. All ranks agree on it.
 
-Must not know: how any of it is done (`fabricate.training.boundary`).
+Must not know: how it is done (`fabricate.training.boundary`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing
 
 LONGEST_WAIT_SECONDS, MOST_UPDATES = 0.1, 16
-"""How long, and for how many updates, several ranks go without agreeing where only a signal, a clock or a thread can request something."""
+"""The longest time and the largest number of updates between two agreements of several ranks, while only a signal, a clock or a thread can
+request something."""
 OUTSIDE_UPDATES = {
     *("on_fit_start", "on_load", "on_epoch_start", "on_log", "on_eval_start", "eval_step", "on_eval_end", "on_save"),
     *(
@@ -33,7 +34,7 @@ OUTSIDE_UPDATES = {
         "on_teardown",
     ),
 }
-"""Hooks that run at a boundary, or outside of the loop. A listener of any other may request something in every update."""
+"""Hooks that run at a boundary or outside the loop. A listener of any other hook may request something in every update."""
 
 
 class Wanted(NamedTuple):
@@ -54,7 +55,7 @@ class Wanted(NamedTuple):
 
 
 class Agenda:
-    """What falls due by a count or a clock, and what was requested."""
+    """Finds out what is due by a count or a clock, and what was requested."""
 
     def __init__(self, run: Run) -> None:
         settings, progress = run.settings, run.progress
@@ -66,7 +67,7 @@ class Agenda:
         )
         self._by_step = [due for due in self._moments if due.counter == "step"]
         self._by_amount = [due for due in self._moments if due.counter == "tokens"]
-        # The clock of rank 0 counts; there a fit may also have a budget of time, or a stop file to look for.
+        # Only rank 0 reads the clock, and looks at the time limit and for the stop file.
         self._by_clock = [due for due in self._moments if due.by_clock and run.engine.rank == 0]
         self._reads_clock = run.watch is not None or bool(self._by_clock)
         self._most_steps = math.inf if settings.max_steps is None else settings.max_steps
@@ -86,10 +87,10 @@ class Agenda:
         due = progress.step >= self._next_step or window.last
         if self._by_amount:
             due = due or any([progress.tokens >= moment.next for moment in self._by_amount])
-        return self._ranks.due() or due  # in this order: the ranks count the updates
+        return self._ranks.due() or due  # in this order, because `_ranks.due` also counts the updates
 
     def _look_at_clock(self) -> None:
-        """Request what falls due by the clock, as other code of this rank requests it."""
+        """Set the flags of what is due by the clock, as other code of this rank sets them."""
         run = self._run
         now = run.journal.clock.tick()
         if run.watch is not None and now >= run.watch.look_at:
@@ -98,23 +99,24 @@ class Agenda:
             run.requests.pending = True
 
     def decide(self) -> Wanted:
-        """What falls due or was requested, on any rank. All ranks."""
+        """What is due or was requested on any rank. All ranks."""
         requests = self._run.requests
-        requests.pending = False  # first: what is requested from here on is seen now or the next time
+        # Cleared first, so that a request made from here on is seen now or at the next boundary.
+        requests.pending = False
         log, evaluate, save = map(self._reached, self._moments)
         self._find_next_step()
-        requests.save = requests.save or save  # kept until `save_requested` asks every rank what for
+        requests.save = requests.save or save  # kept until `save_requested` collects what every rank wants to save
         own = self._requested()._replace(log=log, evaluate=evaluate or requests.evaluate)
-        # Before ranks wait for each other: what a thread requests meanwhile is another evaluation.
+        # Cleared before the ranks wait for each other, so that a request that a thread makes meanwhile is not lost.
         requests.evaluate = False
         return self._ranks.agree(own)
 
     def _reached(self, moment: Due) -> bool:
-        """Whether a moment is due, as this rank sees it: a moment by the clock falls due on rank 0 only."""
+        """Whether `moment` is due on this rank; a moment by the clock is due on rank 0 only."""
         return (not moment.by_clock or moment in self._by_clock) and moment.reached(self._run.progress)
 
     def decide_again(self, wanted: Wanted, hooks_ran: bool) -> Wanted:
-        """`wanted`, and what hooks of this boundary requested. All ranks."""
+        """`wanted` plus what the hooks of this boundary requested. All ranks."""
         if not self._ranks.due_again(hooks_ran):
             return wanted
         late = self._ranks.agree(self._requested())
@@ -122,7 +124,7 @@ class Agenda:
         return wanted._replace(stop=stop, interrupted=interrupted, save=wanted.save or late.save)
 
     def _requested(self) -> Wanted:
-        """What was requested on this rank, except an evaluation."""
+        """What was requested on this rank, apart from an evaluation."""
         run = self._run
         requests, background = run.requests, run.checkpoints.background
         return Wanted(
@@ -134,7 +136,7 @@ class Agenda:
 
 
 class OneRank:
-    """A single process decides for itself, at the very next boundary."""
+    """A single process: requests take effect at the next boundary."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -154,10 +156,10 @@ class OneRank:
 
 
 class ManyRanks:
-    """Several ranks agree on what any of them requested.
+    """Several ranks: a request of any rank takes effect on all.
 
-    They do so after each update in which a listener ran that could have requested something. Otherwise only signals, clocks and
-    threads can, and then ranks agree about every tenth of a second, because a message costs more than a small update.
+    The ranks agree after each update in which a listener ran that could have requested something. Otherwise only signals, clocks and
+    threads can request something, and the ranks agree about every tenth of a second, because a message costs more than a small update.
     """
 
     def __init__(self, run: Run) -> None:
@@ -165,11 +167,11 @@ class ManyRanks:
         self._updates = 0
         """Updates since the ranks last agreed."""
         self._most_updates = 1
-        """The number of updates after which they agree in any case."""
+        """The number of updates after which the ranks agree in any case."""
         self._routes = 0
-        """Of the updates since the ranks last agreed; see `Strategy.route`."""
+        """A hash over the routes of the updates since the ranks last agreed; see `Strategy.route`."""
         self._agreed_at = time.monotonic()
-        object.__setattr__(run.module, "_uses_trainer", False)  # only uses from here on are in an update
+        object.__setattr__(run.module, "_uses_trainer", False)  # uses before the first update do not count
 
     def due(self) -> bool:
         """Whether the ranks agree after this update; the same on every rank."""
@@ -183,12 +185,12 @@ class ManyRanks:
         return any([getattr(calls, hook, None) is not None for hook in EVENTS if hook not in OUTSIDE_UPDATES])
 
     def due_again(self, hooks_ran: bool) -> bool:
-        """Whether hooks ran in this boundary, which all ranks know. Of what a thread or a signal of one rank requested meanwhile
-        the others know nothing."""
+        """Whether hooks ran in this boundary, which is the same on all ranks. What a thread or a signal of one rank requested meanwhile has
+        to wait: the other ranks do not know of it."""
         return hooks_ran
 
     def agree(self, own: Wanted) -> Wanted:
-        """What any rank wants. All ranks; one message."""
+        """What any rank wants to do. All ranks; one message."""
         run, engine, requests = self._run, self._run.engine, self._run.requests
         route, seconds = self._routes % 2**62, time.monotonic() - self._agreed_at
         microseconds = int(1e6 * seconds / self._updates) if self._updates else 0
@@ -211,8 +213,8 @@ class ManyRanks:
         return wanted
 
     def _plan_next(self, microseconds: int, uses_trainer: bool) -> None:
-        """After how many updates the ranks agree next. `microseconds`: of one update on the slowest rank; `uses_trainer`: whether a
-        step of the module may have requested something, as a listener may."""
+        """Decide after how many updates the ranks agree next. `microseconds`: the duration of one update on the slowest rank;
+        `uses_trainer`: whether a step of the module used the trainer, and so may have requested something."""
         if self._updates:
             most = min(int(1e6 * LONGEST_WAIT_SECONDS / max(microseconds, 1)), 2 * self._most_updates, MOST_UPDATES)
             self._most_updates = 1 if uses_trainer else max(1, most)

@@ -1,6 +1,6 @@
-"""The boundary between two updates: what falls due or was requested is done, on all ranks alike.
+"""The boundary between two updates: does what is due or was requested, in the same order on all ranks.
 
-Most boundaries have nothing to do. Must not know: how gradients come about (`fabricate.training.loop`), how ranks agree (`agenda`).
+Most boundaries have nothing to do. Must not know: how gradients are computed (`fabricate.training.loop`), how ranks agree (`agenda`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SAVED = "the checkpoint is written already and would not hold this value; log i
 
 
 EPOCH_METRICS, EVALUATION, EPOCH_END = "epoch metrics", "evaluation", "epoch end"
-"""What a boundary may owe, in `Now.owed`."""
+"""The parts of a boundary that `Now.owed` may list: those not done yet."""
 
 
 def limit_reached(run: Run) -> str:
-    """The limit that the fit has reached, or nothing."""
+    """The name of the limit that the fit has reached, or ""."""
     settings, progress = run.settings, run.progress
     if settings.max_steps is not None and progress.step >= settings.max_steps:
         return "max_steps"
@@ -36,10 +36,10 @@ def limit_reached(run: Run) -> str:
 
 
 def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: FirstUpdate) -> str:
-    """Do what is due or requested after an update, or after the last of those that optimizers make in turn. Why the fit ends here, or
-    nothing. All ranks."""
+    """Do what is due or requested after an update; if optimizers take turns, after the last of them. Returns the reason if the fit ends
+    here, else "". All ranks."""
     if run.journal.begun is not None:
-        write_line(run)  # of the update before, while the device works on this one
+        write_line(run)  # the line of the previous update, while the device works on this one
     due = agenda.due(window)
     if not window.last_turn:
         return ""
@@ -57,13 +57,15 @@ def boundary(run: Run, agenda: Agenda, window: Window, result: Update, first: Fi
 
 
 def complete(run: Run, agenda: Agenda) -> str:
-    """Do what was left of a boundary when the run failed in it, in a validation, say; as `boundary`. Resuming, before the next update."""
+    """On resume, before the next update: finish a boundary in which the run failed, for example in a validation. Returns what `boundary`
+    returns."""
     epoch = run.now.epoch = run.progress.epoch - (EPOCH_END in run.now.owed)
     return _complete(run, agenda, Wanted(evaluate=EVALUATION in run.now.owed), epoch, limit_reached(run))
 
 
 def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) -> str:
-    """What comes after the report: the end of an epoch, a validation, a save. What is done is no longer owed."""
+    """Everything after the report: the averages of an epoch, a validation, the end of an epoch, a save. Removes from `Now.owed` what is
+    done."""
     owed = run.now.owed
     last = EPOCH_END in owed
     if EPOCH_METRICS in owed:
@@ -86,7 +88,7 @@ def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) 
 
 
 def _save(run: Run, wanted: Wanted) -> None:
-    """Save, and announce a save that ended in the background."""
+    """Save, and report a background save that has ended."""
     with refusing_logs(run.module, _SAVED):
         if not wanted.writing:
             finish_background_save(run)
@@ -96,15 +98,16 @@ def _save(run: Run, wanted: Wanted) -> None:
 
 
 def _stop_reason(run: Run, wanted: Wanted, limit: str) -> str:
-    """Why the fit ends. One that has reached a limit is complete, also when a signal came in the same update."""
-    write_line(run)  # one that was begun before a hook of this boundary requested the end
-    stops = run.engine.gather_json(run.requests.stop) if wanted.stop else []  # else one may be waiting for min_steps
+    """The reason why the fit ends. A fit that has reached a limit is complete, even if a signal arrived in the same update."""
+    write_line(run)  # a line may have been begun before a hook of this boundary requested the end
+    # Without `wanted.stop` a request may exist that still waits for min_steps.
+    stops = run.engine.gather_json(run.requests.stop) if wanted.stop else []
     reasons = [*stops, limit]
     return next(filter(None, reasons), interruption(run))
 
 
 def interruption(run: Run) -> str:
-    """The reason of a fit that a signal, a clock or a file ended."""
+    """The reason if a signal, a clock or a file ended the fit."""
     return "interrupted" if run.requests.signal == "SIGINT" else "preempted"
 
 
@@ -121,7 +124,7 @@ def _log_epoch(run: Run, epoch: int) -> None:
 
 
 def _log_late(run: Run, epoch: int) -> None:
-    """Log what `on_epoch_end` logged: it is of the epoch as a whole, whose averages are written already. All ranks."""
+    """Write what `on_epoch_end` logged on a line of its own, because the averages of the epoch are already written. All ranks."""
     late = Metrics(run.engine, run.engine.device, run.engine.ranks_per_row)
     late.take(run.module._logged, 1)
     if metrics := late.finish():
@@ -135,7 +138,7 @@ def _validate(run: Run, epoch: int) -> None:
 
 
 def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torch.Tensor | None, last: bool) -> None:
-    """Log if that is due. `last`: of an epoch or the fit, whose loss is looked at in any case."""
+    """Log if that is due. `last`: whether this is the last update of an epoch or of the fit, whose loss is always checked."""
     if wanted.log:
         begin_line(run, norm, epoch)
         if last or wanted.evaluate or not may_wait(run):
@@ -147,7 +150,8 @@ def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torc
 
 
 def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:
-    """Refuse to log, save or end with parameters that are not what they seem. `last`: of an epoch."""
+    """Raise an error if parameters differ between ranks, are not trained as declared, or were replaced. Runs when a log, a save or the end
+    is due. `last`: whether this is the last update of an epoch."""
     if wanted.save or ends or last:
         compare(run)
     elif wanted.log:
@@ -155,8 +159,7 @@ def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:
     if wanted.log or wanted.save or ends:
         check_trained(run)
     if ends or last:
-        optimizer_groups(
-            run.module, run.optim.optimizers, run.engine.strategy
-        )  # an error where a hook replaced a parameter
+        # Raises an error if a hook replaced a parameter.
+        optimizer_groups(run.module, run.optim.optimizers, run.engine.strategy)
     if ends:
         check_weights(run)

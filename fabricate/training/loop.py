@@ -1,4 +1,4 @@
-"""The loop: what happens in a fit, in which order, and nothing about how. `fabricate.hooks` shows it as the hooks see it."""
+"""The loop: which steps a fit consists of, and in which order. `fabricate.hooks` shows the same loop with its hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fabricate.training.updates.step_output import leave_out_mean
 from fabricate.training.updates.turns import turn_of, turns
 
 MOST_SKIPPED = 100
-"""Updates skipped one after another before the fit gives up instead of running for ever."""
+"""The number of updates skipped in a row after which the fit raises an error."""
 
 T = TypeVar("T")
 Clip = Callable[[Sequence[torch.nn.Parameter], torch.Tensor | None], None]
@@ -52,17 +52,17 @@ def fit(run: Run) -> str:
     except SignalWhileWaiting:
         if run.engine.world_size > 1:
             raise data_overdue(run.requests) from None
-        run.now.at_boundary = True  # between two updates, which is as good as a boundary
+        run.now.at_boundary = True  # no update is in progress, so the state can be saved as at a boundary
         return interruption(run)
 
 
 def _before_updates(run: Run, agenda: Agenda) -> str:
-    """A fit that is complete says so; a new one validates first, or tries its validation on a few batches. Returns the reason why there
-    is nothing to train; "" if there is. All ranks."""
+    """What comes before the first update: a complete fit prints that it is complete; a new fit validates, or tries its validation on a few
+    batches. Returns the reason if there is nothing to train, else "". All ranks."""
     if run.checkpoints.restored:
         if run.now.owed and (reason := complete(run, agenda)):
             return reason
-        requested = run.requests.stop if run.is_long_enough() else ""  # by a plugin, in on_load
+        requested = run.requests.stop if run.is_long_enough() else ""  # by a plugin in on_load
         stopped = next(filter(None, run.engine.gather_if(bool(requested), requested)), "")
         if limit := limit_reached(run):
             run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
@@ -79,7 +79,7 @@ def _before_updates(run: Run, agenda: Agenda) -> str:
 
 
 def windows(run: Run) -> Iterator[Window]:
-    """The windows that are left of the epoch in progress: all of them, or those after a checkpoint."""
+    """The remaining windows of the current epoch: all of them, or those after the checkpoint."""
     progress, source = run.progress, run.source
     assert source is not None
     run.now.epoch = progress.epoch
@@ -87,19 +87,18 @@ def windows(run: Run) -> Iterator[Window]:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
     if text := source.grown():
         run.journal.note(text)
-    freezing.compare(run)  # before the next update makes a change of it: what hooks requested since the last one
-    run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update
-    if not progress.position:  # else this epoch continues from a checkpoint
+    freezing.compare(run)  # what hooks have frozen or unfrozen since the last update must be the same on all ranks
+    run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update of the epoch
+    if not progress.position:  # otherwise this epoch continues from a checkpoint
         progress.micro_step = 0
-    timed = run.journal.stopwatch.timed  # the time until each batch arrives
+    timed = run.journal.stopwatch.timed  # measures how long each batch takes to arrive
     remaining = _interruptible(run, source.windows(progress.epoch, progress.position, timed))
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)
     yield from turns(run, remaining) if run.optim.turns else remaining
-    if (
-        progress.position == 0 and not progress.micro_step
-    ):  # position is back at 0 after the last window; no window came
+    # The position is also 0 after the last window, but then micro-batches were counted.
+    if progress.position == 0 and not progress.micro_step:
         raise ConfigurationError(
             "train yielded no batch in this epoch; an exhausted iterator cannot be read again: "
             "pass an object whose __iter__ starts from the beginning"
@@ -107,7 +106,8 @@ def windows(run: Run) -> Iterator[Window]:
 
 
 def accumulation(run: Run) -> Callable[[LoopState, Window], WindowLosses]:
-    """`accumulate`; where optimizers take turns, with the parameters of the others frozen."""
+    """The function that accumulates a window: `accumulate`, or, if optimizers take turns, `accumulate` with the parameters of the other
+    optimizers frozen."""
     return _accumulate_in_turn if run.optim.turns else accumulate
 
 
@@ -122,7 +122,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
     run = state.run
     trainer, module, engine, calls, progress = run.trainer, run.module, run.engine, run.calls, run.progress
     losses = WindowLosses(state.losses, window, state.wants_loss)
-    run.now.batch = None  # while the next one is read
+    run.now.batch = None  # no batch while the next one is read
     batches: Iterable[tuple[Any, int | None]] = window.micro_batches
     if state.may_wait:
         batches = _interruptible(run, batches, 1 if window.first_turn else 0)
@@ -133,7 +133,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
         engine.moment.rows = rows
         restore = snapshot_torchmetrics(module) if rows == 0 else None
         with engine.gradient_sync(is_last):
-            wrapped = calls.train_step  # None: nothing wraps the forward
+            wrapped = calls.train_step  # None: no plugin wraps the forward
             output = wrapped(trainer, module, batch) if wrapped else engine.forward(batch, progress.micro_step)
             if state.first_update.under_way:
                 state.first_update.after_forward(micro_step)
@@ -142,7 +142,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
             engine.scaling.backward(for_backward)
         if calls.on_accumulate is not None:
             calls.on_accumulate(trainer, module, batch, loss, weight, micro_step, window.num_micro_steps, is_last)
-        if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
+        if restore is not None:  # a stand-in ran only because collectives need every rank: discard its results
             restore()
             module._logged[:] = [entry for entry in module._logged if entry[3] == "object"]
         if module._logged:
@@ -154,7 +154,7 @@ def accumulate(state: LoopState, window: Window) -> WindowLosses:
 
 
 def update(state: LoopState, losses: WindowLosses) -> Update:
-    """Make the accumulated gradients those of the global batch, and let the optimizer apply them. All ranks."""
+    """Normalise the accumulated gradients to those of the global batch, clip them, and let the optimizer apply them. All ranks."""
     run = state.run
     engine, calls = run.engine, run.calls
     optimizer, parameters, _ = run.optim.updates[losses.optimizer]
@@ -175,7 +175,7 @@ def update(state: LoopState, losses: WindowLosses) -> Update:
 
 
 def account(state: LoopState, window: Window, losses: WindowLosses, result: Update) -> None:
-    """Count the update, advance its schedule, clear the gradients and call the listeners. All ranks."""
+    """Count the update, advance its schedules, clear the gradients and call the listeners. All ranks."""
     run = state.run
     progress = run.progress
     if result.applied:
@@ -187,7 +187,7 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
         run.metrics.forget_update()
     state.first_update.look(losses, result.applied)
     run.engine.strategy.clear_gradients(state.parameters)
-    if window.last_turn:  # else another optimizer has its update on the same rows
+    if window.last_turn:  # otherwise another optimizer makes its update on the same rows
         progress.position = window.end
         progress.samples += window.rows
         run.journal.tokens.add(losses.total)
@@ -198,14 +198,14 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
         state.skipped_in_a_row = 0
         if run.calls.on_step is not None:
             run.calls.on_step(run.trainer, run.module, progress.step, losses.mean, result.norm)
-    if run.module._logged:  # in hooks of this update
+    if run.module._logged:  # by hooks of this update
         leave_out_mean(run, losses.mean)
         run.metrics.take(run.module._logged, losses.total)
     state.mark_whole()
 
 
 class LoopState:
-    """What a fit decides before its first update, and what it remembers from one update to the next."""
+    """What is decided before the first update, and what the loop keeps from one update to the next."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -217,7 +217,7 @@ class LoopState:
         """Whether a signal may end a wait for data."""
         self.clip = _clipping(run)
         self.skip_reason = "loss scale overflow" if engine.scales_loss else "non-finite gradients"
-        # The loop itself skips, unless a loss scaler or the strategy does.
+        # The loop skips non-finite updates itself, unless a loss scaler or the strategy does.
         skips_here = settings.nonfinite == "skip" and not (engine.scales_loss or engine.strategy.skips_nonfinite)
         self.apply: Apply = self._apply_if_finite if skips_here else self._apply
         self._always_norm = run.max_grad_norm is not None or settings.nonfinite == "skip"
@@ -227,15 +227,15 @@ class LoopState:
         self.mark_whole()
 
     def mark_whole(self) -> None:
-        """No update is in progress: remember the position to which one that fails falls back."""
+        """Mark that no update is in progress, and remember the position of the data, to which a failed update returns."""
         run = self.run
         assert run.source is not None
         run.now.whole = run.progress.micro_step, run.source.state
         run.now.in_update = False
 
     def begin_update(self) -> None:
-        """Take over listeners that came or went, and what is trained from now on, at the only moment at which they may change. The update
-        begins without gradients."""
+        """Begin an update without gradients. Listeners that were added or removed, and parameters that were frozen or unfrozen, take effect
+        here and nowhere else."""
         run = self.run
         if run.calls.manager.changes != run.calls.changes:
             run.calls.refresh()
@@ -244,16 +244,16 @@ class LoopState:
             freezing.take_effect(run)
         if run.optim.number_of_groups() != self._groups:
             self._groups = take_groups(run)
-            self.parameters = list(run.module.parameters())  # a hook may have added layers
+            self.parameters = list(run.module.parameters())  # because a hook may have added layers
         run.calls.step = run.progress.step + 1
         run.metrics.begin_update()
         for parameter in self.parameters:
-            if parameter.grad is not None:  # of a backward in a validation or a hook
+            if parameter.grad is not None:  # from a backward pass in a validation or a hook
                 parameter.grad = None
         run.now.at_boundary, run.now.in_update = False, True
 
     def refuse_new_groups(self) -> None:
-        """Refuse groups that on_before_step added: this update has neither normalised nor clipped their gradients."""
+        """Raise an error if on_before_step added a parameter group: its gradients would be neither normalised nor clipped."""
         if self.run.optim.number_of_groups() != self._groups:
             raise ConfigurationError(
                 "on_before_step added a parameter group after this update's gradients were normalised and clipped; add the group "
@@ -267,18 +267,18 @@ class LoopState:
 
     def _apply(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> bool:
         run = self.run
-        if run.calls.optimizer_step is None:  # nothing wraps the update
+        if run.calls.optimizer_step is None:  # no plugin wraps the update
             return run.engine.scaling.step(optimizer)
         applied: bool = run.calls.optimizer_step(run.trainer, run.module, optimizer)
         return applied
 
     def _apply_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> bool:
-        """As `_apply`, unless the gradients are not finite. Waits for the device, once per update."""
+        """Like `_apply`, but skip the update if the gradients are not finite. Waits for the device once per update."""
         assert norm is not None
         return math.isfinite(float(norm)) and self._apply(optimizer, norm)
 
     def skipped(self) -> None:
-        """Report an update that was not applied, and end a fit in which nothing else happens."""
+        """Report an update that was not applied; raise an error after too many in a row."""
         run, self.skipped_in_a_row = self.run, self.skipped_in_a_row + 1
         run.journal.event("skipped", reason=self.skip_reason)
         if self.skipped_in_a_row >= MOST_SKIPPED:
@@ -291,7 +291,7 @@ class LoopState:
 
 
 def _clipping(run: Run) -> Clip:
-    """What clips gradients, given their norm."""
+    """The function that clips gradients, given their norm."""
     strategy, max_norm, max_value = run.engine.strategy, run.max_grad_norm, run.settings.max_grad_value
     if max_norm is not None:
         return lambda parameters, norm: strategy.clip(parameters, max_norm, norm)  # type: ignore[arg-type]
@@ -301,11 +301,11 @@ def _clipping(run: Run) -> Clip:
 
 
 def _interruptible(run: Run, items: Iterable[T], most: float = math.inf) -> Iterable[T]:
-    """`items`, of which a signal may end the wait.
+    """`items`; a signal may end the wait for the next one.
 
-    One rank whose worker processes read: a signal ends the wait for the first `most` items, before anything of an update has run.
-    One rank that reads in this process: it does not, because the code that reads may be in the middle of drawing random numbers.
-    Several ranks: others may be in the middle of an update; only a wait that has lasted ends, with an error."""
+    One rank with data workers: a signal ends the wait for each of the first `most` items, before any part of an update has run. One rank
+    that reads in this process: a signal does not end the wait, because the reading code may be drawing random numbers. Several ranks: other
+    ranks may be in the middle of an update, so only a wait that takes too long ends, with an error."""
     assert run.source is not None
     if run.engine.world_size > 1:
         return waiting(run.requests, iter(items))
@@ -313,7 +313,7 @@ def _interruptible(run: Run, items: Iterable[T], most: float = math.inf) -> Iter
 
 
 def _beginning_alike(run: Run, source: Source, windows: Iterable[Window]) -> Iterator[Window]:
-    """Of data that every rank reads whole, compare what the ranks read first."""
+    """Check that the ranks read the same first rows, if every rank reads all the data."""
     for number, window in enumerate(windows):
         if not number and source.first:
             check_first(run, source)
@@ -321,7 +321,7 @@ def _beginning_alike(run: Run, source: Source, windows: Iterable[Window]) -> Ite
 
 
 def _same_on_all_ranks(run: Run, windows: Iterable[Window]) -> Iterator[Window]:
-    """Data without a length: every rank has to read the same windows, or their collectives would not match."""
+    """Check that all ranks read the same windows of data without a length; otherwise their collectives would not match."""
     for window in windows:
         mine = [window.num_micro_steps, window.rows, int(window.last)]
         largest = run.engine.agree([*mine, *(-n for n in mine)])
