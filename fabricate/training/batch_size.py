@@ -1,4 +1,4 @@
-"""The batch size of a fit that is to be found: what is possible, what was found before, and a trial of one size.
+"""The search for the batch size of a fit: the possible sizes, the size that an earlier fit found, and a trial of one size.
 
 Must not know: how the next size is chosen (`configuration.batch_size_finder`), how a process is forked (`distributed.trials`).
 """
@@ -29,7 +29,7 @@ from fabricate.launch.settings import requests
 from fabricate.module import TrainModule
 
 _SAME = ("world_size", "strategy", "precision", "device")
-"""What of the run before has to be the same for its batch size to be taken."""
+"""The settings that must equal those of the earlier run for its batch size to be used."""
 
 
 def found_size(
@@ -39,16 +39,17 @@ def found_size(
     facts: Callable[[Loading], dict[str, Any]],
     fit: Callable[[Settings, Loading], None],
 ) -> Loading:
-    """`loading` with the batch size that `finder` finds, and where that comes from. All ranks, before any of them uses a device.
+    """`loading` with the batch size that `finder` finds, and the source of this size. All ranks, before any of them uses a device.
 
-    facts: `facts_of` the fit with some batch size; fit: trains with other settings and a batch size."""
+    facts: `facts_of` this fit, for a given batch size; fit: trains with given settings and batch size."""
     if "plan_only" in requests(os.environ):
         return first_size(finder, loading)
     launch = detect(os.environ)
     shows = launch.rank == 0
     trials = Trials(launch, timedelta(seconds=settings.timeout.seconds))
     smallest = replace(loading, batch_size=1)
-    first_facts = trials.ask(lambda: facts(smallest)) or facts(smallest)  # which raises here what it raised there
+    # raises the same error here if it failed in the forked process
+    first_facts = trials.ask(lambda: facts(smallest)) or facts(smallest)
     if first_facts["found_before"] is not None:
         size, found = first_facts["found_before"]
         return replace(loading, batch_size=size, found=found)
@@ -69,7 +70,7 @@ def found_size(
 
 
 def first_size(finder: BatchSizeFinder, loading: Loading) -> Loading:
-    """`loading` for a plan, which tries nothing: with the first size of the search."""
+    """`loading` with the first size of the search, for a plan, which runs no trial."""
     return replace(
         loading,
         batch_size=finder.init_val,
@@ -80,8 +81,8 @@ def first_size(finder: BatchSizeFinder, loading: Loading) -> Loading:
 def facts_of(
     settings: Settings, module: TrainModule, train: Any, val: Any, reuse: bool, loading: Loading
 ) -> dict[str, Any]:
-    """What decides which sizes are possible, as JSON values. `reuse`: whether to look for the size of the run before in `run_dir`. Called
-    in a forked process, because looking for a device may use it."""
+    """The facts that determine which sizes are possible, as JSON values. `reuse`: whether to read the size that the earlier run in
+    `run_dir` found. Called in a forked process, because detecting a device may initialise it."""
     resolved = resolve(settings, module)
     data = open_data(settings, resolved, train, val, loading)
     assert data.train is not None
@@ -101,7 +102,7 @@ def facts_of(
 
 
 def _found_before(run_dir: Path | None, identity: dict[str, Any]) -> tuple[int, str] | None:
-    """The size that the plan of the run before says was found, and its source, if that ran like this one."""
+    """The size that an earlier run in `run_dir` found, and its source, from `plan.json`; None if its settings differ."""
     if run_dir is None:
         return None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -113,7 +114,7 @@ def _found_before(run_dir: Path | None, identity: dict[str, Any]) -> tuple[int, 
 
 
 def _check_device(facts: dict[str, Any]) -> None:
-    """A GPU that a forked process does not see would be left out of the trials without a word."""
+    """Raise an error if forked processes do not see the GPU: trials would silently run on the CPU."""
     if facts["device_source"] == "no accelerator here" and torch.cuda.device_count():
         raise ConfigurationError(
             "a batch size cannot be tried in a forked process: this process has already queried the GPUs "
@@ -123,13 +124,13 @@ def _check_device(facts: dict[str, Any]) -> None:
 
 
 def _until(settings: Settings, steps: int) -> Settings:
-    """The settings of a trial of so many updates."""
+    """The settings of a trial of `steps` updates."""
     quiet = replace(settings, fast_dev_run=steps + 1, progress=False, print_plan="none")
     return replace(quiet.for_a_trial(), plugins=(*settings.plugins, _Ends(steps)))
 
 
 class _Ends(Callback):
-    """Ends the process of a trial when its updates are done on every rank, before anything is saved."""
+    """Ends the process of a trial after its updates on all ranks, before anything is saved."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -1,4 +1,4 @@
-"""The end of a fit: its last checkpoint, RUN_DIR/model/, and what is reported. Must not know: the loop."""
+"""The end of a fit: its last checkpoint, RUN_DIR/model/, and the report. Must not know: the loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def finish_fit(run: Run, reason: str) -> None:
 
 def _finish(run: Run, reason: str) -> None:
     saving.save(run, last=True)
-    eval_mode(run)  # what is exported, and what the module keeps
+    eval_mode(run)  # the weights that are exported and that the module keeps
     preempted = reason == "preempted"
     if run.engine.launch.local_rank == 0:
         tell_preempted(os.environ, run.requests.signal if preempted else "")
@@ -55,11 +55,11 @@ def _finish(run: Run, reason: str) -> None:
 
 
 def _complete(run: Run) -> None:
-    """Let listeners change the weights that the fit ends with, and validate these if one requests it. All ranks."""
+    """Let listeners change the final weights, and validate these if a listener requests it. All ranks."""
     if run.calls.on_complete is None:
         return
     requests, progress = run.requests, run.progress
-    requests.evaluate = False  # what was requested too late for a boundary
+    requests.evaluate = False  # discards a request that came after the last boundary
     run.now.complete = True
     run.calls.on_complete(run.trainer, run.module)
     run.now.complete = False
@@ -69,7 +69,7 @@ def _complete(run: Run) -> None:
 
 
 def _load_best(run: Run) -> None:
-    """Put the weights of the best checkpoint into the module: the caller and RUN_DIR/model/ get them. All ranks."""
+    """Load the weights of the best checkpoint into the module; RUN_DIR/model/ gets them too. All ranks."""
     best = resuming.best(run)
     if best is None:
         metric = run.settings.keep["metric"]
@@ -93,7 +93,7 @@ def _export(run: Run) -> None:
 
 
 def write_model(run: Run, final: Path) -> None:
-    """Write what RUN_DIR/model/ holds beside the old `final`, then put it in its place. All ranks."""
+    """Write the exported model to a new folder next to `final`, then replace `final` by it. All ranks."""
     staging, old = (final.with_name(f".{final.name.lstrip('.')}-{which}") for which in ("new", "old"))
     if run.engine.rank == 0:
         shutil.rmtree(staging, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""What the first update really computed in: the dtypes of activations, parameters, gradients and optimizer state.
+"""The dtypes of activations, parameters, gradients and optimizer state, as observed in the first update.
 
-Layers are watched by forward hooks during one window, and never again. Must not know: the loop.
+Forward hooks watch the layers during one window, and are then removed. Must not know: the loop.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from fabricate.training.written import Written
 
 
 class Activations:
-    """While open, remembers in which dtypes the layers of a module answered. Layers inside a compiled module are left alone."""
+    """Records the dtypes of the outputs of a module's layers until it is closed. Layers inside a compiled module are not watched."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._found: dict[str, set[str]] = {}
         self.whole = not any(_is_compiled(layer) for layer in module.modules())
-        """Whether every layer was watched."""
+        """Whether every layer is watched."""
         self._hooks = [layer.register_forward_hook(self._heard) for layer in _layers(module)]
 
     def _heard(self, layer: torch.nn.Module, inputs: object, output: Any) -> None:
-        if torch.compiler.is_compiling():  # what is traced here would stay in what is compiled
+        if torch.compiler.is_compiling():  # a traced hook would become part of the compiled code
             return
         for tensor in tensors(output):
             if tensor.is_floating_point():
                 self._found.setdefault(_name_of(tensor.dtype), set()).add(type(layer).__name__)
 
     def close(self) -> dict[str, list[str]]:
-        """Stop watching. By dtype, the kinds of layers that answered in it."""
+        """Stop watching; return the types of layers per dtype of their output."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -43,8 +43,8 @@ class Activations:
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The innermost submodules, and those compiled units that can be watched from outside."""
-    if _is_compiled(module):  # hooks inside would be traced, and the unit compiled again without them
+    """The innermost submodules, and the compiled modules that can be watched from outside."""
+    if _is_compiled(module):  # hooks inside would be traced, and their removal would cause another compilation
         if "forward" in vars(module):
             yield module
         return
@@ -56,23 +56,24 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """By `Trainer(compile=)`, which gives it a forward of its own, or by the user."""
+    """Whether `module` was compiled, by `Trainer(compile=)`, which sets a `forward` on the object, or by the user."""
     by_torch = getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-    return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))  # Accelerate's loads weights
+    # Accelerate's hook sets a forward too
+    return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
 
 
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
 
 
 class FirstUpdate:
-    """Reports once what a fit computes in, and the trainable parameters that received no gradient."""
+    """Reports once the dtypes in which a fit computes, and the trainable parameters that received no gradient."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._activations: Activations | None = Activations(run.module)
         run.closing.callback(self._activations.close)
         self._written: Written | None = None
-        """Until every optimizer had an update. Where layers are compiled, they would be compiled anew without it."""
+        """None after the first step, and where a layer is compiled: its removal would cause another compilation."""
         keeps = run.engine.strategy.keeps_written
         if self._activations.whole and not all(keeps(parameter) for parameter in run.module.parameters()):
             self._written = Written(run.module, run.engine)
@@ -84,11 +85,11 @@ class FirstUpdate:
 
     @property
     def under_way(self) -> bool:
-        """Whether no update was applied yet."""
+        """Whether no update has been applied yet."""
         return self._activations is not None
 
     def after_forward(self, micro_step: int) -> None:
-        """In the first update, refuse gradients that code outside of the loop computed or cleared. No wait for the device."""
+        """In the first update, raise an error if code outside the loop computed or cleared gradients. Does not wait for the device."""
         strategy = self._run.engine.strategy
         if self._activations is None or not strategy.exposes_gradients:
             return
@@ -99,14 +100,15 @@ class FirstUpdate:
                 f"there were gradients before the loop called backward: {step}, or a hook before it, calls backward, and the "
                 "gradients would be added twice. Return the loss, and leave backward to the loop"
             )
-        if micro_step and not there and not strategy.shards_parameters:  # shards may keep them elsewhere meanwhile
+        # a strategy that shards may keep them elsewhere
+        if micro_step and not there and not strategy.shards_parameters:
             raise ConfigurationError(
                 f"the gradients of earlier micro-batches of this update are gone: {step}, or on_accumulate, calls zero_grad. "
                 "Remove that call; the loop clears gradients after each update"
             )
 
     def look(self, losses: WindowLosses, applied: bool) -> None:
-        """Look at an update, before its gradients are cleared. No wait for the device."""
+        """Inspect an update before its gradients are cleared. Does not wait for the device."""
         if self._trains and not self._run.module.training:
             self._trains = False
             self._run.journal.note(
@@ -125,7 +127,7 @@ class FirstUpdate:
             self._without_gradient = {n: p for n, p in self._without_gradient.items() if p.grad is None}
 
     def report(self) -> None:
-        """Report the parameters that received no gradient in any update so far, once."""
+        """Report, once, the parameters that have received no gradient in any update so far."""
         if self._without_gradient:
             self._run.journal.note(
                 f"no gradient reached {few(list(self._without_gradient))} in the updates up to step {self._run.progress.step}: they do "
@@ -144,7 +146,7 @@ class FirstUpdate:
         if run.engine.rank == 0 and run.settings.print_plan != "none":
             print(f"observed in the first update: {_told(observed)}", flush=True)
         precision = run.engine.precision
-        # Inside a compiled unit nothing is seen, and what it answers may be float32 again: a residual sum, say.
+        # Layers inside a compiled module are not seen, and its output may be float32, for example a residual sum.
         if layers and whole and precision.compute_dtype not in (*layers, "float32"):
             run.journal.note(
                 f"precision={precision.name!r} computes in {precision.compute_dtype}, but no layer returned a tensor of this "
@@ -164,7 +166,7 @@ class FirstUpdate:
 def _observed(
     run: Run, layers: dict[str, list[str]], losses: WindowLosses, trainable: list[torch.nn.Parameter]
 ) -> dict[str, Any]:
-    """What the update was computed in, by topic."""
+    """The dtypes that the update used, by topic."""
     gradients = _dtypes(p.grad for p in trainable)
     observed: dict[str, Any] = {
         "activations": layers or "not seen",
@@ -194,12 +196,12 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _name_of(dtype: torch.dtype) -> str:
-    """As torch writes it, without "torch."."""
+    """The name of `dtype` without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def _told(observed: Mapping[str, Any]) -> str:
-    """One line for people."""
+    """`observed` as one line for people."""
     parts = []
     for topic, value in observed.items():
         if isinstance(value, Mapping):

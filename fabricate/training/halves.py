@@ -1,4 +1,4 @@
-"""Does a loss weigh what its weight says? One batch, whole and in halves.
+"""A check of loss weights: the loss of one batch against the weighted mean of the losses of its halves.
 
 Must not know: the loop.
 """
@@ -29,8 +29,8 @@ _WEIGHED = {
 
 
 def compare_halves(run: Run) -> str:
-    """What is to be said of the loss of the current batch, computed whole and in halves, or nothing: they agree, or the batch
-    cannot be halved, or the parameters are not whole. This rank; in eval mode, and everything is as before afterwards."""
+    """A note if the loss of the current batch differs from the weighted mean of the losses of its halves. "" if they agree, if the batch
+    cannot be halved, or if parameters are sharded. This rank only, in eval mode; everything is as before afterwards."""
     batch = run.now.batch
     rows = visible_rows(batch)
     if rows is None or rows < 2 or run.engine.strategy.name not in ("single", "ddp"):
@@ -39,7 +39,7 @@ def compare_halves(run: Run) -> str:
         halves = [_part(batch, rows, 0, rows // 2), _part(batch, rows, rows // 2, rows)]
         with _aside(run):
             whole, one, other = (_loss(run, each) for each in (batch, *halves))
-    except Exception:  # a batch or a step that does not allow it
+    except Exception:  # this batch cannot be halved, or the step fails with a half
         return ""
     total = one[1] + other[1]
     mean = (one[0] * one[1] + other[0] * other[1]) / total if total else whole[0]
@@ -53,7 +53,7 @@ def compare_halves(run: Run) -> str:
 
 
 def _part(value: Any, rows: int, start: int, stop: int) -> Any:
-    """Rows `start` to `stop` of a batch; `ValueError` for one with a part that is not by rows."""
+    """Rows `start` to `stop` of a batch. `ValueError` if a part of the batch has no dimension of rows."""
     if isinstance(value, torch.Tensor | list) and len(value) == rows:
         return value[start:stop]
     if isinstance(value, Mapping):
@@ -67,7 +67,7 @@ def _part(value: Any, rows: int, start: int, stop: int) -> Any:
 
 
 def _loss(run: Run, batch: Any) -> tuple[float, float, str]:
-    """The loss of `batch`, its weight, and where that comes from."""
+    """The loss of `batch`, its weight, and the source of the weight."""
     loss, given, _ = unpack(step_function(run.module, "train")(batch, 0))
     rule = recognised(loss, given)
     weight, _ = rule(1).weigh(loss, given, batch, None)
@@ -76,7 +76,7 @@ def _loss(run: Run, batch: Any) -> tuple[float, float, str]:
 
 @contextmanager
 def _aside(run: Run) -> Iterator[None]:
-    """In eval mode; afterwards modes, generators, attributes and what was logged are as before."""
+    """Run the body in eval mode; afterwards modes, generators, attributes and logged values are as before."""
     modes, generators, logged = [(m, m.training) for m in run.module.modules()], rng_state(), list(run.module._logged)
     try:
         with put_back(run):

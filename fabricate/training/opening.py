@@ -1,7 +1,7 @@
-"""Opening a run: from a resolved plan to an engine with the module prepared in it, and back, whatever happened.
+"""Opening and closing a run: sets up the process and the engine, prepares the module, and undoes all of it, also after an error.
 
 Owns the order in which a run is opened (environment, engine, hook calls, model, comparison of ranks) and closed. Must not know: what
-happens in between (`preparation`, `loop`, `finish`, `evaluation`), nor what a user may ask of a trainer.
+happens in between (`preparation`, `loop`, `finish`, `evaluation`), nor the methods of a trainer.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from fabricate.training.state.run_state import Owner, Run
 
 _OVER = "the run is over, so the value would not be recorded; log it before the fit ends"
 _PROCESS = threading.RLock()
-"""Held by the thread in which a run is running."""
+"""Held by the thread that executes a run."""
 
 
 class Defaults:
-    """What the loop does where hooks can be wrapped and nobody replaces it. The plugin named "fabricate"."""
+    """The default implementations of the hooks that plugins can wrap or replace. The plugin named "fabricate"."""
 
     @hookimpl(trylast=True)
     def train_step(self, trainer: Any, batch: Any) -> Any:
@@ -84,16 +84,16 @@ class Defaults:
 
     @hookimpl
     def on_eval_end(self, trainer: Any) -> None:
-        """What the module logged in its own joins the metrics, so that plugins get it with them."""
+        """Add what the module's own `on_eval_end` logged to the metrics that plugins get."""
         run = trainer._live()
         if run.now.evaluated is not None and overrides(run.module, "on_eval_end"):
             run.now.evaluated.join()
 
 
 def register(resolved: Resolved, module: TrainModule, *, bar: bool | Sequence[str]) -> Manager:
-    """The plugins of this run, in the order in which they are heard."""
+    """Activate the plugins of this run, in the order in which their hooks are called."""
     manager = resolved.registry.manager
-    if bar is not False:  # on every rank, so that all hear the same hooks; it shows on rank 0
+    if bar is not False:  # on every rank, so that all ranks have the same listeners; only rank 0 displays it
         manager.add(progress_bar(() if bar is True else bar), "progress_bar")
     parts = [
         (f"{kind}/{choice.chosen.name}", choice.chosen, choice.origin) for kind, choice in resolved.choices.items()
@@ -111,7 +111,7 @@ def opened(
     began: float = 0.0,
     make_engine: Callable[..., Engine] = Engine,
 ) -> Iterator[Run]:
-    """A run with the module prepared in it; afterwards everything is as before, whatever happened. All ranks.
+    """A run with the prepared module; afterwards everything is as before, also after an error. All ranks.
 
     began: the monotonic time at which the user called, from which `max_time` counts. make_engine: called as `Engine` is."""
     if trainer._run is not None:
@@ -150,7 +150,8 @@ def opened(
 
 
 def _hold_process(stack: contextlib.ExitStack) -> None:
-    """Refuse a run beside one of another thread, until `stack` ends. One inside of another, in a hook, is the same thread's."""
+    """Raise an error if another thread executes a run; until `stack` ends, other threads get this error. A run inside a hook belongs to the
+    same thread and is allowed."""
     if not _PROCESS.acquire(blocking=False):
         raise FabricateError(
             "a fit or an evaluation is running in another thread of this process. Both would share torch's random generators and "
@@ -168,7 +169,7 @@ def _open_engine(
     *,
     training: bool,
 ) -> tuple[Path | None, Engine]:
-    """Set the process up for the run and open the engine; `stack` undoes both. Also where the run writes. All ranks."""
+    """Set up the process and open the engine; `stack` undoes both. Returns the run directory and the engine. All ranks."""
     training = data.train is not None
     notes = _set_process_up(stack, settings, resolved, training=training)
     run_dir = settings.run_dir if training else None
@@ -197,7 +198,7 @@ def _open_engine(
 
 
 def _trial_directory(run_dir: Path | None, launch: Launch) -> tempfile.TemporaryDirectory[str]:
-    """Where `fast_dev_run` writes until it ends. Several nodes need a place that they share: beside `run_dir`, if it is set."""
+    """The temporary directory of `fast_dev_run`. Several nodes need a shared directory, so it is next to `run_dir`, if that is set."""
     beside = None
     if run_dir is not None and launch.world_size > launch.local_world_size:
         beside = run_dir.absolute().parent
@@ -208,9 +209,10 @@ def _trial_directory(run_dir: Path | None, launch: Launch) -> tempfile.Temporary
 def _set_process_up(
     stack: contextlib.ExitStack, settings: Settings, resolved: Resolved, *, training: bool
 ) -> list[str]:
-    """Seed the generators, and set what of torch is the process's; `stack` undoes both. Notes for the plan."""
+    """Seed the generators and set torch's options of the process; `stack` undoes both. Returns notes for the plan."""
     stack.enter_context(environment_restored())
-    if settings.seed is not None or resolved.launch.world_size > 1:  # else a search would draw the same after every fit
+    # not in other cases: a search that draws random numbers would draw the same ones after every fit
+    if settings.seed is not None or resolved.launch.world_size > 1:
         stack.callback(set_rng_state, rng_state())
     if settings.seed is not None:
         seed_everything(settings.seed)
@@ -222,7 +224,7 @@ def _set_process_up(
 
 
 def _agree_on_seed(engine: Engine, resolved: Resolved, data: Data) -> int:
-    """The seed of this run. If it is not set, each process has its own, and rank 0's is used. All ranks."""
+    """The seed of this run. If the user has set none, every rank uses the one that rank 0 has drawn. All ranks."""
     seed = int(engine.broadcast_json(resolved.seed[0]))
     for source in (data.train, *data.validation.values()):
         if source is not None and seed != resolved.seed[0]:
@@ -287,7 +289,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
         raise ConfigurationError(
             f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
         )
-    # Before anything is broadcast.
+    # These comparisons come before any broadcast.
     _check_data(run)
     check_alike(
         engine,
@@ -297,7 +299,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
             "seed": seed,
             "run_dir": "set"
             if run.settings.run_dir
-            else None,  # `preparation` compares the places, which nodes may reach by other paths
+            else None,  # `preparation` checks that it is the same directory; its path may differ between nodes
             "total steps": run.total_steps,
             **(_base(module) if engine.world_size > 1 else {}),
         },
@@ -309,7 +311,8 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
 
 
 def _base(module: TrainModule) -> dict[str, str]:
-    """By name, a digest of each quantised weight, which every rank has loaded itself. Of one in shards, of its scales."""
+    """A digest of each quantised weight by name, because every rank has loaded them itself. If a weight is sharded, the digest of its
+    scales."""
     weights = quantised_weights(module)
     sharded = {name for name, each in weights.items() if is_sharded(each.weight)}
     held = {name: each.scales if name in sharded else each.tensors() for name, each in weights.items()}
@@ -317,7 +320,7 @@ def _base(module: TrainModule) -> dict[str, str]:
 
 
 def _check_data(run: Run) -> None:
-    """Compare the data of the ranks: how many rows there are, and some of them. All ranks."""
+    """Compare the number of rows, and some of the rows, between the ranks. All ranks."""
     sources = [source for source in (run.source, *run.validation.values()) if source is not None]
     if run.engine.world_size == 1:
         return
@@ -334,7 +337,7 @@ def _check_data(run: Run) -> None:
 
 @contextlib.contextmanager
 def noting_failures(run: Run) -> Iterator[None]:
-    """While a fit or an evaluation runs: an exception gets notes that say where it was, and what the batch was."""
+    """Add notes to an exception of a fit or an evaluation: where it occurred, and the shapes of the batch."""
     try:
         yield
     except BaseException as exc:
@@ -350,19 +353,19 @@ def noting_failures(run: Run) -> Iterator[None]:
         if run.now.batch is not None:
             or_before = ", or one before it" if isinstance(exc, torch.AcceleratorError) else ""
             exc.add_note(f"the batch was {describe(run.now.batch)}{or_before}")
-        with contextlib.suppress(OSError):  # a full disk may be what failed
+        with contextlib.suppress(OSError):  # the failure may be a full disk
             run.journal.event("failed", reason=f"{type(exc).__name__}: {first_line(exc)}")
         raise
 
 
 def _report(run: Run, exc: BaseException) -> None:
-    """Tell listeners and the other ranks; never hides `exc`."""
+    """Report `exc` to listeners and to the other ranks. An error in a listener does not replace `exc`."""
     if isinstance(exc, SystemExit | GeneratorExit):
         return
     run.module._no_log = _OVER
     try:
         note = explain(run, exc)
-    except Exception as second:  # with memory full, anything may fail
+    except Exception as second:  # if memory is full, anything may fail
         note = f"what could be changed is not known: {type(second).__name__}: {second}"
     if run.calls.on_exception is not None:
         run.now.failure = exc
@@ -377,7 +380,7 @@ def _report(run: Run, exc: BaseException) -> None:
         uncaught.install(run.engine.rank)
     first = run.engine.report_failure(exc, run.calls.places())
     if first:
-        raise first from None  # `exc` is only the broken connection that followed
+        raise first from None  # `exc` is only the broken connection that the failure of another rank caused
 
 
 def _how_to_go_on(run: Run) -> str:
@@ -402,7 +405,7 @@ def _close(run: Run) -> None:
         object.__setattr__(run.module, "_trainer", None)
         run.module._no_log = NOT_RUNNING
         with contextlib.suppress(torch.AcceleratorError):
-            for metric in run.metrics.objects.values():  # of an epoch that did not end: the next fit counts from zero
+            for metric in run.metrics.objects.values():  # they may hold counts of an unfinished epoch
                 metric.reset()
         run.module._logged.clear()
         run.journal.close()
@@ -413,7 +416,7 @@ def _close(run: Run) -> None:
 
 @contextlib.contextmanager
 def environment_restored() -> Iterator[None]:
-    """torch sets variables of its compiler when the first optimizer is built; they go again with the fit."""
+    """Remove the environment variables that torch sets for its compiler when the first optimizer is built."""
     before = set(os.environ)
     try:
         yield
@@ -430,7 +433,7 @@ _LATE = (
 
 
 def _chose_workspace(device: torch.device) -> bool:
-    """Whether torch may have settled without us how cuBLAS computes: it looks at the environment once per process."""
+    """Whether cuBLAS may already have chosen its workspace: torch reads the variable only once per process."""
     used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return device.type == "cuda" and used and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
@@ -448,7 +451,8 @@ def _determinism(on: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    memory.fill_uninitialized_memory = False  # of every gather and copy, which are written right after
+    # torch would fill every new tensor, although gathers and copies overwrite theirs at once
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:

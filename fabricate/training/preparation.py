@@ -1,4 +1,4 @@
-"""Between an open run and its first step: optimizers, the plan, a checkpoint to resume from.
+"""From an open run to its first step: optimizers, the plan, a checkpoint to resume from.
 
 Must not know: how a run is opened (`opening`), the loop.
 """
@@ -58,11 +58,12 @@ from fabricate.training.written import refuse_max_norm
 from fabricate.values import Every
 
 _SHOWN_SECONDS = 10.0
-"""How long a network file system may take to show what another host wrote."""
+"""How long a network file system may take to show a file that another host wrote."""
 
 
 def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathLike[str], began: float) -> None:
-    """Everything between an open run and the first step. All ranks. began: the monotonic time at which the user called."""
+    """Do everything between the opening of a run and its first step. All ranks. began: the monotonic time at which the user called
+    `fit`."""
     assert run.source is not None
     settings, engine = run.settings, run.engine
     _check_validation(run)
@@ -88,12 +89,13 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
         start_trackers(run, settled, path)
     if run.calls.on_fit_start is not None:
         run.calls.on_fit_start(run.trainer, run.module)
-        optimizer_groups(run.module, run.optim.optimizers, engine.strategy)  # an error where it replaced a parameter
+        # raises an error if a hook replaced a parameter
+        optimizer_groups(run.module, run.optim.optimizers, engine.strategy)
     run.optim.modes = eval_modes(run.module)
     if path is not None:
         resuming.resume(run, path)
     train_mode(run)
-    compare(run)  # what `on_fit_start` or `on_load` changed on one rank only
+    compare(run)  # `on_fit_start` or `on_load` may have changed weights on one rank only
     leave_out_frozen_weights(run)
     remember(run)
     run.journal.start()
@@ -101,7 +103,7 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
 
 
 def _beginning(run: Run) -> dict[str, Any]:
-    """From where the fit continues, and what makes the order of its data: `fabricate rows` computes from it."""
+    """Where the fit continues, and what determines the order of its data; `fabricate rows` reads this."""
     assert run.source is not None
     progress, engine = run.progress, run.engine
     ranks = {"ranks": engine.data_world_size, "ranks_per_row": engine.ranks_per_row}
@@ -115,14 +117,15 @@ def _beginning(run: Run) -> dict[str, Any]:
 
 
 def _print(plan: Plan, run: Run, others: int) -> None:
-    """What `print_plan` says, on rank 0. others: further lines that are printed before the first step."""
+    """Print the plan or its summary on rank 0, as `print_plan` says. others: the number of other lines that are printed before the first
+    step."""
     wanted = run.settings.print_plan
     if run.engine.rank == 0 and wanted != "none":
         print(plan if wanted == "full" else plan.summary(SUMMARY_LINES - others), flush=True)
 
 
 def _check_validation(run: Run) -> None:
-    """Refuse or note a validation that never comes, and what would wait for it."""
+    """Refuse or note a validation that never takes place, and refuse settings that depend on it."""
     settings = run.settings
     assert run.source is not None
     for name in ("save_every", "validate_every", "log_every"):
@@ -134,7 +137,7 @@ def _check_validation(run: Run) -> None:
     every, keep = settings.validate_every, settings.keep
     if run.validation and every is not None and not run.validates and run.total_steps:
         never = f"validate_every={str(every)!r} is longer than this fit of {run.total_steps} updates, so val is never evaluated"
-        if every != Every(epochs=1):  # the default, which a short trial leaves as it is
+        if every != Every(epochs=1):  # the default is no error, because short trials leave it unchanged
             raise ConfigurationError(f"{never}: give a shorter interval, or leave out val=")
         run.notes.append(f"{never}; set validate_every, or train for a whole epoch")
     if run.run_dir is not None and "best" in keep and keep["metric"].startswith("val") and not run.validates:
@@ -145,7 +148,7 @@ def _check_validation(run: Run) -> None:
 
 
 def _configure_optimizers(run: Run) -> None:
-    """Fill `run.optim` with what the module's `configure_optimizers` returns, checked. All ranks."""
+    """Check what the module's `configure_optimizers` returns, and fill `run.optim` with it. All ranks."""
     module, engine, optim = run.module, run.engine, run.optim
     where = f"{type(module).__name__}.configure_optimizers"
     own_optimizers = configured_optimizers(where, module)
@@ -164,7 +167,7 @@ def _configure_optimizers(run: Run) -> None:
     optim.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _check_schedules(run, where)
     for parameter in module.parameters():
-        parameter.grad = None  # of a window that failed, say: the first update would take it in
+        parameter.grad = None  # a gradient may be left from a window that failed
     take_groups(run)
     if optim.turns:
         run.notes.append(f"each step is an update of {', then one of '.join(optim.turns)}, on the same rows")
@@ -175,11 +178,12 @@ def _configure_optimizers(run: Run) -> None:
 
 
 def _check_schedules(run: Run, where: str) -> None:
-    """Note schedules that were made for another number of updates; refuse one that waits for a validation that never comes."""
+    """Note schedules that were made for another number of updates; refuse a schedule by a metric in a fit without validation."""
     settings, optim = run.settings, run.optim
     assert run.source is not None
     if not settings.fast_dev_run:
-        of_each = run.total_steps if len(optim.named) == 1 or optim.turns else None  # the share of each is not known
+        # how many updates each optimizer makes is not known
+        of_each = run.total_steps if len(optim.named) == 1 or optim.turns else None
         run.notes.extend(notes_of_length(optim.schedules, of_each, settings.max_epochs))
         run.notes.extend(notes_of_pace(optim.schedules, run.total_steps, run.source.updates_per_epoch))
     for schedule in optim.schedules.values():
@@ -191,7 +195,7 @@ def _check_schedules(run: Run, where: str) -> None:
 
 
 def take_groups(run: Run) -> int:
-    """Look at what each optimizer trains now, and return the number of all groups. A hook may have added some."""
+    """Take in parameter groups that a hook may have added; return the number of all groups."""
     optim, strategy = run.optim, run.engine.strategy
     if optim.updates and not strategy.exposes_gradients:
         raise ConfigurationError(
@@ -204,11 +208,12 @@ def take_groups(run: Run) -> int:
 
 
 def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
-    """What is going to run; afterwards the strategy has taken over the optimizers. All ranks."""
+    """Make the plan of the fit. Afterwards the strategy has prepared the optimizers. All ranks."""
     assert run.source is not None
     module, engine, optim = run.module, run.engine, run.optim
     needed = need(module, optim.optimizers, lambda tensor: engine.strategy.local_part(tensor).shape)
-    needed = dataclasses.replace(needed, module=outline(module))  # an engine may hide shapes from now on
+    # after `prepare_optimizers`, an engine may hide the shapes
+    needed = dataclasses.replace(needed, module=outline(module))
     if run.run_dir is not None and (problems := list(unsaved_state(needed, engine.strategy))):
         raise ConfigurationError("; ".join(problems))
     if run.run_dir is not None and run.settings.save == "async":
@@ -220,8 +225,8 @@ def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
 
 
 def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:
-    """Why the state that optimizers will have cannot be in a checkpoint, each with its remedy. Known before the first step, where the
-    optimizer can be tried."""
+    """The reasons why the state of the optimizers cannot be saved, each with its remedy. `needed` has this state before the first step, if
+    a trial step of the optimizer was possible."""
     in_parts = strategy.shards_parameters or type(strategy).optimizer_state is not Strategy.optimizer_state
     for label, state in needed.states.items():
         kinds = {type(value) for of_parameter in state.values() for value in of_parameter.values()}
@@ -239,7 +244,7 @@ def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:
 
 
 def check_room_for_copies(needed: Need, engine: Engine) -> None:
-    """`ConfigurationError` unless the host has room for what a save in the background copies: this rank's share of the state."""
+    """Raise `ConfigurationError` unless the host has room for the copies that a background save makes: this rank's share of the state."""
     state = needed.whole["parameters"] + needed.whole["optimizer state"]
     copies = math.ceil(state / engine.world_size)
     per_rank = needed.per_rank(engine.strategy, engine.world_size)
@@ -261,8 +266,8 @@ def _write_plan(run_dir: Path, plan: Plan) -> None:
 
 
 def _check_shared(run: Run) -> None:
-    """Refuse a run directory that is not the one in which rank 0 has just written: every rank writes its part of a checkpoint there. This
-    rank alone; the others notice that it fails."""
+    """Raise an error if this rank's run directory is not the one in which rank 0 has just written: every rank writes its part of a
+    checkpoint there. No communication; the other ranks notice the failure."""
     if run.run_dir is None:
         return
     deadline = time.monotonic() + _SHOWN_SECONDS

@@ -1,3 +1,3 @@
-"""Evaluating: the `evaluation` itself, the metrics that come out of it (`evaluated`), and the batches of it that are tried before training
-(`sanity`). `calibration`: forwards over the training data when it is complete.
+"""Evaluations: the `evaluation` itself, its metrics (`evaluated`), and the check of a few validation batches before training (`sanity`).
+`calibration`: forward passes over the training data at the end of a fit.
 """

@@ -1,6 +1,6 @@
-"""Forwards over the training data that train nothing, for layers that count what passes through them.
+"""Forward passes over the training data without training, for layers that collect statistics of their inputs.
 
-Must not know: when it is called, and what the layers make of it.
+Must not know: when it is called, and what the layers collect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def calibrate(run: Run, batches: int | None) -> None:
 
 
 def _checked(run: Run, batches: int | None) -> Source:
-    """The training data, which can be read again as far as that is known."""
+    """The training data. Raises an error if it is known that the data cannot be read again, or if calibration is not possible."""
     source = run.source
     if source is None:
         raise FabricateError("trainer.calibrate() needs training data, which only fit has")
@@ -66,7 +66,7 @@ def _read(run: Run, source: Source, batches: int | None) -> None:
         try:
             for micro_step, (batch, rows) in enumerate(_micro_batches(run, source, batches)):
                 run.now.batch = batch = engine.to_device(batch)
-                # A stand-in runs for the collectives' sake and counts for nothing.
+                # A stand-in runs only because collectives need every rank; it must not change statistics.
                 with _unchanged_buffers(module) if rows == 0 else contextlib.nullcontext():
                     engine.evaluate("train", batch, micro_step)
                 module._logged.clear()
@@ -79,7 +79,7 @@ def _read(run: Run, source: Source, batches: int | None) -> None:
 
 
 def _micro_batches(run: Run, source: Source, batches: int | None) -> Iterator[Any]:
-    """Those of the epoch that would come next."""
+    """The micro-batches of the epoch that would come next: the first `batches`, or all."""
     with contextlib.closing(source.windows(run.progress.epoch)) as windows:
         yield from itertools.islice(itertools.chain.from_iterable(window.micro_batches for window in windows), batches)
 

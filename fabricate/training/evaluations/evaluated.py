@@ -1,6 +1,6 @@
-"""The metrics of one evaluation: of its data sets, and what hooks add at its end. The same floats on every rank.
+"""The metrics of one evaluation: those of its data sets, and those that hooks add at its end. The same floats on every rank.
 
-Owns how metrics are named. Must not know: how steps are run (`evaluation`).
+Owns the names of metrics. Must not know: how steps are run (`evaluation`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fabricate.training.state.run_state import Run
 
 
 def prefix_of(stage: str) -> str:
-    """What the names of a stage's metrics begin with."""
+    """The prefix of the names of a stage's metrics."""
     return "val_" if stage == "validate" else f"{stage}_"
 
 
@@ -26,12 +26,12 @@ class Evaluated:
         self._run = run
         self._prefix = prefix_of(stage)
         self.metrics: dict[str, float] = {}
-        """By name; what hooks receive, who may write into it: see `check`."""
+        """The metrics by name. Hooks receive this mapping and may write into it; `check` then compares the ranks."""
         self._own: dict[str, float] = {}
         self._hooks = new_metrics(run)
 
     def add(self, metrics: Mapping[str, float], data_set: str = "") -> None:
-        """Add `metrics`, named as steps name them. All ranks alike."""
+        """Add `metrics` under the names that steps use. All ranks, with the same values."""
         for name, value in metrics.items():
             full = self._named(name, data_set)
             if full in self._own:
@@ -43,7 +43,7 @@ class Evaluated:
             self.metrics[full] = self._own[full] = value
 
     def _named(self, name: str, data_set: str) -> str:
-        """As "val_loss", with the data set's name if it has one; "val/loss" stays as it is."""
+        """The full name of a metric, such as "val_loss", with the data set's name if it has one; "val/loss" keeps its slash."""
         for separator in ("_", "/"):
             prefix = self._prefix[:-1] + separator
             if name.startswith(prefix):
@@ -54,17 +54,17 @@ class Evaluated:
         return f"{prefix}{data_set}{separator}{rest}" if data_set else f"{prefix}{rest}"
 
     def take(self) -> None:
-        """Take what a hook logged; `join` adds it. This rank."""
+        """Collect what a hook logged, until `join` adds it. This rank only."""
         self._hooks.take(self._run.module._logged, 1)
 
     def join(self) -> None:
-        """Add what hooks logged since the last time. All ranks."""
+        """Add what hooks logged since the last call. All ranks."""
         self.take()
         share_objects(self._run, self._hooks)
         self.add(self._hooks.finish())
 
     def check(self) -> None:
-        """What `on_eval_end` wrote into `metrics` has to be the same on every rank. All ranks."""
+        """Raise `ConfigurationError` unless `on_eval_end` wrote the same values into `metrics` on every rank. All ranks."""
         written = {}
         for name, value in self.metrics.items():
             if name not in self._own or self._own[name] is not value:
@@ -79,13 +79,13 @@ class Evaluated:
 
 
 def new_metrics(run: Run) -> Metrics:
-    """Nothing measured yet."""
+    """An empty `Metrics`."""
     return Metrics(run.engine, run.engine.device, run.engine.ranks_per_row)
 
 
 def share_objects(run: Run, metrics: Metrics) -> None:
-    """Let every rank compute the torchmetrics objects that any rank logged: computing them is a collective, and a rank without
-    rows logged nothing. All ranks."""
+    """Register, on every rank, the torchmetrics objects that any rank logged. Computing such an object is a collective, and a rank without
+    rows has logged none. All ranks."""
     if run.engine.world_size == 1:
         return
     mine = {name: path_inside(run.module, metric) for name, metric in metrics.objects.items()}

@@ -1,4 +1,4 @@
-"""Evaluation: metrics over exactly the data, predictions in its order; afterwards training is as if nothing had run.
+"""Evaluation: metrics over each row exactly once, and predictions in the order of the data. Training continues as if no evaluation had run.
 
 Must not know: when it is due (`boundary`).
 """
@@ -34,7 +34,7 @@ NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_
 
 
 def validate(run: Run, epoch: int) -> dict[str, float]:
-    """Evaluate on the validation sets of the fit, log the result, and step what waits for a metric. All ranks."""
+    """Evaluate on the validation sets of the fit, log the result, and step the schedules that depend on a metric. All ranks."""
     metrics = evaluate(run, run.validation, "validate")
     run.journal.validated, run.journal.validated_at = frozenset(metrics), run.progress.step
     check_keep(run, metrics)
@@ -45,7 +45,7 @@ def validate(run: Run, epoch: int) -> dict[str, float]:
 
 
 def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
-    """The metric by which checkpoints are kept has to be one of those that a validation gives, if its name says so."""
+    """Raise `ConfigurationError` if the metric of `keep` is named like a validation metric, but validation does not give it."""
     keep = run.settings.keep
     if run.run_dir is None or "best" not in keep or keep["metric"] in metrics:
         return
@@ -63,8 +63,8 @@ def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def _evaluating(run: Run, stage: str) -> Iterator[None]:
-    """Eval mode and no grad; afterwards every submodule's mode, the random generators and the torchmetrics objects that training logs are
-    as before."""
+    """Run the body in eval mode without gradients. Afterwards the modes of all submodules, the random generators and the torchmetrics
+    objects that training logs are as before."""
     modes = [(m, m.training) for m in run.module.modules()]
     generators = rng_state()
     restore_buffers = run.engine.share_buffers(run.module)
@@ -77,12 +77,13 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
     try:
         with meant_weights(run), torch.no_grad():
             yield
-        run.now.stage, run.now.batch = "train", before  # else an error note describes where it happened
+        # after an exception they stay, because the error note describes them
+        run.now.stage, run.now.batch = "train", before
     except BaseException as exc:
         if isinstance(exc, torch.AcceleratorError):
-            device_works = False  # whatever uses it from here on raises the same, in place of the first report
+            device_works = False  # each further use of the device would raise the same error and hide the first
         else:
-            counted()  # what the next evaluation counts is not added to what this one has
+            counted()  # so that the next evaluation does not add to the counts of this one
         raise
     finally:
         for module, mode in modes:
@@ -95,9 +96,9 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
 
 
 def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | None = None) -> dict[str, float]:
-    """Metrics over exactly the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All
-    ranks. The module's modes and the random generators are as before afterwards. `most`: only so many batches of each, as a trial of
-    which plugins get no event."""
+    """Metrics over the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All ranks. Afterwards the
+    module's modes and the random generators are as before. `most`: the number of batches of each source in a trial run, of which plugins
+    get no events; None: all."""
     trainer, module, engine = run.trainer, run.module, run.engine
     calls = run.calls if most is None else run.calls.of_module()
     evaluated = Evaluated(run, stage)
@@ -122,7 +123,7 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
 
 
 def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> dict[str, float]:
-    """Metrics over one data set, named as the steps name them."""
+    """Metrics over one data set, under the names that steps use."""
     module, prefix = run.module, prefix_of(stage)
     metrics = new_metrics(run)
     rows = Rows(run) if overrides(module, "compute_metrics") else None
@@ -131,7 +132,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
         restore = snapshot_torchmetrics(module) if item.rows == 0 else None
         with watch or contextlib.nullcontext():
             output = _step(run, batch, stage)
-        if restore is not None:  # a stand-in ran for the collectives' sake and counts for nothing
+        if restore is not None:  # a stand-in ran only because collectives need every rank: discard its results
             restore()
             module._logged.clear()
             continue
@@ -152,7 +153,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
 
 
 def _joined(metrics: dict[str, float], more: dict[str, float], prefix: str) -> dict[str, float]:
-    """`metrics` of the steps, and those of `compute_metrics`."""
+    """The `metrics` of the steps together with `more`, those of `compute_metrics`."""
     names = {name.removeprefix(prefix) for name in metrics}
     if twice := [name for name in more if name.removeprefix(prefix) in names]:
         raise ConfigurationError(
@@ -162,7 +163,7 @@ def _joined(metrics: dict[str, float], more: dict[str, float], prefix: str) -> d
 
 
 def _keep_outputs(rows: Rows | None, output: Any, item: EvalBatch, step: str) -> None:
-    """Keep what a step returned under "outputs" for `compute_metrics`."""
+    """Keep the "outputs" that a step returned, for `compute_metrics`."""
     if not isinstance(output, Mapping) or "outputs" not in output:
         return
     if rows is None:
@@ -173,7 +174,7 @@ def _keep_outputs(rows: Rows | None, output: Any, item: EvalBatch, step: str) ->
 
 
 def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
-    """What `compute_metrics` makes of a data set, on rank 0 for all. All ranks."""
+    """The metrics that `compute_metrics` computes on rank 0, on every rank. All ranks."""
     outputs = rows.gather()
     computed: dict[str, float] = {}
     if outputs:
@@ -195,7 +196,7 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
 
 
 def check_first(run: Run, source: Source) -> None:
-    """Raise `ConfigurationError`, on every rank, where ranks read other rows, or in another order. After reading; all ranks."""
+    """Raise `ConfigurationError` on every rank if ranks read different rows, or another order. Call it after reading; all ranks."""
     if run.engine.world_size == 1 or not source.first:
         return
     if error := source.unlike(run.engine.gather_json(source.first)):
@@ -203,9 +204,9 @@ def check_first(run: Run, source: Source) -> None:
 
 
 def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tuple[EvalBatch, Any]]:
-    """The batches of this rank, or the first `most` of them, each also on the device."""
+    """The batches of this rank (the first `most`), each together with its copy on the device."""
     moment = run.engine.moment
-    moment.uneven = True  # ranks have unequal numbers of them
+    moment.uneven = True  # ranks have unequal numbers of batches
     try:
         with contextlib.closing(source.batches(stand_ins=run.engine.strategy.lockstep)) as batches:
             for batch_idx, item in enumerate(waiting(run.requests, itertools.islice(batches, most))):
@@ -213,7 +214,7 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
                 run.reached(run.progress.step, run.progress.micro_step, batch_idx)
                 run.now.batch = batch = run.engine.to_device(item.batch)
                 yield item, batch
-                run.now.batch = None  # while the next one is read, and in what follows
+                run.now.batch = None  # no batch while the next one is read, and afterwards
         run.now.batch_indices = ()
     finally:
         moment.uneven = False
@@ -221,8 +222,8 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
 
 
 def _step(run: Run, batch: Any, stage: str) -> Any:
-    """What the module's step returns for one batch on the device."""
-    if run.calls.eval_step is None:  # nothing wraps it
+    """The output of the module's step for one batch on the device."""
+    if run.calls.eval_step is None:  # no plugin wraps the step
         return run.engine.evaluate(stage, batch, run.now.batch_idx)
     return run.calls.eval_step(run.trainer, run.module, batch, stage)
 
@@ -232,7 +233,7 @@ def _rows_in(item: EvalBatch) -> int:
 
 
 def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> Any:
-    """Log what a step returned next to what it logged itself. Returns the weight that it gave, or None."""
+    """Log the metrics that a step returned, in addition to those it logged itself. Returns the weight that the step returned, or None."""
     if output is None:
         return None
     step = f"{type(module).__name__}.{STEPS[stage]}"
@@ -250,7 +251,8 @@ def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> An
 
 
 def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
-    """Note metrics that weigh rows and are likely means over something else. `computed`: by what the step seems to have made them."""
+    """Note metrics that are weighted by rows but are probably means over something else. `computed`: the operation from which the step
+    seems to get them."""
     shape = several_labels(batch)
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
     if computed:
@@ -263,8 +265,8 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
 
 
 def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, list[Any] | None] | None:
-    """One prediction per sample, in the order of the data, on rank 0; None elsewhere. Of named sets a mapping. Without those that a
-    listener of `eval_step` keeps: it returns (). All ranks."""
+    """One prediction per sample in the order of the data on rank 0, None on other ranks; for named data sets a mapping of these. Batches
+    for which `eval_step` returns () are left out: a listener keeps their predictions. All ranks."""
     trainer, module, engine, calls = run.trainer, run.module, run.engine, run.calls
     predicted = {name: Rows(run) for name in sources}
     with _evaluating(run, "predict"), refusing_logs(module, NOT_PREDICTED):
@@ -275,7 +277,7 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
             for item, batch in _batches(run, source):
                 output = _step(run, batch, "predict")
                 kept_elsewhere = isinstance(output, tuple) and not output
-                if item.rows != 0 and not kept_elsewhere:  # else a stand-in
+                if item.rows != 0 and not kept_elsewhere:  # rows is 0 for a stand-in
                     predicted[name].add(output, item, "predict_step returned")
             check_first(run, source)
         run.now.data_set = ""
@@ -287,7 +289,7 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
 
 
 class Rows:
-    """What steps returned for each row of a data set."""
+    """The outputs of steps, one per row of a data set."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -295,7 +297,7 @@ class Rows:
         self._outputs: list[Any] = []
 
     def add(self, output: Any, item: EvalBatch, what: str) -> None:
-        """Keep the `output` of one batch, on the CPU. `what`: of which step, for an error."""
+        """Keep the `output` of one batch on the CPU. `what`: the step, for error messages."""
         if (came := _rows_in(item)) != len(item.indices):
             raise ConfigurationError(
                 f"{what} a result for a batch of {came} rows, but {len(item.indices)} rows were read for this batch. The "
@@ -306,15 +308,15 @@ class Rows:
         self._indices += [int(i) for i in item.indices]
 
     def gather(self) -> list[Any] | None:
-        """One per sample, in the order of the data, on rank 0; None elsewhere. All ranks."""
+        """One output per sample in the order of the data on rank 0, None on other ranks. All ranks."""
         engine = self._run.engine
-        if engine.rank % engine.ranks_per_row:  # the first of those that read the same rows has them too
+        if engine.rank % engine.ranks_per_row:  # another rank reads the same rows and sends them
             return _gather_rows(self._run, [], [])
         return _gather_rows(self._run, self._indices, self._outputs)
 
 
 def _rows(output: Any, rows: int, what: str) -> list[Any]:
-    """Split what a step returned for a batch into one per row."""
+    """Split the output of a step for a batch into one output per row."""
     if isinstance(output, torch.Tensor | np.ndarray | list):
         shape = (len(output),) if isinstance(output, list) else tuple(output.shape)
         if shape[:1] != (rows,):
@@ -324,7 +326,7 @@ def _rows(output: Any, rows: int, what: str) -> list[Any]:
             )
         host = (
             _on_host(output.detach()) if isinstance(output, torch.Tensor) else output
-        )  # one copy, whose rows are there already
+        )  # one copy of the whole batch; its rows are then on the host
         return [_on_host(row) for row in host]
     if isinstance(output, Mapping):
         columns = {k: _rows(v, rows, what) for k, v in output.items()}
@@ -371,7 +373,7 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
         for dtype_name, shape in shapes:
             dtype = getattr(torch, dtype_name.removeprefix("torch."))
             size = math.prod(shape) * dtype.itemsize
-            own = bytearray(part[offset : offset + size])  # aligned
+            own = bytearray(part[offset : offset + size])  # a copy, because its memory is aligned
             views.append((torch.frombuffer(own, dtype=dtype) if size else torch.empty(0, dtype=dtype)).reshape(shape))
             offset += size
         rows: Any = decode(tree, lambda ref, views=views: views[int(ref)])  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""A few batches of validation before the first step, so that what is wrong with it shows now and not after an epoch.
+"""A few batches of validation before the first step, so that an error in it shows now and not after an epoch.
 
-Nothing counts: plugins do not get its start and end (wrappers of `eval_step` run, which a step may need), and everything that the module,
-those wrappers or the run remember is put back. Must not know: the loop.
+It leaves no trace: plugins get no `on_eval_start` and `on_eval_end` (wrappers of `eval_step` run, because a step may need them), and the
+state of the module, of those wrappers and of the run is restored. Must not know: the loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_validation(run: Run) -> None:
             f"in the check of validation before training ({settings.sanity_batches} batches); sanity_batches=0 leaves it out"
         )
         raise
-    if len(sets) == len(run.validation):  # an iterator that can be read once is left for the validation itself
+    if len(sets) == len(run.validation):  # a one-shot iterator is left for the validation itself
         run.journal.validated = frozenset(metrics)
         check_keep(run, metrics)
         for schedule in run.optim.schedules.values():
@@ -41,7 +41,7 @@ def check_validation(run: Run) -> None:
 
 @contextlib.contextmanager
 def put_back(run: Run) -> Iterator[None]:
-    """Afterwards the run and the module remember nothing of what happened inside."""
+    """Restore, after the body, everything that the run and the module changed in it."""
     latest, before = dict(run.journal.latest), dataclasses.replace(run.requests, paths=list(run.requests.paths))
     restore_metrics = snapshot_torchmetrics(run.module)
     wrappers = [listener.plugin for listener in run.calls.manager.listeners("eval_step")]

@@ -1,3 +1,3 @@
-"""What ends a fit from outside, or asks for a save: `requests` made by hooks, signals and clocks, `preemption`, which hears signals and
-watches the clock, `overdue` for data that does not come after a signal.
+"""Requests to end a fit or to save: `requests` holds those of hooks, signals and clocks, `preemption` handles signals and watches the
+clock, `overdue` ends a wait for data after a signal.
 """

@@ -1,7 +1,7 @@
-"""The end of a wait for data that does not end, after a signal, where several ranks wait for each other.
+"""Ends, after a signal, a wait for data that takes too long, in a fit on several ranks.
 
-A single rank ends such a wait at once (`preemption`). Of several, the others may be in the middle of an update, which
-nothing but an error ends. Must not know: the loop, checkpoints.
+A single rank ends such a wait at once (`preemption`). With several ranks, the others may be in the middle of an update, which only an error
+can end. Must not know: the loop, checkpoints.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ PATIENCE_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 _wakeup = [-1]
-"""The file descriptor to which Python writes the numbers of signals, while it is one of this module."""
+"""The file descriptor of this module to which Python writes the numbers of signals; -1 while there is none."""
 
 T = TypeVar("T")
 
 
 def waiting(requests: Requests, items: Iterator[T], most: float = 0) -> Iterator[T]:
-    """`items`; during the wait for each, `requests` says so. The first `most` waits end at once with a signal."""
+    """`items`; during each wait for the next one, `requests.waits_since` is set. In the first `most` waits, a signal ends the wait at
+    once."""
     for number in itertools.count():
         requests.waiting, requests.waits_since = number < most, time.monotonic()
         try:
@@ -46,7 +47,7 @@ def waiting(requests: Requests, items: Iterator[T], most: float = 0) -> Iterator
 
 
 def data_overdue(requests: Requests) -> RankError:
-    """The error of the rank whose data did not come."""
+    """The error for a rank whose data did not arrive."""
     return RankError(
         f"{requests.signal or 'a signal on another rank'} asked the fit to end, but this rank still waits for data after "
         f"{PATIENCE_SECONDS:g} seconds. Other ranks may be within an update, so nothing is saved now; the newest checkpoint is "
@@ -57,8 +58,8 @@ def data_overdue(requests: Requests) -> RankError:
 
 @contextlib.contextmanager
 def overdue_waits_end(requests: Requests, group: Group, name: str) -> Iterator[None]:
-    """While inside, a wait for data that goes on for `PATIENCE_SECONDS` after a signal on any rank ends with `SignalWhileWaiting`. For a
-    fit on several ranks, within `signals_heard`; every rank calls it. name: new for each fit.
+    """While the body runs, a wait for data that still lasts `PATIENCE_SECONDS` after a signal on any rank ends with `SignalWhileWaiting`.
+    For a fit on several ranks, inside `signals_heard`; every rank calls it. name: a new one for each fit.
     """
     if not requests.handled:
         yield
@@ -66,7 +67,7 @@ def overdue_waits_end(requests: Requests, group: Group, name: str) -> Iterator[N
     own, theirs = socket.socketpair()
     theirs.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    if before != -1:  # an event loop's, of a notebook for instance: it stays
+    if before != -1:  # the descriptor of an event loop, for example of a notebook: keep it
         signal.set_wakeup_fd(before)
     else:
         _leave_to_parent()
@@ -80,13 +81,14 @@ def overdue_waits_end(requests: Requests, group: Group, name: str) -> Iterator[N
             signal.set_wakeup_fd(-1)
             _wakeup[0] = -1
         theirs.send(b"\0")
-        watch.join(5)  # longer only where the store does not answer
+        watch.join(5)  # the thread ends within this time unless the store does not respond
         theirs.close()
 
 
 @functools.cache
 def _leave_to_parent() -> None:
-    """A forked child would write the numbers of its own signals to the same place. Cannot be undone, hence once."""
+    """Make forked children forget the descriptor, or they would write the numbers of their signals to it. Cannot be undone, so it is done
+    once."""
 
     def forget() -> None:
         if _wakeup[0] != -1:
@@ -96,8 +98,8 @@ def _leave_to_parent() -> None:
 
 
 def _watch(requests: Requests, group: Group, name: str, wakeups: socket.socket) -> None:
-    """Tell the other ranks of a signal, and end this rank's wait when it is overdue. Python runs handlers in the main thread, which may
-    be inside a collective; the number of a signal arrives here at once."""
+    """Report a signal to the other ranks, and end this rank's wait when it takes too long. A thread does this, because Python runs signal
+    handlers in the main thread, which may be inside a collective; the number of a signal arrives here at once."""
     asked_at = 0.0
     with wakeups:
         while True:

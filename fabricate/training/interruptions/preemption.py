@@ -1,7 +1,7 @@
-"""What asks a running fit to save its state and end: a signal, a time budget, a touched file.
+"""Requests from outside to save and end a fit: a signal, the time limit, the stop file.
 
-Owns the signal handlers while a fit runs and the clock of its budget. All of it only sets a flag on this rank; the loop
-acts at the next update boundary, where all ranks agree. It must not know ranks, checkpoints or the loop.
+Owns the signal handlers while a fit runs, and the clock of its time limit. Each only sets a flag on this rank; the loop acts at the next
+boundary, where all ranks agree. Must not know: ranks, checkpoints, the loop.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fabricate.training.interruptions.requests import Requests, SignalWhileWaiti
 from fabricate.values import Every
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_LOOK_SECONDS: Final = 1.0  # a look costs a stat on what may be a network file system
-_told: list[str] = []  # by the signals that ask the process to end, since it began
+_LOOK_SECONDS: Final = 1.0  # a look is one stat, perhaps on a network file system
+_told: list[str] = []  # the names of the signals that requested the end of this process
 
 
 def told_to_end() -> str:
-    """The name of the first SIGTERM or SIGUSR1 that a fit of this process heard; empty before."""
+    """The name of the first SIGTERM or SIGUSR1 that arrived during a fit of this process; "" if none did."""
     return _told[0] if _told else ""
 
 
 class Watch:
-    """Looks at the clock and for the stop file, for the rank that does it for all; others leave both out.
+    """Looks at the clock and for the stop file. Only rank 0 has one; the other ranks learn the result at the boundary.
 
     began: the monotonic time from which `max_time` counts. run_dir: where the stop file may appear.
     """
@@ -40,7 +40,7 @@ class Watch:
         self._stop_file = run_dir / "stop" if run_dir is not None else None
         self._deadline = began + (math.inf if max_time is None else max_time.seconds)
         self.look_at = self._deadline if self._stop_file is None else began
-        """The monotonic time from which on `look` has something to do: one comparison per update until then."""
+        """The monotonic time before which `look` need not be called, so that an update costs one comparison."""
 
     def look(self, now: float) -> None:
         """Set the flag if the time is up or the file is there."""
@@ -53,19 +53,18 @@ class Watch:
             self._deadline = self.look_at = math.inf
 
     def heard(self, what: str) -> None:
-        """The state is safe: the file that asked for it goes, so that the next fit does not stop at once."""
+        """Remove the stop file once the state is saved, so that the next fit does not stop at once."""
         if what == "stop file" and self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)
 
 
 @contextmanager
 def signals_heard(requests: Requests) -> Iterator[list[str]]:
-    """While inside, SIGTERM, SIGUSR1 and the first SIGINT set `requests.signal` and do nothing else, except to end a wait for data
-    (`Requests.waiting`). Later ones of the first two change nothing, a second SIGINT interrupts at once. Afterwards the handlers are as
-    before.
+    """While the body runs, SIGTERM, SIGUSR1 and the first SIGINT set `requests.signal`, and end a wait for data (`Requests.waiting`), but
+    do nothing else. A further SIGTERM or SIGUSR1 has no effect; a second SIGINT interrupts at once. Afterwards the handlers are as before.
 
-    Yields notes for the plan. A signal that the script handles itself stays its own, and outside the main thread, where
-    Python receives no signals, nothing is changed.
+    Yields notes for the plan. A signal that the script handles keeps the script's handler. Outside the main thread nothing is changed,
+    because only the main thread can set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield [
@@ -76,15 +75,16 @@ def signals_heard(requests: Requests) -> Iterator[list[str]]:
     process = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # a forked child: not ours to hold back
-            if number != signal.SIGINT:  # a terminal's Ctrl-C reaches it too; the parent ends it
+        if os.getpid() != process:  # a forked child: the signal has its default effect
+            if number != signal.SIGINT:  # Ctrl-C in a terminal reaches the child too, but the parent ends it
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         if requests.overdue:  # sent by this process, see `fabricate.training.interruptions.overdue`
             requests.overdue = False
             if requests.waits_since:
-                requests.waits_since = 0.0  # a second one would cut off the end of the workers, which may take seconds
+                # so that a second signal does not interrupt the shutdown of the workers, which may take seconds
+                requests.waits_since = 0.0
                 raise SignalWhileWaiting
             return
         name = signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""What hooks, signals and clocks ask of a running fit. Data of one rank; `fabricate.training.boundary` acts on it.
+"""The requests of hooks, signals and clocks to a running fit, on one rank; `fabricate.training.boundary` acts on them.
 
 Must not know: ranks, checkpoints, the loop.
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 
 class SignalWhileWaiting(BaseException):
-    """A signal ends a wait for data: of a single rank between two updates, at once; of one among several, when it has lasted."""
+    """Raised by a signal to end a wait for data: at once between two updates of a single rank; on several ranks when the wait takes too
+    long."""
 
 
 @dataclass(slots=True)
@@ -23,21 +24,21 @@ class Requests:
     paths: list[str] = field(default_factory=list)
     evaluate: bool = False
     waiting: bool = False
-    """Whether the main thread waits for worker processes between two updates. A signal then need not wait for them too."""
+    """Whether the main thread waits for data workers between two updates, so that a signal may end the wait."""
     waits_since: float = 0.0
-    """The monotonic time since which the main thread waits for data; 0 while it does not."""
+    """The monotonic time at which the main thread began to wait for data; 0 while it does not wait."""
     handled: int = 0
-    """The number of a signal that the fit handles; 0 where it handles none."""
+    """The number of a signal that the fit handles; 0 if it handles none."""
     overdue: bool = False
-    """Whether that wait has lasted too long after a signal: the next signal only ends it."""
+    """Whether the wait for data has taken too long after a signal: the next signal only ends the wait."""
     signal: str = ""
-    """What requested a save and the end: a signal's name, "max_time" or "stop file"."""
+    """The source of a request to save and end: the name of a signal, "max_time" or "stop file"."""
 
     def ask(
         self, *, stop: str = "", save: bool = False, path: str = "", evaluate: bool = False, signal: str = ""
     ) -> None:
         """Request something for the next update boundary. Of several signals the first counts."""
-        # Only what is requested is written: a signal handler or a thread may be requesting something else at this moment.
+        # Only the requested fields are set: a signal handler or a thread may be setting others at this moment.
         if stop:
             self.stop = stop
         if save:
@@ -48,4 +49,5 @@ class Requests:
             self.evaluate = True
         if signal and not self.signal:
             self.signal = signal
-        self.pending = True  # last: a boundary that looks meanwhile sees all of it or looks again
+        # set last, so that a boundary that looks meanwhile sees the whole request now or at its next look
+        self.pending = True

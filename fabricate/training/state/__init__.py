@@ -1,1 +1,1 @@
-"""What a run is while it runs: `run_state` with the objects that own what changes, and the `journal`, which writes metrics and events."""
+"""The state of a run: `run_state` with the objects that own what changes, and the `journal`, which writes metrics and events."""

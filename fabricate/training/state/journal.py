@@ -1,6 +1,6 @@
-"""What a run writes and shows while it is running: metrics.jsonl, events.jsonl, trackers, notes. docs/run-directory.md has the files.
+"""The output of a running run: metrics.jsonl, events.jsonl, trackers, notes. docs/run-directory.md describes the files.
 
-Owns: those files, the last known value of every metric, the rates of the last log boundary. Must not know: when something is due.
+Owns these files, the last known value of every metric, and the rates of the last log boundary. Must not know: when something is due.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ from fabricate.metrics.timing import Clock
 
 
 class Begun(NamedTuple):
-    """A line of metrics whose numbers are on their way from the device."""
+    """A line of metrics whose values are still being copied from the device."""
 
     step: int
     samples: int
     epoch: int
     names: tuple[str, ...]
-    """Of the numbers that travel beside the metrics and are part of the line."""
+    """The names of further values of the line, which are copied together with the metrics."""
     rest: bool
-    """Whether the line is left out when it has no metrics."""
+    """Whether the line is omitted if it has no metrics."""
 
 
 class Journal:
-    """Writes on rank 0, into the run directory if there is one; every rank calls it alike."""
+    """Writes on rank 0, into the run directory if there is one. Every rank makes the same calls."""
 
     def __init__(self, engine: Engine, progress: Progress, run_dir: Path | None, *, trackers: bool) -> None:
         self._engine = engine
         self._progress = progress
         self._run_dir = run_dir if engine.rank == 0 else None
         self._trackers = trackers and engine.rank == 0
-        self._metrics_file: TextIO | None = None  # opened with its first line: opening costs more than writing
+        # opened for the first line and kept open: opening costs more than writing
+        self._metrics_file: TextIO | None = None
         self._noted: set[str] = set()
         self.clock = Clock(progress)
         self.tokens = Tokens(progress, exact(engine.device))
         self.stopwatch = stopwatch(engine.device)
         self._peak: Callable[[], int] | None = None
         self.planned_bytes: int | None = None
-        """What the plan says that a rank holds on its device, activations not counted."""
+        """The bytes that a rank holds on its device according to the plan, without activations."""
         self.begun: Begun | None = None
         """A line that is not written yet."""
         self.latest: dict[str, float] = {}
         """The last known value of every metric."""
         self.validated: frozenset[str] = frozenset()
-        """The names of the metrics that validation gives; empty while they are not known."""
+        """The names of the metrics that validation gives; empty until they are known."""
         self.validated_at = -1
         """The step of the last validation."""
         self.rates: dict[str, float] = {}
-        """Of the last log boundary; see `Stopwatch.lap` and `_memory`."""
+        """The rates of the last log boundary; see `Stopwatch.lap` and `_memory`."""
         self.meters: list[Callable[[dict[str, float]], Mapping[str, float]]] = []
-        """What adds to the rates, given those that are known."""
+        """Functions that compute further rates from those that are known."""
 
     def current(self) -> dict[str, float]:
-        """The last known values without those of a validation of other weights than these."""
+        """The last known values, without those of a validation that ran with older weights."""
         if self.validated_at == self._progress.step:
             return self.latest
         measured = {name for name in self.latest if name in self.validated or name.startswith(("val_", "val/"))}
@@ -78,21 +79,21 @@ class Journal:
                 file.write(json.dumps(line) + "\n")
 
     def note(self, text: str) -> None:
-        """Report something that only running shows: on stderr and in events.jsonl, once."""
+        """Report, once, something that only a running fit can show: on stderr and in events.jsonl."""
         if text not in self._noted and self._engine.rank == 0:
             self._noted.add(text)
             print(f"note: {text}", file=sys.stderr, flush=True)
             self.event("note", text=text)
 
     def start(self) -> None:
-        """The fit begins or goes on: time from here counts, and the peak of the device's memory."""
+        """Start the clocks, and the measurement of the device's peak memory, when a fit begins or continues."""
         self._peak = peak_memory(self._engine.device)
         self.clock.start()
         self.stopwatch.start(self._progress.step, self._progress.samples)
 
     def write_metrics(self, stage: str, metrics: dict[str, float], epoch: int, at: Begun | None = None) -> None:
-        """Append to metrics.jsonl and give the trackers the same. What depends on time is apart, under "clock", because a
-        resumed run cannot repeat it. `at`: the update that the line is about, if not the last one."""
+        """Append a line to metrics.jsonl, and log the same values to the trackers. Values that depend on time are under "clock", because a
+        resumed run cannot reproduce them. `at`: the update that the line describes, if it is not the last one."""
         self.latest |= metrics
         self.clock.tick()
         step, samples = (self._progress.step, self._progress.samples) if at is None else (at.step, at.samples)
@@ -114,7 +115,7 @@ class Journal:
             self._engine.accelerator.log({**metrics, **clock}, step=step)
 
     def _memory(self) -> dict[str, float]:
-        """What the device has held at most, beside what the plan expected; where the device counts it."""
+        """The peak memory of the device and the plan's estimate; empty if the device does not count its memory."""
         if self._peak is None:
             return {}
         planned = {} if self.planned_bytes is None else {"planned_memory_bytes": self.planned_bytes}
@@ -125,9 +126,9 @@ class Journal:
         path = self._run_dir / "metrics.jsonl"
         try:
             if self._metrics_file is None:
-                self._metrics_file = path.open("a", buffering=1)  # each line is there at once
+                self._metrics_file = path.open("a", buffering=1)  # line-buffered, so that readers see each line at once
             self._metrics_file.write(json.dumps(line) + "\n")
-        except OSError as exc:  # torn off, the line would be in the way of all that follow
+        except OSError as exc:  # closed, because further lines after a partial one could not be read
             self.close()
             raise FabricateError(
                 f"cannot write {path}: {exc.strerror}. Make room or let this user write there, and start the same command again: it "
@@ -135,8 +136,8 @@ class Journal:
             ) from exc
 
     def close(self) -> None:
-        """Let go of the files; the run is over."""
+        """Close the files at the end of the run."""
         if self._metrics_file is not None:
-            with contextlib.suppress(OSError):  # lines are there already; what could not be written is an error there
+            with contextlib.suppress(OSError):  # an error in writing a line was raised when the line was written
                 self._metrics_file.close()
             self._metrics_file = None

@@ -1,8 +1,8 @@
-"""One live run: what was built for a fit or an evaluation, and the objects that hold what changes while it is running.
+"""A run: everything that was built for a fit or an evaluation, and the objects that own its changing state.
 
-`Run` itself does not change. What changes has an owner each: `Progress` (counters), `Metrics` (values not yet reduced), `Journal`
-(files, the latest values, clocks), `Requests` (what was requested), `Checkpoints` (what is saved), `Optimization` (filled before the
-first update), `Now` (the current batch).
+The fields of `Run` do not change. Each kind of changing state has one owner: `Progress` (counters), `Metrics` (values not yet reduced),
+`Journal` (files, the latest values, clocks), `Requests` (what was requested), `Checkpoints` (what is saved), `Optimization` (filled before
+the first update), `Now` (the current batch).
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ class Owner(RunningTrainer, Protocol):
 
 @dataclass(slots=True)
 class Optimization:
-    """What a fit trains, and with what. Filled while the fit is prepared; empty in an evaluation."""
+    """The optimizers of a fit, and what they train. Filled during preparation; empty in an evaluation."""
 
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     schedules: dict[str, Schedule] = field(default_factory=dict)
     named: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By what `training_step` may name, the optimizers that step then."""
+    """The names of the optimizers that step, by the name that `training_step` may return."""
     turns: tuple[str, ...] = ()
-    """The names that take turns on each window, in this order; empty where `training_step` takes no `optimizer`."""
+    """The names of the optimizers that take turns on each window, in this order; empty if `training_step` has no argument `optimizer`."""
     default: str | None = None
-    """What an update steps where `training_step` names nothing; None where it has to."""
+    """The name for an update if `training_step` returns none; None if it has to return one."""
     updates: dict[str, Stepping] = field(default_factory=dict)
-    """What an update applies, by what `training_step` names; several names are joined by commas."""
+    """The optimizers and schedules of an update, by the names that `training_step` returns, joined by commas."""
     weight_per_row: dict[str, float] = field(default_factory=dict)
-    """By the same names, the power of two near what losses weigh per row, from the first window on; see `updates.losses`."""
+    """By the same names, the power of two near the weight of one row, known from the first window on; see `updates.losses`."""
     configured: list[Configured] = field(default_factory=list)
-    """What `configure_optimizers` set, option by option."""
+    """The options that `configure_optimizers` set."""
     changing: dict[torch.nn.Parameter, bool] = field(default_factory=dict)
-    """Parameters that are to be trained, or no longer, from the next update on."""
+    """Parameters to unfreeze (True) or freeze (False) from the next update on."""
     frozen: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     """Parameters that were not trainable when the fit began."""
     trained: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    """Those that were."""
+    """Parameters that were trainable when the fit began."""
     paused: set[torch.nn.Parameter] = field(default_factory=set)
-    """Of the latter, those that `trainer.freeze` froze."""
+    """Parameters in `trained` that `trainer.freeze` has frozen."""
     modes: list[str] = field(default_factory=list)
     """The submodules that were in eval mode when the fit began."""
     mode: str = ""
-    """Of optimizers with `train()` and `eval()`: which of the two was called last."""
+    """For optimizers with `train()` and `eval()`: the one of the two that was called last."""
     held: dict[str, Any] = field(default_factory=dict)
-    """What the module and the data hold outside of their state, to see at the first save whether it changes."""
+    """Values that the module and the data hold outside their state, kept to notice at the first save whether they change."""
     equal_at: int = -1
-    """The step at which ranks that train the same weights were last seen to hold the same."""
+    """The last step at which ranks with copies of the same weights were found to hold equal values."""
     logs: int = 0
-    """Log boundaries so far, at some of which that is looked at."""
+    """The number of log boundaries so far; at some of them the ranks compare their weights."""
 
     def number_of_groups(self) -> int:
-        """Of parameters, in all optimizers."""
+        """The number of parameter groups in all optimizers."""
         number = 0
         for optimizer in self.optimizers.values():
             number += len(optimizer.param_groups)
@@ -85,67 +85,68 @@ class Optimization:
 
 @dataclass(slots=True)
 class Checkpoints:
-    """What this run has saved, is saving, and began with."""
+    """The checkpoints of this run: those saved, the one in progress, and the one it resumed from."""
 
     newest: Path | None = None
-    """The newest that is durable."""
+    """The newest checkpoint that is durable."""
     saved_step: int = -1
-    """The step that was saved last, or is being saved."""
+    """The step of the last save, or of the save in progress."""
     written: Path | None = None
-    """The checkpoint that the loop itself wrote last, or began to write: not a listener of write_checkpoint."""
+    """The last checkpoint that the loop itself wrote or began to write, and no listener of write_checkpoint."""
     background: Background | None = None
-    """What writes beside the training, with save="async"."""
+    """Writes checkpoints in the background, with save="async"."""
     last_save: bool = False
-    """Whether the save in progress is the fit's last, which is never left to the background."""
+    """Whether the save in progress is the last of the fit, which is never done in the background."""
     failed_saves: int = 0
-    """How many the file system refused since the last that worked."""
+    """The number of saves that the file system has refused since the last successful one."""
     frozen_digests: dict[str, str] = field(default_factory=dict)
     """The digests of the parameters that checkpoints leave out, by name."""
     frozen_sums: dict[str, list[int]] = field(default_factory=dict)
-    """Of this rank's part of each of them, the sum of its bits when the fit began."""
+    """For each of these parameters, the sum of the bits of this rank's part when the fit began."""
     listener_states: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Among several ranks: the digests of what each listener of `on_save` stored last, by its names."""
+    """On several ranks: the digests of the values that each listener of `on_save` stored last, by listener and name."""
     restored: bool = False
     """Whether the run continues from a checkpoint."""
 
 
 @dataclass(slots=True)
 class Now:
-    """What this rank is doing at the moment."""
+    """What this rank is doing now, for error messages and checks."""
 
     stage: str = "train"
-    """What runs: "train", "validate", "test" or "predict"."""
+    """The running stage: "train", "validate", "test" or "predict"."""
     epoch: int | None = None
-    """The pass in progress, also at its end, when `Progress.epoch` counts it already; None before the first."""
+    """The epoch in progress, also at its end, when `Progress.epoch` has already advanced; None before the first."""
     batch: Any = None
     """The current batch, to describe it when a step fails."""
     batch_idx: int = 0
-    """The number of the batch of the evaluation in progress."""
+    """The index of the current batch in the evaluation."""
     data_set: str = ""
-    """The name of the data set that it is of."""
+    """The name of the data set of that batch."""
     batch_indices: Sequence[int] = ()
-    """The places in the data set of the rows of that batch."""
+    """The indices, in the data set, of the rows of that batch."""
     evaluated: Evaluated | None = None
     """The metrics of the evaluation in progress."""
     complete: bool = False
-    """While listeners change the weights that the fit ends with."""
+    """Whether `on_complete` is running, in which listeners may change the final weights."""
     at_boundary: bool = True
-    """Between updates: a checkpoint taken now resumes exactly. False while an update and what follows it are in progress."""
+    """Whether the run is between updates, so that a checkpoint saved now can be resumed exactly. False during an update and the boundary
+    after it."""
     in_update: bool = False
-    """From the first micro-batch of an update until it is counted."""
+    """True from the first micro-batch of an update until the update is counted."""
     whole: tuple[int, Any] = (0, None)
-    """`Progress.micro_step` and the state of the data after the last whole update; an update that fails leaves others behind."""
+    """`Progress.micro_step` and the state of the data after the last complete update, because a failed update changes both."""
     owed: list[str] = field(default_factory=list)
-    """What is left to be done of the boundary in progress; a run that fails in it and saves does it when it is resumed."""
+    """The parts of the current boundary that are not done yet. If the run fails there and saves, they are done on resume."""
     failure: BaseException | None = None
-    """Why the run ends, while listeners are informed of it."""
+    """The exception that ended the run, while `on_exception` is called."""
 
 
 class Evaluated(Protocol):
     """The metrics of an evaluation that hooks may still add to."""
 
     def join(self) -> None:
-        """Add what hooks logged. All ranks."""
+        """Add the values that hooks logged. All ranks."""
 
 
 class Update(NamedTuple):
@@ -153,7 +154,7 @@ class Update(NamedTuple):
 
     applied: bool
     norm: torch.Tensor | None
-    """The global norm of the gradients before clipping; None where nothing uses it."""
+    """The global norm of the gradients before clipping, a scalar tensor; None if nothing uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,20 +171,20 @@ class Run:
     max_grad_norm: float | None
     total_steps: int | None
     validates: bool
-    """Whether the fit may come to a validation, other than one that a hook requests."""
+    """Whether the settings lead to a validation; a hook may request one in any case."""
     run_dir: Path | None
     run_id: str
     closing: contextlib.ExitStack
-    """What ends with the run, however it ends."""
+    """Callbacks that run when the run ends, also after an error."""
     progress: Progress
     metrics: Metrics
     journal: Journal
     reached: Callable[[int, int, int], None]
-    """Shows other processes the update, the micro-batch and the batch of an evaluation (else -1) at which this rank is."""
+    """Publishes the position of this rank for other processes: update, micro-batch, and batch of an evaluation (-1 outside one)."""
     optim: Optimization = field(default_factory=Optimization)
     requests: Requests
     watch: Watch | None
-    """What looks at the time budget and the stop file, on the rank that does it for all."""
+    """Looks at the time limit and for the stop file, on rank 0; None on other ranks."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     now: Now = field(default_factory=Now)
     notes: list[str] = field(default_factory=list)
