@@ -1,4 +1,4 @@
-"""Writes of a step into parameters that the strategy computes with copies of: they would be lost. And those of layers that rewrite their
+"""Refuses writes that would be lost: writes of a step into parameters of which the strategy uses copies, and writes of layers into their
 own weight. Must not know: the loop."""
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from fabricate.strategies.sharding import is_sharded
 
 _OURS = ("torch.distributed.", "deepspeed.", "fabricate.", "bitsandbytes.")
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
-"""Names that end like those of functions that write."""
+"""Functions whose name ends in an underscore, but which do not write values."""
 
 
 def refuse_max_norm(module: torch.nn.Module, strategy: Strategy, world_size: int) -> None:
-    """Raise `ConfigurationError` for an embedding whose forward rewrites its weight where that would be lost, or differ between ranks."""
+    """Raise `ConfigurationError` for an embedding with max_norm, whose forward writes to its weight, if this would be lost or differ
+    between ranks."""
     for name, layer in module.named_modules():
         if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) or layer.max_norm is None:
             continue
@@ -39,7 +40,7 @@ def refuse_max_norm(module: torch.nn.Module, strategy: Strategy, world_size: int
 
 
 class Written(TorchFunctionMode):
-    """While a step runs, refuses what writes into parameters that do not keep it. Costs a Python call per call of torch."""
+    """While a step runs, raises an error for a write into a parameter that would be lost. Costs one Python call per call of torch."""
 
     def __init__(self, module: TrainModule, engine: Engine) -> None:
         super().__init__()
@@ -72,8 +73,8 @@ class Written(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _parameter(self, func: Callable[..., Any], tensor: torch.Tensor) -> str:
-        """The name of the parameter that `func` writes to in vain through `tensor`, or ""."""
-        if is_sharded(tensor) and func != ASSIGN:  # not gathered yet: it will be with what is written now
+        """The name of the parameter to which `func` writes through `tensor`, if the write would be lost; else ""."""
+        if is_sharded(tensor) and func != ASSIGN:  # a shard: the parameter is gathered later, including this write
             return ""
         memory = None if is_sharded(tensor) else tensor.untyped_storage()._cdata
         for name, parameter in self._module.named_parameters():
@@ -94,7 +95,7 @@ class Written(TorchFunctionMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that `func` writes to, as far as its name and arguments say."""
+    """The tensors that `func` writes to, as far as its name and arguments show."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
     if in_place or func == ASSIGN or name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
@@ -111,10 +112,10 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _called_by_us() -> bool:
-    """Whether the strategy called the function, which gathers and frees parameters while a step runs; or bitsandbytes, whose layers lay
-    their codes out anew."""
+    """Whether the call comes from the strategy, which gathers and frees parameters during a step, or from bitsandbytes, whose layers change
+    the layout of their codes."""
     frame: FrameType | None = inspect.currentframe()
-    for _ in range(2):  # this function and `__torch_function__`
+    for _ in range(2):  # skip this function and `__torch_function__`
         frame = frame and frame.f_back
     while (
         frame is not None

@@ -1,1 +1,1 @@
-"""What is reported: `log_lines`, the runs of trackers (`tracking`), and what explains an error of torch (`error_hints`)."""
+"""Reports: the `log_lines`, the runs of trackers (`tracking`), and hints for errors of torch (`error_hints`)."""

@@ -1,7 +1,7 @@
-"""What torch says when memory is full, tensors are apart or a parameter is missed, and Python where a plugin calls self.log, in the words
-of who has to change something.
+"""Hints for users on errors of torch (out of memory, tensors on different devices, a parameter without gradient) and of Python (a plugin
+that calls self.log).
 
-The exception keeps its type; `explain` gives a note for it. Must not know: the loop.
+The exception keeps its type; `explain` returns a note for it. Must not know: the loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MISSED = "Expected to have finished reduction in the prior iteration"
 
 
 def explain(run: Run, exc: BaseException) -> str:
-    """A note for an exception that a user can do something about; empty for others. One rank, no collectives."""
+    """A note for an exception that a user can resolve; "" for others. One rank, no collectives."""
     text = str(exc)
     if out_of_memory(exc):
         return _no_room(run)
@@ -131,7 +131,7 @@ def _apart(run: Run, exc: BaseException) -> str:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.device]]:
-    """Everything that `module` holds, registered or not."""
+    """All tensors that `module` holds, registered or not."""
     for name, child in module.named_modules():
         for key, value in {**child._parameters, **child._buffers, **vars(child)}.items():
             if isinstance(value, torch.Tensor):
@@ -139,7 +139,7 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.device]]:
 
 
 def _frame(run: Run, exc: BaseException) -> FrameType | None:
-    """The innermost frame of the traceback that runs a method of the module or of a layer inside it."""
+    """The innermost frame of the traceback in a method of the module or of a layer inside it."""
     inside = {id(child) for child in run.module.modules()}
     innermost, step = None, exc.__traceback__
     while step is not None:

@@ -1,7 +1,7 @@
-"""The line of a log boundary: its numbers leave the device together, and it is written when they have arrived.
+"""The line of metrics of a log boundary: its values are copied from the device together, and it is written when they have arrived.
 
-On a CPU that is at once. On a device it is at the boundary after, when the device has one more update to work on: it never runs
-dry because of a line. Must not know: when a line is due (`boundary`).
+On a CPU this is at once. On a GPU it is at the next boundary, so that the device has another update to work on and never idles because of a
+line. Must not know: when a line is due (`boundary`).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _WRITTEN = (
     "on_log is called with metrics that are already reduced and written; log the value before, for example in on_step"
 )
 _ONLY_SHOW = {"progress_bar"}
-"""Listeners of `on_log` that may run an update later. What any other does there (stop, change a rate) has to come at the same update
-after a resume from a checkpoint that was taken in between."""
+"""Listeners of `on_log` that may be called one update later. Others may act there (stop, change a learning rate), and have to act at the
+same update after a resume from a checkpoint in between."""
 
 
 def may_wait(run: Run) -> bool:
-    """Whether a line that was begun may be written after the next update. The same on every rank."""
+    """Whether a line may be written one update later. The same on every rank."""
     return run.engine.device.type != "cpu" and _ONLY_SHOW.issuperset(run.calls.manager.order("on_log"))
 
 
 def begin_line(run: Run, norm: torch.Tensor | None, epoch: int, *, rest: bool = False) -> None:
-    """Let the numbers of a line leave the device: metrics, the norm, learning rates, tokens. No wait. `rest`: of the end of a fit,
-    where a line without metrics is left out."""
+    """Begin to copy the values of a line from the device: metrics, the norm, learning rates, tokens. Does not wait. `rest`: whether this is
+    the line at the end of a fit, which is omitted if it has no metrics."""
     beside: dict[str, Any] = {} if norm is None else {"grad_norm": norm}
     optimizers, progress = run.optim.optimizers, run.progress
     for name, optimizer in optimizers.items():
-        if (rate := optimizer.param_groups[0].get("lr")) is not None:  # some find their own
+        if (rate := optimizer.param_groups[0].get("lr")) is not None:  # some optimizers have none
             beside["lr" if len(optimizers) == 1 else f"lr_{name}"] = rate
     run.metrics.begin([*beside.values(), run.journal.tokens.take()])
     run.journal.begun = Begun(progress.step, progress.samples, epoch, tuple(beside), rest)
 
 
 def write_line(run: Run) -> None:
-    """Write the line that was begun, if there is one. All ranks; waits until the device has come as far."""
+    """Write the line that was begun, if there is one. All ranks; waits for its values from the device."""
     begun, run.journal.begun = run.journal.begun, None
     if begun is None:
         return
@@ -51,7 +51,8 @@ def write_line(run: Run) -> None:
     run.progress.tokens += tokens
     if begun.rest and not metrics:
         return
-    metrics = dict(zip(begun.names, beside, strict=True)) | metrics  # what a step logs under such a name counts
+    # a value that a step logged under the same name takes precedence
+    metrics = dict(zip(begun.names, beside, strict=True)) | metrics
     run.journal.write_metrics("train", metrics, begun.epoch, begun)
     if run.calls.on_log is not None:
         _show(run, run.calls.on_log, metrics, begun.step)
@@ -60,7 +61,7 @@ def write_line(run: Run) -> None:
 
 
 def _show(run: Run, on_log: Call, metrics: dict[str, float], step: int) -> None:
-    """Call `on_log`, which cannot add to what is reduced and written already."""
+    """Call `on_log`. `ConfigurationError` if a listener adds to the metrics, which are already reduced and written."""
     shown = dict(metrics)
     with refusing_logs(run.module, _WRITTEN):
         on_log(run.trainer, run.module, shown, step)
@@ -69,15 +70,15 @@ def _show(run: Run, on_log: Call, metrics: dict[str, float], step: int) -> None:
 
 
 def log_rest(run: Run) -> None:
-    """Log what was not logged yet when the fit came to its end. After the last save: a fit that continues from there logs as if it
-    had never ended. All ranks."""
+    """Write the metrics since the last line at the end of a fit. Call it after the last save, so that a fit which continues from there logs
+    as if it had not ended. All ranks."""
     progress = run.progress
     begin_line(run, None, progress.epoch - (progress.position == 0 and progress.epoch > 0), rest=True)
     write_line(run)
 
 
 def stop_if_nonfinite(run: Run, metrics: dict[str, float], step: int) -> None:
-    """End the fit if the mean loss of the updates up to `step` is not a number and that is not to be lived with."""
+    """Raise `FabricateError` if nonfinite="stop" and the mean loss of the updates up to `step` is not finite."""
     loss = metrics.get("loss", 0.0)
     if run.settings.nonfinite == "stop" and not math.isfinite(loss):
         raise FabricateError(

@@ -1,6 +1,6 @@
-"""One run of a tracker over all resumes of a fit: named as RUN_DIR, and found again by what lies in RUN_DIR/trackers/runs.json.
+"""One run of a tracker over all resumes of a fit: it is named after RUN_DIR, and RUN_DIR/trackers/runs.json records how to continue it.
 
-Accelerate starts the trackers and logs; this says under which names. Must not know: the loop, what is logged.
+Accelerate starts the trackers and logs; this module chooses the names. Must not know: the loop, what is logged.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from fabricate.module import recorded
 from fabricate.training.state.run_state import Run
 
 _NAMES = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}
-"""By tracker, the option that names a run. (TensorBoard's is a directory.)"""
+"""The option that names a run, by tracker. (For TensorBoard it is a directory.)"""
 _SAME_RUN: dict[str, Callable[[Any], dict[str, str]]] = {
     "wandb": lambda own: {"id": own.id, "resume": "allow"},
     "mlflow": lambda own: {"run_id": own.info.run_id},
     "trackio": lambda own: {"name": own.name, "resume": "allow"},
 }
-"""By tracker, the options that continue the run `own`, which is the library's own object."""
+"""Functions, by tracker, from a run (the object of the tracker's library) to the options that continue it."""
 _CONFIGURED_ONCE = {"tensorboard", "mlflow"}
-"""Trackers that refuse hyper-parameters of a run that has some, or show them as another run."""
+"""Trackers that refuse new hyper-parameters for an existing run, or show them as another run."""
 
 
 def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None:
-    """Start the trackers of a fit, which continues from the checkpoint `path`, with the values of the plan and the module's recorded
-    constructor arguments as hyper-parameters. All ranks."""
+    """Start the trackers of a fit. Their hyper-parameters are the values of the plan and the module's recorded constructor arguments.
+    `path`: the checkpoint from which the fit continues, or None. All ranks."""
     engine, root = run.engine, run.run_dir.resolve() if run.run_dir is not None else None
     goes_on = path is not None and root is not None and path.resolve().parent.parent == root
     options: dict[str, dict[str, Any]] = {}
@@ -39,7 +39,7 @@ def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None
     for tracker, same in recorded_runs.items():
         options[tracker] = options.get(tracker, {}) | same
     if goes_on and path is not None and engine.rank == 0:
-        with Reader(path) as reader:  # what was logged after the checkpoint is logged again
+        with Reader(path) as reader:  # values logged after the checkpoint are logged again
             options["tensorboard"] = {"purge_step": reader.manifest.step + 1}
     configured = _CONFIGURED_ONCE & set(recorded_runs)
     config = {**plan, **recorded(run.module)[0]}

@@ -1,3 +1,4 @@
-"""Saving (`saving`: when; `saved_state`: what) and `resuming` (from which checkpoint). What may have changed since (`changes`), what no
-checkpoint holds (`unsaved`, `attributes`), whether ranks hold the same (`replicas`).
+"""Saving and resuming: when to save (`saving`), the state that is saved (`saved_state`), the checkpoint to resume from (`resuming`),
+settings that have changed since (`changes`), values that no checkpoint holds (`unsaved`, `attributes`), and the comparison of ranks
+(`replicas`).
 """

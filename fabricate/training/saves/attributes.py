@@ -1,4 +1,4 @@
-"""What objects of the user's hold in their attributes, taken down and put back. Must not know: when, and why."""
+"""Recording and restoring the attributes of the user's objects. Must not know: when, and why."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OURS = frozenset(
     {*vars(torch.nn.Module()), "_trainer", "_logged", "_no_log", "_turn", "_uses_trainer", "_arguments", "_built"}
     | _DEEPSPEEDS
 )
-"""The attributes that torch, fabricate and DeepSpeed give a module."""
+"""The attributes that torch, fabricate and DeepSpeed set on a module."""
 _MOST_BYTES, _MOST_ITEMS = 2**26, 1000
-"""Tensors and arrays beyond so many bytes, and what lies in longer collections, are left alone."""
+"""Limits: the bytes of tensors and arrays that are recorded in all, and the items of a collection that are followed."""
 
 
 def remembered(module: torch.nn.Module, others: Iterable[object] = ()) -> Callable[[], None]:
-    """Take down the attributes of `module`, its submodules and `others`, with what lies in the collections, tensors, arrays and objects of
-    the user's classes among them. The returned function puts all of it back."""
+    """Record the attributes of `module`, its submodules and `others`, including the contents of collections, tensors, arrays and objects of
+    the user's classes. The returned function restores all of them."""
     memory = _Memory()
     memory.take_attributes(module)
     for value in (*module.modules(), *others):
@@ -50,7 +50,7 @@ class _Memory:
     def take(self, value: object) -> None:
         if id(value) in self._seen:
             return
-        self._seen[id(value)] = value  # so that the number stays its own
+        self._seen[id(value)] = value  # holds a reference, so that the id is not used again
         if isinstance(value, torch.Tensor):
             if self._has_room(value.nbytes) and not value.is_inference() and type(value) is torch.Tensor:
                 self._undo.append(partial(_copy_back, value, value.detach().clone()))
@@ -79,7 +79,8 @@ class _Memory:
 
 
 def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    if not torch.equal(tensor, before):  # so that torch does not count a change where there was none
+    # An unchanged tensor is not written, so that its version counter stays the same.
+    if not torch.equal(tensor, before):
         tensor.copy_(before)
 
 
@@ -95,7 +96,7 @@ def _reset(value: object, before: dict[str, Any]) -> None:
 
 
 def is_users(value: object) -> bool:
-    """Whether `value` is an object of a class of the user's, not of an installed package."""
+    """Whether the class of `value` is the user's, not one of an installed package."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return False
     module = sys.modules.get(type(value).__module__)
@@ -106,5 +107,5 @@ def is_users(value: object) -> bool:
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Where libraries lie."""
+    """The directories of installed packages."""
     return tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -1,4 +1,5 @@
-"""What a script sets otherwise than when a checkpoint was saved: named when a run resumes, and put into effect where that is accepted.
+"""Settings of a script that differ from those with which a checkpoint was saved: a resume reports them, and applies the new ones if they
+are accepted.
 
 Must not know: which checkpoint is chosen (`resuming`), how state is restored (`saved_state`).
 """
@@ -19,13 +20,14 @@ _ELSEWHERE = (
     *("strategy", "precision", "seed", "global_batch_size", "gradient_accumulation_steps", "accept_changes", "run_dir"),
     *("plugins", "trackers", "progress", "fast_dev_run", "max_grad_norm", "max_time", "timeout", "save"),
 )
-"""Arguments of the Trainer that are compared by what came of them, or change nothing of how training continues."""
+"""Arguments of the Trainer that are not compared here: their effects are compared elsewhere, or they do not affect how training
+continues."""
 _DECIDE = ("max_grad_norm", "max_grad_value")
-"""Arguments of the Trainer that make other updates."""
+"""Arguments of the Trainer that change the updates."""
 
 
 class Change(NamedTuple):
-    """A value that is another than in the checkpoint. override: what `accept_changes` has to name; empty where nothing has to be."""
+    """A value that differs from the checkpoint's. override: the name that `accept_changes` has to contain; "" if none is needed."""
 
     override: str
     name: str
@@ -37,7 +39,7 @@ class Change(NamedTuple):
 
 
 def configuration(run: Run) -> dict[str, dict[str, str]]:
-    """What a checkpoint holds for `check_changes`: values as text by name, those that `configure_optimizers` set and the Trainer's."""
+    """The values that `check_changes` compares, as text by name: options that `configure_optimizers` set, and arguments of the Trainer."""
     settings = {name: str(value) for name, value in vars(run.settings).items() if name not in _ELSEWHERE}
     return {
         "optimizers": {each.name: each.text for each in run.optim.configured},
@@ -46,8 +48,8 @@ def configuration(run: Run) -> dict[str, dict[str, str]]:
 
 
 def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
-    """What changed since the checkpoint `path`, whose shared state is `tree`. `CheckpointError` for what changes how training continues
-    and is not in `accept_changes`. Changes nothing, the same on every rank."""
+    """The changes since the checkpoint `path`, whose shared state is `tree`. `CheckpointError` for changes that affect how training
+    continues and are not in `accept_changes`. Has no side effects; the same result on every rank."""
     now, then = configuration(run), _saved(path, tree)
     topics = {each.name: each.topic for each in run.optim.configured}
     changes = [
@@ -67,7 +69,7 @@ def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
 
 
 def take_over(run: Run, changes: list[Change]) -> None:
-    """Put the new options of optimizers and settings of schedules into effect, after the checkpoint's were restored."""
+    """Apply the new options of optimizers and schedules, after those of the checkpoint were restored."""
     before = {change.name: change.then for change in changes}
     changed = [each for each in run.optim.configured if each.name in before]
     for each in changed:
@@ -79,7 +81,7 @@ def take_over(run: Run, changes: list[Change]) -> None:
 
 
 def _saved(path: Path, tree: Any) -> dict[str, dict[str, str]]:
-    """What `configuration` gave for the checkpoint; checkpoints of earlier versions hold nothing to compare with."""
+    """The `configuration` in the checkpoint; empty in checkpoints of earlier versions."""
     then = tree.get("configuration", {"optimizers": {}, "trainer": {}})
     topics = [then.get(topic) for topic in ("optimizers", "trainer")] if isinstance(then, dict) else [None]
     if not all(isinstance(topic, dict) and all(type(text) is str for text in topic.values()) for topic in topics):
@@ -88,13 +90,13 @@ def _saved(path: Path, tree: Any) -> dict[str, dict[str, str]]:
 
 
 def _apart(now: Mapping[str, str], then: Mapping[str, str], accept: Mapping[str, str]) -> Iterator[Change]:
-    """What is in both and differs: options that come with another version of a library have their defaults."""
+    """Values that are in both and differ. An option in only one of them belongs to another version of a library and has its default."""
     for name in (name for name in then if name in now and then[name] != now[name]):
         yield Change(accept.get(name, ""), name, then[name], now[name])
 
 
 def _arguments(module: TrainModule, then: Mapping[str, Any]) -> Iterator[Change]:
-    """Constructor arguments; one that was left out has its default."""
+    """Constructor arguments that differ; an omitted argument has its default."""
     held, lost = recorded(module)
     parameters = inspect.signature(type(module).__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -1,7 +1,7 @@
-"""Whether the ranks still train one model: what several of them hold of the weights, and the options of every optimizer, compared.
+"""Comparison of the ranks: weights that several ranks hold, and the options of all optimizers, must be equal.
 
-A weight that a hook changes on one rank only, a gradient edited there, or a learning rate of its own: replicas drift apart without
-an error of torch's, and a checkpoint would hold those of rank 0. Must not know: the loop, when something is saved.
+If code changes a weight, a gradient or a learning rate on one rank only, the copies drift apart without an error from torch, and a
+checkpoint would hold the weights of rank 0. Must not know: the loop, when something is saved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fabricate.training.state.run_state import Run
 
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_LOGS = 10
-"""Ranks compare at this many log boundaries, and more often at first."""
+"""Ranks compare at every 10th log boundary, and more often at first."""
 
 
 def compare_now_and_then(run: Run) -> None:
@@ -31,8 +31,8 @@ def compare_now_and_then(run: Run) -> None:
 
 
 def compare(run: Run) -> None:
-    """Raise `RankError`, on every rank, where ranks that hold the same weights hold other values of them, or optimizers have other
-    options. Between updates, all ranks; one message. Reads each weight once, and waits for the device."""
+    """Raise `RankError`, on every rank, if copies of the same weights differ between ranks, or if the options of optimizers do. Between
+    updates, all ranks; one message. Reads each weight once, and waits for the device."""
     if run.engine.world_size == 1:
         return
     weights = {} if run.engine.strategy.replicas_drift else _sums(run)
@@ -51,7 +51,7 @@ def compare(run: Run) -> None:
 
 
 def digest_of(value: Any) -> str:
-    """Of something that a listener of `on_save` stores: equal for equal values. Of what is sharded, only the shape counts."""
+    """The digest of a value that a listener of `on_save` stores; equal for equal values. For a sharded tensor, only the shape counts."""
     if isinstance(value, Mapping):
         return _digest([(key, digest_of(each)) for key, each in value.items()])
     if isinstance(value, list | tuple):
@@ -63,14 +63,14 @@ def digest_of(value: Any) -> str:
 
 
 def note_states_apart(run: Run) -> None:
-    """Note what listeners of `on_save` stored with other values on some rank: a checkpoint keeps those of rank 0. All ranks, one message,
-    and none where nobody stores anything."""
+    """Note values that listeners of `on_save` stored and that differ between ranks, because a checkpoint keeps those of rank 0. All ranks;
+    one message, none if no listener stores anything."""
     states = run.checkpoints.listener_states
     if not states or run.engine.all_have(states):
         return
     zero, *others = run.engine.gather_json(states)
     for rank, other in enumerate(others, 1):
-        for name, values in other.items():  # what only rank 0 stores is meant for all
+        for name, values in other.items():  # a value that only rank 0 stores is meant for all ranks
             if apart := [key for key, value in values.items() if zero.get(name, {}).get(key) != value]:
                 listener = "the module" if name == "module" else f"plugin {name!r}"
                 run.journal.note(
@@ -82,7 +82,7 @@ def note_states_apart(run: Run) -> None:
 
 
 def _sums(run: Run) -> dict[tuple[str, int], int]:
-    """By name and place, the sum of the bits of each weight that another rank holds too: equal for equal values."""
+    """The sum of the bits of each weight that another rank also holds, by name and offset; equal for equal values."""
     held = list(_held(run))
     if not held:
         return {}
@@ -93,23 +93,24 @@ def _sums(run: Run) -> dict[tuple[str, int], int]:
 
 def _held(run: Run) -> Iterator[tuple[str, int, torch.Tensor]]:
     for name, parameter in run.module.named_parameters():
-        if is_wrapper(parameter):  # quantised: compared before the fit, and at each save with what it was then
+        # quantised weights are compared before the fit, and at each save with their earlier value
+        if is_wrapper(parameter):
             continue
         part = run.engine.strategy.local_part(parameter)
         if not is_sharded(parameter) and parameter.shape == part.shape:
-            yield name, 0, parameter.detach()  # whole on every rank; of what ZeRO trains, not the master
+            yield name, 0, parameter.detach()  # whole on every rank; under ZeRO, not the float32 master copy
         elif part.copies > 1 and part.count:
             yield name, part.start, part.memory
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` as whole numbers, flat; their sum is another one for other values, most likely."""
+    """The elements of `tensor` as a flat tensor of integers of the same size. Their sum almost certainly differs for different values."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     return flat.view(_OF_SIZE[flat.element_size()])
 
 
 def _options(run: Run) -> dict[str, Any]:
-    """The options of every group of every optimizer, by a name for people."""
+    """The options of every group of every optimizer, by a readable name."""
     options: dict[str, Any] = {}
     for label, optimizer in run.optim.optimizers.items():
         for number, group in enumerate(optimizer.param_groups):

@@ -1,8 +1,8 @@
-"""Resuming a run: the newest good checkpoint is chosen, compared with what is running, and put back. Nothing is used before it
-is verified.
+"""Resuming a run: choose the newest good checkpoint, compare it with the running fit, and restore it. A checkpoint is verified before
+anything of it is used.
 
-Owns: the choice, what is set or moved aside, what has to be the same, the order in which state comes back. Must not know:
-the loop's order; what a save does (fabricate.training.saves.saving); the format's bytes (fabricate.checkpoint.format.directory).
+Owns: the choice, the files that are set or moved aside, the values that have to be equal, the order in which state is restored. Must not
+know: the loop; how a save works (fabricate.training.saves.saving); the bytes of the format (fabricate.checkpoint.format.directory).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from fabricate.training.saves.saving import checkpoints, prune
 from fabricate.training.state.run_state import Run
 
 LINES = 2
-"""The most that `resume` prints."""
+"""The largest number of lines that `resume` prints."""
 
 
 def occupy(run: Run, warn: Callable[[str], None]) -> None:
-    """Make the run directory, and hold it against other runs until this one ends. All ranks."""
+    """Create the run directory, and lock it against other runs until this one ends. All ranks."""
     if run.run_dir is not None:
         note = by_main(run, partial(_occupy, run, run.run_dir))
         if note and run.engine.rank == 0:
@@ -54,7 +54,7 @@ def _occupy(run: Run, directory: Path) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         note = run.closing.enter_context(locked(directory))
         events = directory / "events.jsonl"
-        if events.exists() and not (text := events.read_bytes()).endswith(b"\n"):  # a kill left half a line
+        if events.exists() and not (text := events.read_bytes()).endswith(b"\n"):  # a kill may leave half a line
             os.truncate(events, text.rfind(b"\n") + 1)
         return note
 
@@ -62,8 +62,8 @@ def _occupy(run: Run, directory: Path) -> str:
 def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, verified in full, the same on every rank; None to start over. All ranks.
 
-    "auto": the newest good one of the run directory; damaged ones are named and set aside. A path: that one, or an error.
-    Each rank reads its share of the blocks, so that a large checkpoint is verified as fast as it is loaded.
+    "auto": the newest good checkpoint of the run directory; damaged ones are reported and set aside. A path: this checkpoint, or an error.
+    Each rank verifies its share of the blocks, so that verifying a large checkpoint takes no longer than loading it.
     """
     automatic = str(resume) in ("auto", "never")
     candidates = [Path(path) for path in by_main(run, lambda: _candidates(run, resume, warn))]
@@ -75,7 +75,7 @@ def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | 
                 by_main(run, partial(_make_room, run.run_dir, path, warn))
             return path
         text, newer = fault
-        if newer:  # intact, only not for this version: nothing to set aside
+        if newer:  # intact, but written by a newer version: it is not set aside
             raise format.NewerFormatError(text)
         if not automatic:
             raise CheckpointError(text)
@@ -86,7 +86,7 @@ def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | 
 
 
 def _original(run: Run, path: Path) -> Path:
-    """The checkpoint of this run that `path` is a copy of (Ray keeps some), or `path`."""
+    """The checkpoint of this run of which `path` is a copy (Ray makes copies); else `path`."""
     if run.run_dir is None:
         return path
     manifest = (path / "manifest.json").read_bytes()
@@ -95,7 +95,7 @@ def _original(run: Run, path: Path) -> Path:
 
 
 def by_main(run: Run, work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on every rank; its error too. All ranks."""
+    """The result of `work` on rank 0, on every rank; its error is also raised on every rank. All ranks."""
     answer: list[Any] = [None, None]
     if run.engine.rank == 0:
         try:
@@ -109,7 +109,7 @@ def by_main(run: Run, work: Callable[[], Any]) -> Any:
 
 
 def _candidates(run: Run, resume: str | Path, warn: Callable[[str], None]) -> list[str]:
-    """What may be resumed from, the best first."""
+    """The checkpoints that the fit may resume from, the newest first."""
     if str(resume) not in ("auto", "never"):
         path = Path(resume)
         if not path.exists():
@@ -130,7 +130,7 @@ def _candidates(run: Run, resume: str | Path, warn: Callable[[str], None]) -> li
 
 
 def _fault(path: Path, rank: int, world_size: int) -> list[Any] | None:
-    """What is wrong with this rank's share of a checkpoint, and whether it is merely too new; None when it is good."""
+    """The fault in this rank's share of a checkpoint, and whether a newer version wrote it; None if it is good."""
     try:
         with Reader(path, part=(rank, world_size)) as reader:
             reader.verify(rank, world_size)
@@ -147,18 +147,18 @@ def _set_aside(run: Run, path: Path, fault: str, warn: Callable[[str], None]) ->
 
 def _begin(run: Run, started: bool) -> None:
     root = checkpoints(run)
-    if started or any(root.glob(".bad-*")):  # also the next time: starting over has to be somebody's decision
+    if started or any(root.glob(".bad-*")):  # also on later attempts: only the user may decide to start over
         raise CheckpointError(
             f"no checkpoint in {root} is good (they were set aside there); start over with resume='never', or restore one"
         )
-    _cut_metrics(run, 0)  # of a run that ended before its first checkpoint
+    _cut_metrics(run, 0)  # lines of a run that ended before its first checkpoint
 
 
 _EVERYTHING = ("checkpoints", "metrics.jsonl", "events.jsonl", "model", "plan.json")
 
 
 def _make_room(run_dir: Path, path: Path, warn: Callable[[str], None]) -> None:
-    """A run that starts from `path` is going to write checkpoints that must not meet those of another run."""
+    """Move aside the checkpoints that a run which starts from `path` would mix with its own."""
     root = run_dir / "checkpoints"
     if path.resolve().parent != root.resolve():
         _move_aside(run_dir, _EVERYTHING, f"resume={str(path)!r} is of another run", warn)
@@ -169,9 +169,9 @@ def _make_room(run_dir: Path, path: Path, warn: Callable[[str], None]) -> None:
 
 
 def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[str], None]) -> None:
-    """What is in the way of a new run is kept under another name, so that nothing is lost or mixed."""
+    """Move the files that are in the way of a new run into a folder before-N, so that nothing is lost or mixed."""
     present = [name for name in names if (run_dir / name).exists()]
-    if not present or present == ["plan.json"]:  # of a run that never began
+    if not present or present == ["plan.json"]:  # a plan alone is from a run that never began
         return
     number = next(n for n in range(1, 10_000) if not (run_dir / f"before-{n}").exists())
     target = run_dir / f"before-{number}"
@@ -182,7 +182,7 @@ def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[s
 
 
 def resume(run: Run, path: Path) -> None:
-    """Go on from the checkpoint `path`. All ranks. Everything is compared first, so that an error changes nothing."""
+    """Restore the checkpoint `path`. All ranks. Everything is compared before anything changes, so that an error has no effect."""
     with Reader(path, part=(run.engine.rank, run.engine.world_size)) as reader:
         tree = shared_state(reader)
         if "optimizers" not in tree:
@@ -190,7 +190,7 @@ def resume(run: Run, path: Path) -> None:
                 f"{path} holds weights only, so a fit cannot resume from it. Start a new fit from these weights, with "
                 f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r}), or start over with resume='never'"
             )
-        saved_world_size(reader)  # a manifest without one is refused before anything changes
+        saved_world_size(reader)  # raises an error before anything changes if the manifest has none
         _compare_data(run, path, tree)
         _compare_parts(run, path, tree)
         compare_model(reader, run.module, run.engine.strategy)
@@ -204,7 +204,7 @@ def resume(run: Run, path: Path) -> None:
         saved = reader.manifest.topology
     if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
         run.checkpoints.newest, run.checkpoints.saved_step = path, run.progress.step
-        prune(run)  # a kill may have come between the last save and what was to go after it
+        prune(run)  # a kill may have come after the last save and before the deletion of old checkpoints
         _cut_metrics(run, tree["metrics_bytes"])
     now = run.engine.topology()
     run.journal.event("resumed", path=path.name, saved=saved, now=now, changed=[str(change) for change in changes])
@@ -262,7 +262,7 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
 
 
 def _differ(name: str, then: Any, now: Any) -> bool:
-    """Whether a value that tells rows apart is known on both sides, and another one."""
+    """Whether a value that identifies the data is known on both sides and differs."""
     return None not in (then.get(name), now[name]) and then[name] != now[name]
 
 
@@ -290,7 +290,7 @@ def _compare_parts(run: Run, path: Path, tree: Any) -> None:
 
 
 def _cut_metrics(run: Run, size: int) -> None:
-    """metrics.jsonl as it was at the checkpoint: what came after will be written again."""
+    """Truncate metrics.jsonl to its size at the checkpoint; the later lines will be written again."""
     file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
     if run.engine.rank == 0 and file is not None and file.exists() and file.stat().st_size > size:
         with file.open("r+b") as handle:
@@ -299,10 +299,10 @@ def _cut_metrics(run: Run, size: int) -> None:
 
 
 def _note_repeated(run: Run, log: BinaryIO, size: int) -> None:
-    """Record how far the run had come, in how many seconds, and when: the lines that say so are about to be cut."""
+    """Record the step that the run had reached, the seconds that this took, and when: the lines that hold them are about to be cut."""
     log.seek(size)
     step, seconds, until = run.progress.step, 0.0, 0.0
-    for text in log.read().split(b"\n")[:-1]:  # what has no end was being written
+    for text in log.read().split(b"\n")[:-1]:  # the last part is an incomplete line, or empty
         with contextlib.suppress(ValueError, LookupError, TypeError):
             line = json.loads(text)
             clock, done = line["clock"], line["step"] - step
@@ -313,14 +313,14 @@ def _note_repeated(run: Run, log: BinaryIO, size: int) -> None:
 
 
 def load_weights_only(run: Run, path: Path) -> None:
-    """Load a checkpoint's weights into the prepared module, and what listeners saved beside them. All ranks."""
+    """Load the weights of a checkpoint, and the state that listeners save with the weights, into the prepared module. All ranks."""
     with Reader(format.find(path)) as reader:
         reader.verify()
         compare_model(reader, run.module, run.engine.strategy)
         compare_frozen(reader, run.module, run.engine.strategy)
         load_model(reader, run.module, run.engine.strategy)
         tree = shared_state(reader)
-        saved = tree.get("plugins", {})  # an imported one has none
+        saved = tree.get("plugins", {})  # an imported checkpoint has none
         listeners = dict(run.calls.listeners("on_load_weights"))
         for name, call in listeners.items():
             if name in saved:
@@ -332,8 +332,8 @@ def load_weights_only(run: Run, path: Path) -> None:
 
 
 def best(run: Run) -> tuple[Path, float] | None:
-    """The best checkpoint of the run directory by the metric of `keep`, and its value; None unless `keep` names how many of the
-    best are kept, or none recorded the metric. All ranks."""
+    """The best checkpoint of the run directory by the metric of `keep`, and its value. None if `keep` has no "best", or no checkpoint
+    recorded the metric. All ranks."""
     keep = run.settings.keep
     if run.run_dir is None or "best" not in keep:
         return None
@@ -350,9 +350,9 @@ def best(run: Run) -> tuple[Path, float] | None:
 
 
 def find(run_dir: Path, which: str, keep: dict[str, Any]) -> tuple[Path, str]:
-    """The "last" or the "best" checkpoint of a run directory, and what is to be said of it; best by the metric of `keep`, or by that of
-    the run where `keep` names none."""
-    if "best" not in keep and keep["metric"] == "val_loss":  # which is the default
+    """The "last" or the "best" checkpoint of a run directory, and a description of it. The best is chosen by the metric of `keep`, or by
+    the metric of the run if `keep` names none."""
+    if "best" not in keep and keep["metric"] == "val_loss":  # the default value
         keep = _keep_of(run_dir) or keep
     checkpoints = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
     chosen = checkpoints[::-1] if which == "last" else best_checkpoints(checkpoints, keep["metric"], keep["mode"])
@@ -371,7 +371,7 @@ def find(run_dir: Path, which: str, keep: dict[str, Any]) -> tuple[Path, str]:
 
 
 def _keep_of(run_dir: Path) -> dict[str, Any] | None:
-    """`keep` of the last fit in a run directory, if it kept the best."""
+    """The `keep` of the last fit in a run directory, if it has "best"."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
         keep = [event["keep"] for event in events if event["event"] == "started" and "keep" in event][-1]
@@ -380,7 +380,7 @@ def _keep_of(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _about_best(path: Path, keep: dict[str, Any]) -> str:
-    """By what a checkpoint is the best, and of which."""
+    """A text that says by which metric, and among which checkpoints, a checkpoint is the best."""
     with Reader(path) as reader:
         text = f"the weights are those of {path} ({keep['metric']} {reader.manifest.metrics[keep['metric']]:g})"
     if "best" in keep or keep["last"] is None:

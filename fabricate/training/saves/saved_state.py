@@ -1,9 +1,9 @@
-"""The state of a run: what a checkpoint holds of it, and how it is put back. Called on every rank; nothing is written here.
+"""The state of a run: collecting it for a checkpoint, and restoring it. Called on every rank; nothing is written here.
 
-Owns: which tensors and values belong to the state of a run, and under which heading. To save one thing more, add it to
-`_shared_state` (one value for all ranks) or `_own_state` (one per rank) and put it back in `restore`, where checkpoints from before
-lack it; what is only read by people goes into the manifest, in `assemble`. `checkpoint/format/schema.py` checks what has to be there.
-Must not know: files, commits, when to save (`saving`), which checkpoint to resume from (`resuming`).
+Owns: which tensors and values belong to the state of a run, and their names. To save another value, add it to `_shared_state` (one value
+for all ranks) or `_own_state` (one per rank), and restore it in `restore`; older checkpoints lack it. Values that only people read go into
+the manifest, in `assemble`. `checkpoint/format/schema.py` checks for required values. Must not know: files, commits, when to save
+(`saving`), which checkpoint to resume from (`resuming`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from fabricate.training.updates import freezing
 
 
 def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
-    """The state of `run` between two updates; `buffers` are from `own_buffers`. All ranks, no collectives: it may fail on
-    one of them, for a listener's sake."""
+    """The state of `run` between two updates; `buffers` are from `own_buffers`. All ranks, no collectives, because a listener may fail on
+    one of them."""
     _check_frozen(run)
     saver = Saver(run.engine.strategy, run.engine.rank, run.engine.world_size)
     aliases = saver.model(run.module, without=run.checkpoints.frozen_digests)
@@ -72,8 +72,8 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
 
 
 def leave_out_frozen_weights(run: Run) -> None:
-    """Remember what checkpoints leave out, under save_frozen=False, or because some of it is quantised or does not lie on the
-    device: by digest, for a resume, and whether it changes. All ranks."""
+    """Record digests of the frozen weights that checkpoints leave out, for the comparison on resume and to detect changes. They are left
+    out with save_frozen=False, and if weights are quantised or offloaded. All ranks."""
     quantised, save_frozen = quantised_weights(run.module), run.settings.save_frozen
     if quantised and save_frozen:
         raise ConfigurationError(
@@ -82,14 +82,14 @@ def leave_out_frozen_weights(run: Run) -> None:
         )
     offloaded = save_frozen is None and any(p.is_meta for p in run.optim.frozen.values())
     if quantised or ((offloaded or save_frozen is False) and run.run_dir is not None):
-        # What peft trains a copy of is not used, and may come from the random generator.
+        # An original module of which peft trains a copy is not used, and its values may be random.
         left_out = {n: p for n, p in run.optim.frozen.items() if save_frozen is False or ".original_module." not in n}
         run.checkpoints.frozen_digests = frozen_digests(run.module, left_out, run.engine.strategy)
         run.checkpoints.frozen_sums = _frozen_sums(run)
 
 
 def _frozen_sums(run: Run) -> dict[str, list[int]]:
-    """Of what code could change."""
+    """Sums of the bits of the left-out weights that code could change, by name."""
     quantised, frozen, strategy = quantised_weights(run.module), run.optim.frozen, run.engine.strategy
     held = {
         name: quantised[name].tensors() if name in quantised else [strategy.local_part(frozen[name]).memory]
@@ -100,7 +100,8 @@ def _frozen_sums(run: Run) -> dict[str, list[int]]:
 
 
 def _check_frozen(run: Run) -> None:
-    """Refuse to leave out a parameter that was frozen and that a hook has changed since, as one of a teacher. This rank."""
+    """Raise `ConfigurationError` if a frozen parameter that checkpoints leave out has changed (the parameters of a teacher, for example).
+    This rank only."""
     if not run.checkpoints.frozen_sums:
         return
     now = _frozen_sums(run)
@@ -114,13 +115,13 @@ def _check_frozen(run: Run) -> None:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the packages that decide what is computed."""
+    """The versions of the packages that affect the results."""
     return {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "numpy")}
 
 
 def own_buffers(run: Run) -> dict[str, torch.Tensor]:
-    """This rank's buffers that are not as rank 0's, whose values the checkpoint holds as the module's: running statistics, say.
-    All ranks, one message."""
+    """This rank's buffers whose values differ from those of rank 0, running statistics for example. The checkpoint holds those of rank 0 as
+    the module's. All ranks; one message."""
     if run.engine.world_size == 1:
         return {}
     buffers = named_tensors(run.module)[1]
@@ -130,7 +131,7 @@ def own_buffers(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
-    """What is one value for all ranks. Called on every rank: sharded tensors inside are contributed by each."""
+    """The values that are the same for all ranks. Called on every rank, because each contributes its part of sharded tensors."""
     assert run.source is not None
     groups = optimizer_groups(run.module, run.optim.optimizers, saver.strategy)
     metrics_file = run.run_dir / "metrics.jsonl" if run.run_dir is not None else None
@@ -157,7 +158,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
 
 
 def _plugins(run: Run, saver: Saver, names: Sequence[str]) -> dict[str, Any]:
-    """What some listeners of `on_save` keep."""
+    """The state that the listeners `names` store in `on_save`."""
     plugins = {}
     for name, call in run.calls.listeners("on_save"):
         if name in names:
@@ -170,19 +171,19 @@ def _plugins(run: Run, saver: Saver, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_weights(run: Run) -> list[str]:
-    """The listeners that keep something which belongs to the weights: an average of them, say."""
+    """The listeners whose state belongs to the weights, for example an average of them."""
     saving = {name for name, _ in run.calls.listeners("on_save")}
     return [name for name, _ in run.calls.listeners("on_load_weights") if name in saving]
 
 
 def _beside_weights(run: Run, saver: Saver) -> dict[str, Any]:
-    """What they keep, for a checkpoint of the weights alone."""
+    """The state of these listeners, for a checkpoint with weights only."""
     names = _with_weights(run)
     return {"plugins": _plugins(run, saver, names), "beside_weights": names} if names else {}
 
 
 def _module_state(run: Run, saver: Saver) -> dict[str, Any]:
-    """What of the module is no tensor."""
+    """The state of the module that is not in tensors."""
     held, lost = recorded(run.module)
     return {
         "class": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
@@ -223,11 +224,12 @@ def data_identity(run: Run) -> dict[str, Any]:
     }
 
 
-# -- putting it back ---------------------------------------------------------------------------------------------------
+# -- restoring
+# ---------------------------------------------------------------------------------------------------------
 
 
 def restore(run: Run, reader: Reader, tree: Any) -> None:
-    """Put everything back as it was when the checkpoint was saved. `tree`: its `shared_state`. All ranks."""
+    """Restore the state of the checkpoint. `tree`: its `shared_state`. All ranks."""
     engine, optim = run.engine, run.optim
     groups = optimizer_groups(run.module, optim.optimizers, engine.strategy)
     load_model(reader, run.module, engine.strategy)
@@ -253,7 +255,7 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
 
 
 def _restore_modes(run: Run, reader: Reader, saved: Any) -> None:
-    """Put the submodules into the modes that hooks had changed since the fit began; unless the script begins with other modes now."""
+    """Restore the modes of submodules if hooks had changed them during the fit, unless the script now begins with other modes."""
     names = isinstance(saved, list) and len(saved) == 2 and all(isinstance(each, list) for each in saved)
     if not names or not all(type(name) is str for each in saved for name in each):
         raise CheckpointError(f"checkpoint {reader.path}: state.json: module: modes: not as fabricate writes it")
@@ -264,9 +266,9 @@ def _restore_modes(run: Run, reader: Reader, saved: Any) -> None:
 
 
 def _restore_own(run: Run, reader: Reader) -> None:
-    """Put back what each rank had for itself. On another number of ranks, or of ranks per row, rank 0 takes over the metrics that
-    the first reader of each row had collected since the last log boundary, and what its torchmetrics objects had counted, and generators
-    are seeded anew from the seed and the step."""
+    """Restore the values that each rank has for itself. If the number of ranks, or of ranks per row, has changed: rank 0 gets the metrics
+    that the first reader of each row had collected since the last log boundary, and the states of its torchmetrics objects; generators are
+    seeded from the seed and the step."""
     engine = run.engine
     world_size = saved_world_size(reader)
     per_row = reader.manifest.topology.get("ranks_per_row", 1)
@@ -299,7 +301,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
 
 
 def _join_torchmetrics(run: Run, states: Sequence[dict[str, Any]], world_size: int) -> None:
-    """Let torchmetrics objects continue from what those of `world_size` ranks had counted, the first rank with all of it."""
+    """Load the states that torchmetrics objects had on `world_size` ranks; the first rank gets the joined state."""
     if lost := take_over_torchmetrics_state(run.module, states if run.engine.data_rank == 0 else []):
         run.journal.note(
             f"the state of {few(lost)} was counted on {world_size} ranks, and torchmetrics cannot convert it to another number of "
@@ -308,9 +310,10 @@ def _join_torchmetrics(run: Run, states: Sequence[dict[str, Any]], world_size: i
 
 
 def _restore_data(run: Run, reader: Reader, tree: Any) -> None:
-    """Continue the order of the checkpoint. Data that keeps its own position continues there; other data is read again up to it."""
+    """Continue in the order of the checkpoint. Data that saves its own position continues from it; other data is read again up to the
+    position."""
     assert run.source is not None
-    if run.settings.seed is None:  # none was set: the order goes on as it began
+    if run.settings.seed is None:  # no seed was set: continue with the seed of the checkpoint
         for source in (run.source, *run.validation.values()):
             source.reseed(tree["seed"])
     saved = tree["data"]

@@ -1,7 +1,7 @@
-"""When a run saves and what follows: the checkpoint is announced, older ones go, a disk that refuses is lived with for a while.
+"""Saves of a run, and what follows: the checkpoint is reported, older ones are deleted, and a failed write is tried again at the next save.
 
-Must not know: the loop's order; what the state consists of (`saved_state`); how it becomes durable
-(`fabricate.checkpoint.state.commit`); how it is read back (`resuming`).
+Must not know: the loop; what the state consists of (`saved_state`); how it becomes durable (`fabricate.checkpoint.state.commit`); how it is
+restored (`resuming`).
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import meant_weights
 
 MOST_FAILED = 3
-"""Saves that the file system refused, one after another, before the fit gives up."""
-_DRAIN_SECONDS = 60.0  # for a save in progress when the fit fails: other ranks may be gone
+"""The number of failed writes in a row after which the fit raises an error."""
+_DRAIN_SECONDS = 60.0  # the longest wait for a save in progress when the fit fails: other ranks may have ended
 
 
 def checkpoints(run: Run) -> Path:
-    """The directory of a run's checkpoints."""
+    """The directory of the run's checkpoints."""
     assert run.run_dir is not None
     return run.run_dir / "checkpoints"
 
 
 def save(run: Run, *, last: bool = False) -> None:
-    """Save into the run directory, unless this very update is saved already. At an update boundary, all ranks.
+    """Save into the run directory, unless this update is already saved. At a boundary, all ranks.
 
-    With save="async" this begins a save, after waiting for the one before. A failure while listeners fill their state
-    aborts the save and is raised on every rank. What the file system refuses is told, and tried again when the next save is
-    due; the third time in a row, or with `last`, it is raised. The previous checkpoint stays the newest then.
+    With save="async" this begins a save, after waiting for the one before. If a listener fails in `on_save`, the save is aborted and the
+    error is raised on every rank. If the file system refuses a write, this is reported, and the next save that is due tries again; the
+    third failure in a row, or a failure with `last`, is raised. The previous checkpoint then stays the newest.
     """
     finish_background_save(run)
     if run.run_dir is None or run.checkpoints.saved_step == run.progress.step:
         return
     path, began = checkpoints(run) / f"step-{run.progress.step:08d}", time.monotonic()
     run.checkpoints.last_save = last
-    # The end of the loop has looked already, and what writes in the background looks at its copies.
+    # The loop has checked the weights at its end, and a background save checks its copies.
     if not last and (run.checkpoints.background is None or run.calls.write_checkpoint is not None):
         check_weights(run)
     try:
@@ -70,15 +70,16 @@ def save(run: Run, *, last: bool = False) -> None:
 
 
 def request_best(run: Run, metrics: Mapping[str, float]) -> None:
-    """After a validation that gave `metrics`: request a save if its weights are among the best, so that the best checkpoint has the
-    weights that were measured. Rank 0 requests for all."""
+    """Request a save if the validation that gave `metrics` is among the best, so that the best checkpoint has the validated weights. Only
+    rank 0 requests; all ranks save."""
     keep = run.settings.keep
     value = metrics.get(keep["metric"], math.nan)
     if run.run_dir is None or run.engine.rank != 0 or "best" not in keep or not math.isfinite(value):
         return
     if not among_best(format.committed(checkpoints(run)), keep, value):
         return
-    if run.checkpoints.saved_step == run.progress.step:  # by SaveOnException, or before an update that was skipped
+    # saved by SaveOnException, or before an update that was skipped
+    if run.checkpoints.saved_step == run.progress.step:
         run.journal.note(
             f"the checkpoint of step {run.progress.step} was saved before the validation that gave {keep['metric']}={value:g}, so "
             "this checkpoint is not counted among the best"
@@ -87,10 +88,10 @@ def request_best(run: Run, metrics: Mapping[str, float]) -> None:
 
 
 def save_requested(run: Run) -> None:
-    """Save into the run directory if any rank's request or a due moment says so, and wherever hooks asked for. All ranks."""
+    """Save into the run directory if any rank requests it or a save is due, and to the paths that hooks requested. All ranks."""
     requests = run.requests
     wanted, paths = requests.save, requests.paths
-    # Before the ranks wait for each other: what is asked for meanwhile comes later.
+    # Cleared before the ranks wait for each other; a request made meanwhile is for the next boundary.
     requests.save, requests.paths = False, []
     save_wanted, paths_wanted = run.engine.agree([int(wanted), int(bool(paths))])
     everywhere = run.engine.gather_json(paths) if paths_wanted else []
@@ -101,7 +102,7 @@ def save_requested(run: Run) -> None:
 
 
 def write(run: Run, path: Path) -> None:
-    """Write the checkpoint `path` of the run directory, or begin to. All ranks."""
+    """Write the checkpoint `path` of the run directory, or begin to write it in the background. All ranks."""
     with meant_weights(run):
         content, logs = _assemble(run, path), _logs(run)
         run.checkpoints.written = None
@@ -111,22 +112,23 @@ def write(run: Run, path: Path) -> None:
             trained = {f"model/{n}": n for n, p in run.module.named_parameters() if p.requires_grad}
             run.checkpoints.background.start(content, path, logs, trained)
     run.checkpoints.written = path
-    if not run.settings.save_weights_only:  # else nothing resumes, whatever it lacks
+    # a checkpoint with weights only cannot be resumed, so missing state does not matter
+    if not run.settings.save_weights_only:
         note_changed(run)
 
 
 def _check_written(run: Run, path: Path) -> None:
-    """After the listeners of write_checkpoint: what is announced as saved has to be a good checkpoint. One that a listener wrote in
-    the place of the loop is read in full, each rank its share. All ranks."""
+    """Raise `PluginError` unless `path` is a good checkpoint after the listeners of write_checkpoint. If a listener wrote it instead of the
+    loop, it is read in full, each rank its share. All ranks."""
     ours = run.checkpoints.written == path
     if ours and run.checkpoints.background is not None and run.checkpoints.background.busy:
-        return  # `finish_background_save` knows how it went
+        return  # `finish_background_save` reports the result
     fault = ""
     try:
         if not ours:
             with format.Reader(path) as reader:
                 reader.verify(run.engine.rank, run.engine.world_size)
-        elif run.engine.rank == 0:  # that all files are there: one rank sees it as well as all
+        elif run.engine.rank == 0:  # all files have to be there, which one rank can check
             format.Reader(path).close()
     except CheckpointError as exc:
         fault = str(exc)
@@ -147,9 +149,9 @@ def write_now(run: Run, path: Path) -> None:
 
 
 def write_last_update(run: Run, path: Path) -> None:
-    """While the run fails: write the checkpoint `path` of the state after the last whole update, which the caller knows to be in
-    the weights and optimizers, and return when it is durable. Every rank has to fail and to come here, within some seconds of the
-    others; else `CheckpointError`."""
+    """During a failure of the run: write the checkpoint `path` of the state after the last complete update, and return when it is durable.
+    The caller makes sure that weights and optimizers are in this state. `CheckpointError` unless every rank fails and calls this within
+    some seconds of the others."""
     assert run.now.failure is not None
     drain(run)
     together = not is_echo(run.now.failure) and run.engine.all_failed(f"{run.progress.step} {path}")
@@ -157,14 +159,14 @@ def write_last_update(run: Run, path: Path) -> None:
         raise CheckpointError(
             "a checkpoint needs all ranks, but another rank continues, failed at another place or is gone"
         )
-    if path.exists():  # what the background has just written
+    if path.exists():  # the background save has just written it
         return
     if run.now.in_update:
         run.metrics.forget_update()
         run.module._logged.clear()
     assert run.source is not None
     run.progress.micro_step, run.source.state = run.now.whole
-    run.engine.strategy.after_evaluation(run.engine.model)  # a forward may have left parameters whole
+    run.engine.strategy.after_evaluation(run.engine.model)  # a forward may have left gathered parameters
     write_now(run, path)
     run.journal.event("saved", step=run.progress.step, path=path.name)
 
@@ -176,7 +178,8 @@ def _write(run: Run, content: Content, path: Path, logs: list[Path]) -> None:
 
 
 def check_weights(run: Run) -> None:
-    """Before a checkpoint or the end: a gradient may have been infinite under a finite loss. All ranks; waits for the device."""
+    """Raise an error if a trained weight is not finite, before a checkpoint or the end: a finite loss may have an infinite gradient. All
+    ranks; waits for the device."""
     strategy, trained = run.engine.strategy, ((n, p) for n, p in run.module.named_parameters() if p.requires_grad)
     wrong = not_finite(((name, strategy.local_part(p).memory) for name, p in trained), run.engine.device)
     if any(run.engine.agree([len(wrong)])):
@@ -185,8 +188,7 @@ def check_weights(run: Run) -> None:
 
 
 def finish_background_save(run: Run) -> None:
-    """Wait for a save that is in progress in the background, and announce it or report why it failed. At an update boundary, all
-    ranks."""
+    """Wait for a background save in progress, and report its success or failure. At a boundary, all ranks."""
     background = run.checkpoints.background
     if background is None or not background.busy:
         return
@@ -203,7 +205,7 @@ def finish_background_save(run: Run) -> None:
 
 
 def drain(run: Run) -> None:
-    """Let a save in progress come to its end while the fit fails. One rank; never raises what the save raised."""
+    """Wait for a background save in progress while the fit fails. One rank; does not raise an error of the save."""
     if run.checkpoints.background is not None and run.checkpoints.background.busy:
         failure = run.checkpoints.background.finish(_DRAIN_SECONDS)
         name = run.checkpoints.background.path.name if run.checkpoints.background.path is not None else ""
@@ -215,7 +217,7 @@ def drain(run: Run) -> None:
 
 def _assemble(run: Run, path: Path) -> Content:
     write_line(run)
-    run.journal.tokens.read()  # a save waits for the device anyway
+    run.journal.tokens.read()  # a save waits for the device in any case
     run.journal.clock.tick()
     buffers = own_buffers(run)
     content, failure = None, None
@@ -236,7 +238,7 @@ def _logs(run: Run) -> list[Path]:
 
 
 def _saved(run: Run, path: Path, step: int, seconds: float, background: bool = False) -> None:
-    """The checkpoint is durable, after so many seconds. background: training went on meanwhile."""
+    """Report a durable checkpoint. seconds: the time that the save took; background: whether training continued meanwhile."""
     if run.checkpoints.failed_saves:
         run.journal.event("retried", step=step, path=path.name, failed=run.checkpoints.failed_saves)
     run.checkpoints.newest, run.checkpoints.failed_saves = path, 0
@@ -259,7 +261,7 @@ def _refused(run: Run, path: Path, failure: StorageError, last: bool) -> None:
 
 
 def _waits_for_metric(run: Run, found: list[Path]) -> bool:
-    """Whether the best are to be kept by a metric of the training that no checkpoint has yet: nothing is deleted before it comes."""
+    """Whether the metric of `keep` is one of the training that no checkpoint has yet; until then nothing is deleted."""
     keep = run.settings.keep
     if (
         "best" not in keep
@@ -275,8 +277,8 @@ def _waits_for_metric(run: Run, found: list[Path]) -> bool:
 
 
 def prune(run: Run) -> None:
-    """Delete what `keep` does not hold, on rank 0. The newest is durable by now, so nothing older is needed for safety.
-    What cannot be deleted is told, and tried again after the next save."""
+    """Delete the checkpoints that `keep` does not cover, on rank 0. The newest is durable by now, so no older one is needed for safety. A
+    failed deletion is reported, and tried again after the next save."""
     if run.engine.rank != 0 or run.settings.keep["last"] is None:
         return
     try:

@@ -1,7 +1,7 @@
-"""What the user's objects hold that no checkpoint has, named with the way to save it.
+"""Notes on values that the user's objects hold outside checkpoints, with the way to save them.
 
-Seen is what lies in the attributes of objects of the user's own classes: random generators when a fit begins, tensors and numbers once they
-have changed. Must not know: what a checkpoint has (`saved_state`).
+Only the attributes of objects of the user's own classes are inspected: random generators when a fit begins, tensors and numbers when they
+have changed. Must not know: the content of checkpoints (`saved_state`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabr
 
 
 def unsaved_notes(run: Run) -> list[str]:
-    """Notes for the plan about the random generators and the extra state of layers that a resumed run would not find as they were."""
+    """Notes for the plan about random generators, and extra state of layers, that a resume would not restore."""
     if run.run_dir is None:
         return []
     return [*_generators(run), *_extra_state(run)]
@@ -56,13 +56,13 @@ def _generators(run: Run) -> list[str]:
 
 
 def remember(run: Run) -> None:
-    """Take down the tensors and numbers that are held when the fit begins, for `changed_note`."""
+    """Record the tensors and numbers that the user's objects hold when the fit begins, for `note_changed`."""
     if run.run_dir is not None:
         run.optim.held = {name: _mark(value) for name, value in _held(run) if _counts(value)}
 
 
 def note_changed(run: Run) -> None:
-    """At a save: name what has changed since the fit began, each once."""
+    """At a save, note values that have changed since the fit began, each once."""
     if outside := [name for name, metric in run.metrics.objects.items() if path_inside(run.module, metric) is None]:
         run.journal.note(
             f"the torchmetrics objects logged as {few(outside)} are not part of the module, so the checkpoint does not hold what "
@@ -70,7 +70,7 @@ def note_changed(run: Run) -> None:
         )
     if run.run_dir is None:
         return
-    held, unset = run.optim.held, _mark(None)  # None and what is not there yet are the same
+    held, unset = run.optim.held, _mark(None)  # None and a missing attribute count as the same
     now = {name: _mark(value) for name, value in _held(run) if _counts(value)}
     if changed := [name for name, mark in now.items() if held.get(name, unset) not in (mark, _NAMED)]:
         held.update(dict.fromkeys(changed, _NAMED))
@@ -82,8 +82,8 @@ def note_changed(run: Run) -> None:
 
 
 def _held(run: Run) -> Iterator[tuple[str, Any]]:
-    """The attributes of the user's objects of which no checkpoint has any: the module with its submodules, plugins without `on_save`,
-    optimizers, the training data and its samplers."""
+    """The attributes that no checkpoint holds, of the module and its submodules, plugins without `on_save`, optimizers, the training data
+    and its samplers."""
     if not overrides(run.module, "on_save"):
         for name, child in run.module.named_modules():
             where = f"{type(run.module).__name__}{'.' if name else ''}{name}"
@@ -92,7 +92,7 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
     for name, plugin in run.calls.manager.list_name_plugin():
         if plugin is not run.module and name not in saving:
             yield from _attributes(name, plugin)
-    saved = vars(torch.optim.SGD([torch.zeros(1)]))  # what every optimizer has: its state is in checkpoints
+    saved = vars(torch.optim.SGD([torch.zeros(1)]))  # attributes that every optimizer has; checkpoints hold their state
     for optimizer in run.optim.optimizers.values():
         held = _attributes(type(optimizer).__name__, optimizer)
         yield from ((name, value) for name, value in held if name.rpartition(".")[2] not in saved)
@@ -105,15 +105,17 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _made_by_fsdp(kind: type) -> bool:
-    """Whether `kind` is the class that `fully_shard` gives to a layer. torch.distributed.fsdp is not imported for it: that takes 0.6 s."""
+    """Whether `kind` is the class that `fully_shard` sets on a layer. Decided by name, because the import of torch.distributed.fsdp takes
+    0.6 s."""
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in kind.__mro__)
 
 
 def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tuple[str, Any]]:
-    """`seeded`: a generator called "generator" is seeded for each epoch."""
+    """The attributes of an object of the user's class. `seeded`: whether a generator named "generator" is seeded in each epoch, and is
+    therefore left out."""
     kind = next(kind for kind in type(value).__mro__ if not _made_by_fsdp(kind))
     package = kind.__module__.partition(".")[0]
-    if package in _LIBRARIES or package.startswith("fabricate_"):  # plugins of this repository save what a resume needs
+    if package in _LIBRARIES or package.startswith("fabricate_"):  # the first-party plugins save what a resume needs
         return
     follows = ("epoch", "_epoch") if callable(getattr(value, "set_epoch", None)) else ()
     for name, attribute in getattr(value, "__dict__", {}).items():
@@ -130,7 +132,7 @@ def _is_torchs(layer: torch.nn.Module) -> bool:
 
 
 def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a script may change of a layer of torch's: the rate of a dropout, the momentum of a batch norm."""
+    """The numbers of a torch layer that a script may change, such as the rate of a dropout or the momentum of a batch norm."""
     for name, attribute in vars(layer).items():
         if not name.startswith("_") and name not in OURS and type(attribute) in (int, float):
             yield f"{owner}.{name}", attribute
@@ -147,15 +149,15 @@ def _counts(value: Any) -> bool:
 
 
 _NAMED = object()
-"""The mark of what a note has named already."""
+"""Marks a value that a note has already named."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COLLECTIONS = (list, tuple, dict, set, deque)
 _MOST_ITEMS, _MOST_BYTES = (1000, 50, 0), 2**24
-"""Of longer collections, by how deep they lie, the length is looked at, of larger arrays the shape."""
+"""The limits of `_mark`: of collections with more items (by depth) only the length is compared, of larger arrays only the shape."""
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Another one where a value or what is inside of it has changed, or is something else now."""
+    """A fingerprint of a value that differs after the value, or something inside it, has changed."""
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):

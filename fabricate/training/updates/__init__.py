@@ -1,3 +1,3 @@
-"""One update: the `losses` of a window and what they weigh, what training_step returned (`step_output`), which optimizers step
-(`stepping`), and those that take `turns`; `freezing` of parameters, `optimizer_modes` of schedule-free optimizers.
+"""One update: the `losses` of a window with their weights, the return value of training_step (`step_output`), the optimizers that step
+(`stepping`) or take `turns`, the `freezing` of parameters, and the modes of schedule-free optimizers (`optimizer_modes`).
 """

@@ -1,7 +1,7 @@
-"""What is trained changes during a fit: parameters are frozen and unfrozen between two updates.
+"""Freezing and unfreezing of parameters between two updates of a fit.
 
-Optimizers hold all of them from the beginning, and leave out what receives no gradient; so groups, schedules and checkpoints are the same
-before and after. Must not know: the loop, why something is frozen.
+Optimizers hold all parameters from the beginning and skip those without a gradient, so groups, schedules and checkpoints do not change.
+Must not know: the loop, why something is frozen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fabricate.training.state.run_state import Run
 
 
 def request(run: Run, parameters: Iterable[torch.nn.Parameter], *, trained: bool) -> None:
-    """Train `parameters`, or train them no longer, from the next update on. All ranks alike; no collectives."""
+    """Unfreeze or freeze `parameters` from the next update on. All ranks, with the same arguments; no collectives."""
     method, strategy = "unfreeze" if trained else "freeze", run.engine.strategy
     if run.source is None:
         raise FabricateError(f"trainer.{method} is for a fit; in an evaluation nothing is trained")
@@ -40,13 +40,14 @@ def request(run: Run, parameters: Iterable[torch.nn.Parameter], *, trained: bool
 
 
 def digest(run: Run) -> int:
-    """Of what was requested since the last update, the same number on ranks that requested the same; 0 where nothing was."""
+    """A digest of the requests since the last update, equal on ranks with equal requests; 0 if there are none."""
     changing = run.optim.changing
     return hash(tuple(changing.get(p, -1) for p in run.optim.trained.values())) % 2**62 if changing else 0
 
 
 def check_alike(run: Run, largest: int, smallest: int) -> None:
-    """Raise `RankError` where ranks freeze or unfreeze different parameters, by the largest and the smallest of their digests."""
+    """Raise `RankError` if ranks freeze or unfreeze different parameters, that is, if the largest and the smallest of their digests
+    differ."""
     if largest != smallest:
         raise RankError(
             f"ranks freeze or unfreeze different parameters after step {run.progress.step}: a hook calls trainer.freeze or "
@@ -56,21 +57,21 @@ def check_alike(run: Run, largest: int, smallest: int) -> None:
 
 
 def compare(run: Run) -> None:
-    """Raise `RankError` where ranks requested different changes since the last update. All ranks; one message."""
+    """Raise `RankError` if ranks have requested different changes since the last update. All ranks; one message."""
     mine = digest(run)
     largest, minus_smallest = run.engine.agree([mine, -mine])
     check_alike(run, largest, -minus_smallest)
 
 
 def paused(run: Run) -> list[str]:
-    """The names of what `trainer.freeze` froze, with what takes effect in the next update: for a checkpoint."""
+    """The names of the parameters that `trainer.freeze` has frozen, including requests for the next update; a checkpoint holds them."""
     optim = run.optim
     return [name for name, p in optim.trained.items() if not optim.changing.get(p, p not in optim.paused)]
 
 
 def restore(run: Run, names: Iterable[str]) -> None:
-    """Freeze what was frozen when a checkpoint was saved, and nothing else: what on_fit_start requested did not know the step.
-    `ConfigurationError` under a strategy that cannot."""
+    """Freeze exactly the parameters that were frozen when the checkpoint was saved. Requests of on_fit_start are dropped, because it ran
+    before the step was known. `ConfigurationError` if the strategy does not support it."""
     optim, frozen = run.optim, set(names)
     optim.changing.clear()
     if frozen:
@@ -78,7 +79,7 @@ def restore(run: Run, names: Iterable[str]) -> None:
 
 
 def take_effect(run: Run) -> None:
-    """Do what was requested since the last update. All ranks."""
+    """Freeze and unfreeze as requested since the last update. All ranks."""
     optim, changes = run.optim, dict(run.optim.changing)
     optim.changing.clear()
     for parameter, trained in changes.items():
@@ -95,8 +96,8 @@ def take_effect(run: Run) -> None:
 
 
 def check_trained(run: Run) -> None:
-    """Look for `requires_grad_` in a hook or a step: optimizers, strategies and checkpoints go by what was trainable when the fit began.
-    All ranks."""
+    """Raise an error if a hook or a step has called `requires_grad_`: optimizers, strategies and checkpoints rely on what was trainable
+    when the fit began. All ranks."""
     optim, step = run.optim, run.progress.step
     for name, parameter in optim.frozen.items():
         if parameter.requires_grad:

@@ -1,18 +1,18 @@
-"""The losses of one window, and how their gradients become the gradient of one mean.
+"""The losses of one window, and their scaling, by which the gradients add up to the gradient of one mean.
 
 A loss is a mean over its weight: over the rows of its batch, over the labels that a cross-entropy counts, or over what
 `training_step` returns as "weight". An update wants the mean over the whole window, of all micro-batches of all ranks::
 
     mean = sum(loss * weight) / sum(weight)
 
-Backward adds gradients up over micro-batches and averages them over the readers, the ranks that read rows of their own. So each loss
-is multiplied beforehand by its share, `weight * readers / expected`, where `expected` is the weight that the window is taken to have: its
-rows, times the power of two that is near the weight of one row. For rows that is all. The sum of other weights is known after the last
-micro-batch only; then gradients are multiplied once by `expected / sum(weight)`. They are of the size of the mean's from the beginning,
-for the sake of dtypes that end at 65504. docs/numerics.md has the derivation.
+Backward adds gradients up over micro-batches and averages them over the readers, the ranks that read rows of their own. So each loss is
+first multiplied by its share, `weight * readers / expected`, where `expected` estimates the weight of the window: its number of rows, times
+the power of two near the weight of one row. For weights by rows, the estimate is exact. The sum of other weights is known only after the
+last micro-batch; the gradients are then multiplied once by `expected / sum(weight)`. The estimate keeps the gradients about as large as
+those of the mean, because float16 cannot represent values above 65504. docs/numerics.md has the derivation.
 
-A *rule* says what weighs the losses of the optimizers that step together: `RowWeights` (or `CountedRows`, where a collate_fn of the
-user's may leave rows out), `GivenWeights` or `LabelWeights`. Their first window settles it.
+A *rule* determines the weights of the losses of optimizers that step together: `RowWeights` (or `CountedRows`, if the user's collate_fn may
+leave rows out), `GivenWeights` or `LabelWeights`. It is chosen in their first window.
 
 Must not know: in which order things happen (`fabricate.training.loop`).
 """
@@ -42,48 +42,48 @@ from fabricate.training.updates.step_output import (
 from fabricate.training.updates.stepping import choose
 
 _MOST_LOOKS = 6
-"""Different numbers of rows at which a loss is looked at, with 0 and None."""
+"""The number of different row counts, including 0 and None, for which a loss is inspected."""
 _NO_WEIGHT = -1000
-"""Below every exponent that a weight per row has: the rank's first micro-batch weighs nothing."""
+"""An exponent below all real ones, for a rank whose first micro-batch has the weight 0."""
 
 
 class RowWeights:
-    """The rule by which every row counts the same. The window knows its rows beforehand."""
+    """The rule that gives every row the same weight. The number of rows of a window is known before the window begins."""
 
     source: ClassVar[str] = "rows"
     summed: ClassVar[bool] = False
-    """Whether the weight of a window has to be added up over micro-batches and ranks."""
+    """Whether the weight of a window is a sum over micro-batches and ranks that has to be computed."""
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
         """The number of ranks that read rows of their own; backward averages over them."""
 
     def for_one_micro_batch(self) -> RowWeights:
-        """The rule for a window that is one micro-batch of one reader."""
+        """The rule for a window that consists of one micro-batch of one reader."""
         return self
 
     def weigh(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> tuple[Any, Any]:
-        """The weight of `loss`, and that of metrics logged beside it. `given`: what training_step returned; `rows`: 0 for a
-        stand-in, None where the data does not show it. No wait for the device."""
+        """The weight of `loss`, and the weight of metrics logged in the same step. `given`: the weight that training_step returned, or
+        None; `rows`: the number of rows, 0 for a stand-in, None if the data does not show it. Does not wait for the device."""
         if given is not None:
             raise changed_weight(self.source, "given", loss)
         weight = rows_of(batch) if rows is None else rows
         return weight, weight
 
     def share(self, loss: torch.Tensor, weight: Any, expected: float) -> torch.Tensor:
-        """`loss` times its share of a window of the weight `expected`."""
+        """`loss` times its share of a window with the weight `expected`."""
         if type(weight) is int and weight * self.readers == expected:
-            return loss  # times one, which the product below may miss by a rounding: 49 * (1 / 49) is not 1
+            return loss  # the factor is one, but rounding may make the product below differ: 49 * (1 / 49) is not 1
         share: torch.Tensor = loss * (weight * (self.readers / expected))
         return share
 
     def total(self, rows: int, weights: list[Any]) -> Any:
-        """The weight of a window, where nothing has to be added up."""
+        """The weight of a window; `weights` holds those of its micro-batches on this rank."""
         return rows
 
 
 class CountedRows(RowWeights):
-    """The rows of the batch that came, where they may be fewer than planned."""
+    """The rule that counts the rows of each batch, because a collate_fn may leave out rows."""
 
     summed = True
 
@@ -95,7 +95,7 @@ class CountedRows(RowWeights):
 
 
 class OnlyCountedRows(CountedRows):
-    """The only batch of its window is the mean of the window as it is."""
+    """`CountedRows` for a window of one batch, whose loss is the mean of the window."""
 
     summed = False
 
@@ -107,7 +107,7 @@ class OnlyCountedRows(CountedRows):
 
 
 class GivenWeights(RowWeights):
-    """The weights that training_step returns."""
+    """The rule for weights that training_step returns."""
 
     source = "given"
     summed = True
@@ -115,11 +115,11 @@ class GivenWeights(RowWeights):
     def weigh(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> tuple[Any, Any]:
         if given is None:
             raise changed_weight(self.source, recognised(loss, None).source, loss)
-        return (0, 0) if rows == 0 else (given, given)  # a stand-in takes part and weighs nothing
+        return (0, 0) if rows == 0 else (given, given)  # a stand-in has the weight 0
 
 
 class LabelWeights(RowWeights):
-    """A plain cross-entropy weighs the labels that it counts; torch knows how many."""
+    """The rule for a plain cross-entropy: its weight is the number of labels that it counts, which is read from the autograd graph."""
 
     source = "counted"
     summed = True
@@ -135,7 +135,7 @@ class LabelWeights(RowWeights):
 
 
 class OnlyLabelWeights(LabelWeights):
-    """The only cross-entropy of its window is the mean of the window as it is."""
+    """`LabelWeights` for a window of one batch, whose loss is the mean of the window."""
 
     summed = False
 
@@ -147,18 +147,18 @@ class OnlyLabelWeights(LabelWeights):
 
 
 def recognised(loss: torch.Tensor, given: Any) -> type[RowWeights]:
-    """What weighs `loss`, going by this loss alone."""
+    """The rule for `loss` and the weight `given` with it."""
     if given is not None:
         return GivenWeights
     return RowWeights if counted(loss) is None else LabelWeights
 
 
 class Rules(NamedTuple):
-    """What weighs the losses of the optimizers that step together."""
+    """The rules for the losses of optimizers that step together."""
 
     window: RowWeights
     one_micro_batch: RowWeights
-    """The same for a window that is one micro-batch of one reader."""
+    """The rule for a window that consists of one micro-batch of one reader."""
 
 
 class Weighed(NamedTuple):
@@ -170,11 +170,11 @@ class Weighed(NamedTuple):
     """Detached."""
     weight: Any
     logged_weight: Any
-    """The weight of metrics logged beside it. It differs from `weight` under class weights only, where labels count."""
+    """The weight of metrics logged in the same step. It differs from `weight` only with class weights: it is then the number of labels."""
 
 
 class Losses:
-    """The losses of a fit, with the rule of each kind of update that has had its first window."""
+    """The rules for the losses of a fit, for each kind of update that has had its first window."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -182,18 +182,20 @@ class Losses:
         self.default = run.optim.default
         self.rules: dict[str | None, Rules] = {}
         self.rows_seen: set[int | None] = {0, None}
-        """How many rows micro-batches have had, as far as that was looked at."""
-        # Where backward gathers parameters, its first gather would wait behind the sum, and that for the end of the forward.
+        """The row counts of the micro-batches whose loss was inspected."""
+        # If backward gathers parameters, its first gather would wait for this sum, and the sum for the slowest
+        # forward.
         self.sum_beside_backward = not run.engine.strategy.shards_parameters
 
     def look_at_rows(self, loss: torch.Tensor, rows: int | None) -> None:
-        """The first times that a micro-batch has another number of rows: a loss may divide by the number of those before."""
+        """Inspect the loss of a micro-batch with a new number of rows: it may be divided by the number of rows of earlier ones. Only for
+        the first few numbers."""
         self.rows_seen.add(rows)
         if rows and len(self.rows_seen) <= _MOST_LOOKS and (divisor := odd_divisor(loss, rows)) is not None:
             note_divisor(self.run, divisor)
 
     def new_rules(self, loss: torch.Tensor, given: Any) -> Rules:
-        """The rules of an update's optimizers whose first loss is `loss`."""
+        """The rules for the optimizers of an update, chosen by their first loss."""
         kind = recognised(loss, given)
         assert self.run.source is not None
         if kind is RowWeights and not self.run.source.exact_rows:
@@ -209,7 +211,7 @@ class WindowLosses:
         self._losses = losses
         self._rows = window.rows
         self._expected = 0.0
-        """The weight that the window is taken to have; known from the first loss on, or from windows before."""
+        """The estimated weight of the window; known from its first loss on, or from earlier windows."""
         self._one_micro_batch = window.num_micro_steps == 1 and losses.readers == 1
         self._averaged = averaged and not self._one_micro_batch
         self._weights: list[Any] = []
@@ -217,21 +219,22 @@ class WindowLosses:
         self.values: list[torch.Tensor] = []
         """Detached, one per micro-batch."""
         self._first: Made | None = None
-        """In the first window of an update's optimizers, how its last loss came about: all that training_step returns is checked."""
+        """In the first window of the optimizers of an update: how its last loss was computed. All return values of training_step are
+        checked there."""
         self.optimizer: Any = window.turn or losses.default
-        """What the window updates, a key of `Optimization.updates`; where training_step names it, known from the first loss on."""
+        """The update that the window makes, a key of `Optimization.updates`; if training_step names it, known from the first loss on."""
         self.rule: Any = None
-        """What weighs the losses of this window, a `RowWeights`; known from the first loss on, or from windows before."""
+        """The rule of this window, a `RowWeights`; known from the first loss on, or from earlier windows."""
         self._adds_up = False
-        """Whether weights or losses are added up over micro-batches and ranks."""
+        """Whether weights or losses are summed over micro-batches and ranks."""
         self.total: Any = None
         """The weight of the window over all ranks, from `normalise` on: a number or a 0-dim tensor."""
         self.mean: torch.Tensor | None = None
-        """The mean of the losses over all ranks, from `normalise` on; None where it had to be added up and no listener wants it."""
+        """The mean of the losses over all ranks, from `normalise` on; None if it would need a sum over ranks and no listener uses it."""
         self._use(losses.rules.get(self.optimizer))
 
     def _use(self, rules: Rules | None) -> None:
-        """Weigh by `rules`; None: they are not known yet."""
+        """Use `rules`; None while they are not known."""
         if rules is None:
             self.rule, self._expected = None, 0.0
         else:
@@ -240,9 +243,9 @@ class WindowLosses:
             self._expected = self._rows * self._losses.run.optim.weight_per_row.get(self.optimizer, 0.0)
 
     def add(self, output: Any, batch: Any, rows: int | None, is_last: bool) -> Weighed:
-        """Take what training_step returned for `batch`. After the last, all ranks, the sums over ranks that `normalise` needs begin: they
-        travel beside its backward. Not in a first window, where ranks that weigh by different things would meet in different collectives.
-        No wait for the device."""
+        """Take the return value of training_step for `batch`. With the last batch, all ranks begin the sums that `normalise` needs, so that
+        they are exchanged during its backward; not in a first window, because ranks with different rules would call different collectives.
+        Does not wait for the device."""
         is_loss = isinstance(output, torch.Tensor)
         loss, given, chosen = (output, None, None) if is_loss else self._unpacked(output)
         if chosen is not None or self.optimizer is None:
@@ -274,7 +277,7 @@ class WindowLosses:
         return loss, given, chosen
 
     def _settle(self, loss: torch.Tensor, given: Any, rows: int | None) -> None:
-        """Check the losses of optimizers that never had a window; the first decides what weighs them."""
+        """Check a loss in the first window of its optimizers; the first loss determines the rule."""
         check_loss(self._losses.run, loss)
         check_not_negative(given)
         check_logged(self._losses.run, loss)
@@ -284,7 +287,7 @@ class WindowLosses:
             self._use(self._new_rules)
 
     def _note_missing_rows(self, weight: Any, rows: int | None) -> None:
-        """Of a batch in which a collate_fn of the user's left rows out, or so it seems."""
+        """Note that the user's collate_fn seems to have left rows out of a batch."""
         if rows and self.rule.source == "rows" and weight < rows:
             self._losses.run.journal.note(
                 f"collate_fn made a batch of {weight} rows from {rows} rows that were read, so the weight of its loss is "
@@ -293,8 +296,8 @@ class WindowLosses:
             )
 
     def _weight_per_row(self, weight: Any, rows: int) -> float:
-        """What these optimizers' losses weigh per row of a window, a power of two: agreed by all ranks in the first window, the largest of
-        theirs, for which it waits for the device. `weight` is that of the first micro-batch, of `rows`."""
+        """The power of two near the weight of one row. In the first window, the ranks agree on the largest of theirs, which waits for the
+        device. `weight` and `rows` are those of the first micro-batch."""
         weights = self._losses.run.optim.weight_per_row
         if self.optimizer not in weights:
             each = float(weight) / rows if rows else 0.0
@@ -310,7 +313,7 @@ class WindowLosses:
         return engine.begin_sum(torch.stack([sum(self._weights, zero), sum(products, zero)]))
 
     def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Make the gradients of `parameters` those of the mean over the window. All ranks; no wait for the device."""
+        """Scale the gradients of `parameters` to those of the mean over the window. All ranks; does not wait for the device."""
         if self._first is not None:
             check_window(self._losses.run, self.rule.source, self.optimizer, self._first)
             self._losses.rules[self.optimizer] = self._new_rules
@@ -321,15 +324,15 @@ class WindowLosses:
         of_weights, of_losses = (self._sums or self._begin_sums())()
         if self.rule.summed:
             self.total = of_weights
-            factor = torch.where(of_weights > 0, self._expected / of_weights, 0.0)  # nothing counted: no gradient
+            factor = torch.where(of_weights > 0, self._expected / of_weights, 0.0)  # no weight at all: no gradient
             self._losses.run.engine.strategy.scale_gradients(parameters, factor)
         if self._averaged:
             self.mean = of_losses / self.total
 
 
 def _product(loss: torch.Tensor, weight: Any) -> torch.Tensor:
-    """A weight of zero means that nothing was counted, whatever the loss: it may be nan. A number stays one: the way to the device would
-    be waited for."""
+    """`loss * weight`; 0 for the weight 0, with which the loss may be nan. A weight that is a Python number is not copied to the device,
+    because that would wait."""
     if on_device(weight):
         return torch.where(weight == 0, torch.zeros((), device=loss.device), loss.float() * weight)
     return loss.float() * weight if weight else torch.zeros((), device=loss.device)

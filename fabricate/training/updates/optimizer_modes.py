@@ -1,8 +1,9 @@
-"""Optimizers with `train()` and `eval()`, as schedule-free ones have: they train other weights than they mean.
+"""Optimizers with `train()` and `eval()`, such as schedule-free ones: the weights that they train differ from the weights that they intend
+for evaluation.
 
-`eval()` puts the weights that the optimizer means into the module, `train()` those that it trains. What evaluates, saves or exports
-wants the former. Both round, so that a run which resumes goes through the same calls as one that never stopped. Must not know: when
-something is evaluated or saved.
+`eval()` puts the weights for evaluation into the module, `train()` the trained ones. Evaluations, saves and exports use the weights for
+evaluation. Both calls round, so a resumed run makes the same calls as an uninterrupted one. Must not know: when something is evaluated or
+saved.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from fabricate.training.state.run_state import Run
 
 
 def train_mode(run: Run) -> None:
-    """Put the weights that are trained into the module, if others are there. All ranks."""
+    """Put the trained weights into the module, unless they are there already. All ranks."""
     _switch(run, "train")
 
 
 def eval_mode(run: Run) -> None:
-    """Put the weights that the optimizers mean into the module, if others are there. All ranks."""
+    """Put the weights for evaluation into the module, unless they are there already. All ranks."""
     _switch(run, "eval")
 
 
 @contextlib.contextmanager
 def meant_weights(run: Run, *, stay: bool = False) -> Iterator[None]:
-    """While inside, the module has the weights that the optimizers mean; afterwards those that it had, unless these `stay`."""
+    """Put the weights for evaluation into the module while the body runs; afterwards the previous ones, unless `stay`."""
     before = run.optim.mode
     eval_mode(run)
     try:

@@ -1,4 +1,4 @@
-"""What `training_step` returned: read, weighed, checked against what it returned before and on other ranks.
+"""The return value of `training_step`: reading it, and checks against earlier ones and those of other ranks.
 
 Must not know: in which order things happen (fabricate.training.loop).
 """
@@ -18,7 +18,7 @@ from fabricate.training.state.run_state import Run
 
 
 def unpack(output: Any) -> tuple[Any, Any, Any]:
-    """The loss, the weight or None, the name of the optimizer (or a list) or None."""
+    """The loss, the weight or None, and the name of the optimizer (or a list of names) or None."""
     if isinstance(output, Mapping):
         allowed = {"loss", "weight", "optimizer"}
         unknown = sorted(set(output) - allowed)
@@ -35,7 +35,7 @@ def unpack(output: Any) -> tuple[Any, Any, Any]:
 
 
 def one_weight(weight: Any) -> Any:
-    """`weight`, which a step returned, as a number or a 0-dim tensor. No wait for the device."""
+    """The `weight` that a step returned, as a number or a 0-dim tensor. Does not wait for the device."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise ConfigurationError(
@@ -47,7 +47,7 @@ def one_weight(weight: Any) -> Any:
 
 
 def check_not_negative(weight: Any) -> None:
-    """A mean cannot be taken over less than nothing. Waits for the device if `weight` is there."""
+    """Raise `ConfigurationError` for a negative weight. Waits for the device if `weight` is a tensor on it."""
     if weight is not None and float(weight) < 0:
         raise ConfigurationError(
             f"a step returned the weight {float(weight):g}; a weight is the number of items that the mean was taken over, so it "
@@ -56,27 +56,27 @@ def check_not_negative(weight: Any) -> None:
 
 
 class Made(NamedTuple):
-    """How a loss came about."""
+    """How a loss was computed, read from its autograd graph."""
 
     operation: str
     is_sum: bool
     divisor: float | None
-    """Of a sum over the batch; see `odd_divisor`."""
+    """The divisor, if the loss is a sum over the batch that is divided by a number; see `odd_divisor`."""
     over_a_part: bool
     cross_entropies: list[tuple[bool, torch.Tensor, int]]
-    """Those among its terms; see `terms_over_labels`."""
+    """The cross-entropies among the terms of the loss; see `terms_over_labels`."""
     rows: int | None
 
     @classmethod
     def by(cls, loss: torch.Tensor, rows: int | None) -> Made:
-        """Read off `loss`, before backward. `rows`: of its batch, where they are known."""
+        """Read the autograd graph of `loss`, before backward. `rows`: the number of rows of its batch, if it is known."""
         rows = rows or None
         divisor = odd_divisor(loss, rows) if rows else None
         over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss)
         return cls(last_operation(loss), is_sum(loss, rows), divisor, over_a_part, cross_entropies, rows)
 
     def part(self) -> str:
-        """Why it seems to be a mean over something else than rows; empty if it does not. Waits for the device."""
+        """The reason why the loss seems to be a mean over something other than rows; "" if there is none. Waits for the device."""
         for has_weights, counted, labels in self.cross_entropies:
             if has_weights:
                 return "a term of the loss is a cross-entropy with class weights, a mean over these,"
@@ -111,7 +111,8 @@ def check_loss(run: Run, loss: Any) -> None:
 
 
 def check_logged(run: Run, loss: torch.Tensor) -> None:
-    """A "loss" that training_step logs is left out of the metrics, so it has to be the one that it returns."""
+    """Raise `ConfigurationError` if training_step logs a "loss" other than the returned one, because the logged one is left out of the
+    metrics."""
     for name, value, *_ in run.module._logged:
         if name == "loss" and (not isinstance(value, torch.Tensor | int | float) or not _same(float(value), loss)):
             raise ConfigurationError(
@@ -121,7 +122,8 @@ def check_logged(run: Run, loss: torch.Tensor) -> None:
 
 
 def leave_out_mean(run: Run, mean: torch.Tensor | None) -> None:
-    """The "loss" that on_step logs is recorded anyway, so it has to be the `mean` that on_step got."""
+    """Drop a "loss" that on_step logs, because the loss is recorded in any case. `ConfigurationError` unless it is the `mean` that on_step
+    got."""
     logged = run.module._logged
     for name, value, _, reduce in logged:
         if name == "loss" and reduce != "object" and (mean is None or not _same(float(value), mean)):
@@ -136,7 +138,8 @@ def _same(value: float, loss: torch.Tensor) -> bool:
 
 
 def check_window(run: Run, how: str, name: str, made: Made) -> None:
-    """Once per optimizer, after its first window: every rank weighs its loss the same way and updates the same optimizer."""
+    """Check, after the first window of an optimizer, that every rank uses the same rule for the loss and updates the same optimizer. All
+    ranks."""
     if run.engine.world_size > 1:
         answers = run.engine.gather_json([how, name])
         if any(a != answers[0] for a in answers):
@@ -146,7 +149,7 @@ def check_window(run: Run, how: str, name: str, made: Made) -> None:
             )
     trainable = [(n, p) for n, p in run.module.named_parameters() if p.requires_grad]
     unused = [n for n, p in trainable if p.grad is None]
-    # If none has a gradient, the strategy's engine keeps them elsewhere.
+    # If no parameter has a gradient, the strategy's engine holds the gradients elsewhere.
     if 0 < len(unused) < len(trainable) and name == run.optim.default:
         run.journal.event("unused_parameters", names=unused[:20])
     run.journal.event("loss_weight", optimizer=name, source=how)
@@ -155,7 +158,7 @@ def check_window(run: Run, how: str, name: str, made: Made) -> None:
 
 
 def _note_rows(run: Run, made: Made) -> None:
-    """Note a loss that weighs rows and is likely a mean over something else, or not a mean."""
+    """Note a loss that is weighted by rows but is probably a mean over something else, or no mean."""
     if made.is_sum:
         run.journal.note(
             f"the loss is a sum over its batch, or has one among its terms (it comes from {made.operation}), but is treated as a "
@@ -183,7 +186,7 @@ def _note_rows(run: Run, made: Made) -> None:
 
 
 def note_divisor(run: Run, divisor: float) -> None:
-    """Note a loss that is a sum over its batch divided by a number that is not that of its rows."""
+    """Note a loss that is a sum over its batch, divided by a number other than that of its rows."""
     run.journal.note(
         f"the loss divides a sum over its batch by {divisor:g}, but the batch has another number of rows. It is treated as a mean "
         "over the rows, so the update depends on how a global batch is split. Divide by the rows of the batch, as .mean() does. "

@@ -1,4 +1,4 @@
-"""Which optimizers step in an update: what `training_step` may name, and what a name stands for.
+"""The optimizers that step in an update: the names that `training_step` may return, and the optimizers of each name.
 
 Must not know: the loop, how losses are weighed.
 """
@@ -16,7 +16,7 @@ from fabricate.training.state.run_state import Run
 
 
 def prepare_updates(run: Run) -> None:
-    """Fill in what an update may apply: what each name stands for, and all of them where none has to be named."""
+    """Fill `Optimization.updates`: the optimizers of each name, and of all names if training_step need not return one."""
     optim = run.optim
     optim.updates = {}
     for name in optim.named:
@@ -27,7 +27,7 @@ def prepare_updates(run: Run) -> None:
 
 
 def join(run: Run, names: Sequence[str]) -> str:
-    """The key in `updates` of an update that steps all that `names` stand for. `ConfigurationError` where two hold one parameter."""
+    """The key in `updates` for an update of all optimizers of `names`. `ConfigurationError` if two of them hold the same parameter."""
     optim, labels = run.optim, _labels(run, names)
     if shared := _shared(run, names):
         holders, parameter = shared
@@ -45,7 +45,7 @@ def _labels(run: Run, names: Sequence[str]) -> list[str]:
 
 
 def _shared(run: Run, names: Sequence[str]) -> tuple[list[str], str] | None:
-    """Two optimizers that hold one parameter, and its name; None where there are none."""
+    """Two optimizers that hold the same parameter, and its name; None if there are none."""
     holders: dict[torch.nn.Parameter, str] = {}
     for label in _labels(run, names):
         for parameter in (p for group in run.optim.optimizers[label].param_groups for p in group["params"]):
@@ -56,8 +56,8 @@ def _shared(run: Run, names: Sequence[str]) -> tuple[list[str], str] | None:
 
 
 def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
-    """The key in `updates` of the update for which `training_step` returned a loss with `chosen` under "optimizer": a name, a list of
-    names or None. `name`: that of the window so far, which has to be the same."""
+    """The key in `updates` of the update for which `training_step` returned a loss with `chosen` under "optimizer": a name, a list of names
+    or None. `name`: the key of the window so far, which has to be the same."""
     named = list(run.optim.named)
     if chosen is None:
         holders, parameter = _shared(run, named) or ([], "")

@@ -1,4 +1,4 @@
-"""Optimizers that take turns: each has an update of its own on the rows of one window, with the parameters of the others frozen.
+"""Optimizers that take turns: each makes its own update on the rows of one window, with the parameters of the others frozen.
 
 Must not know: the loop.
 """
@@ -15,7 +15,7 @@ from fabricate.training.state.run_state import Run
 
 
 def turns(run: Run, windows: Iterable[Window]) -> Iterator[Window]:
-    """Each window once for every optimizer, in their order. Its micro-batches are kept for as long, where they were read to."""
+    """Each window once per optimizer, in their order. Its micro-batches are kept as they were read until the last turn."""
     for window in windows:
         kept: list[Any] = []
         for number, name in enumerate(run.optim.turns):
@@ -34,8 +34,8 @@ def _kept(items: Iterable[Any], into: list[Any]) -> Iterator[Any]:
 
 @contextmanager
 def turn_of(run: Run, name: str) -> Iterator[None]:
-    """While open, `training_step` is called for the optimizer `name`, and parameters that only others hold require no gradient, so
-    that backward stops there."""
+    """While the body runs, `training_step` is called for the optimizer `name`, and parameters that only other optimizers hold require no
+    gradient, so that backward stops there."""
     object.__setattr__(run.module, "_turn", name)
     own = set(run.optim.updates[name].parameters)
     others = {p for update in run.optim.updates.values() for p in update.parameters if p.requires_grad} - own
