@@ -32,8 +32,9 @@ model, plugin state and the checkpoints on disk. No kill lost a checkpoint, and 
 
 CRASH = """## A crash after every file operation
 
-The file operations of a save, of a deletion, of a start after a kill and of a start after damage are recorded. The
-campaign then reproduces the disk as a crash after each operation would leave it, for two kinds of crash:
+The file operations of a save, of a deletion, of a start after a kill and of a start after damage are recorded. For each
+operation, the campaign then reproduces the files that a crash right after this operation would leave on disk. There are
+two kinds of crash:
 
 - a kill: all operations before it are on disk, and the last write may be there in part;
 - a power cut: of everything that was not synced, any part may be on disk, such as some bytes of a file, or the changes
@@ -54,26 +55,28 @@ names that point elsewhere, ranks that disagree.
 
 MUTANTS = """## The code without one of its precautions
 
-Each `fsync`, each `rename`, each digest and each check of coverage in `fabricate.checkpoint` is removed, one at a time.
-For all {number} variants of the code, the campaigns above or the tests of the format failed, as they should. (Kinds in
-the table: "durable" is `fsync` and `rename`.)
+In `fabricate.checkpoint`, each `fsync`, each `rename`, each digest, and each check that the chunks of a tensor cover
+all of it is removed, one at a time. For all {number} variants of the code, the campaigns above or the tests of the
+format failed, as they should. (In the table, "durable" means `fsync` and `rename`, and "coverage" the checks of
+chunks.)
 """
 
 PAIRS = """## Every checkpoint under every strategy
 
-The topology of the row writes a checkpoint in the middle of an epoch; the topology of the column resumes from it. In
-every pair, saving again what was loaded gave the same bits (weights, optimizer state, schedule, progress), and the
-samples followed in the same order. The table shows how far the losses of the following updates were from those of one
-process that was not interrupted: the largest relative difference; at most {tolerance:.0e} is allowed. The runs use
-AdamW in float32, tied weights, a frozen layer, two parameter groups, and sizes that are not divisible by any number of
-ranks.
+A *topology* is a strategy and a number of ranks. In the table below, the topology of the row writes a checkpoint in the
+middle of an epoch, and the topology of the column resumes from it. In every pair, saving again what was loaded gave the
+same bits (weights, optimizer state, schedule, progress), and the samples followed in the same order. The table shows
+how far the losses of the following updates were from those of one process that was not interrupted: the largest
+relative difference; at most {tolerance:.0e} is allowed. The runs use AdamW in float32, tied weights, a frozen layer,
+two parameter groups, and sizes that are not divisible by any number of ranks.
 """
 
-MORE_PAIRS = """The same was done with other optimizers and dtypes, for a ring of pairs each: every topology writes once and reads once.
-Some pairs are missing. ZeRO refuses Lion and Adafactor, because it does not know that they treat every element
-independently. torch's Adafactor does not accept sharded parameters. In half precision, strategies round at different
-places, so the losses agree less closely. Weights and moments are still read bit by bit, with one exception: ZeRO keeps
-frozen weights in half precision only.
+MORE_PAIRS = """The same was done with other optimizers and dtypes, with one pair for each topology instead of all
+pairs: each topology writes one checkpoint, which the next topology reads. Some pairs are missing. ZeRO refuses Lion and
+Adafactor: it accepts only optimizers that are known to treat every element independently. torch's Adafactor does not
+accept sharded parameters. In half precision, strategies round at different places, so the losses agree less closely.
+Weights and moments are still read without the loss of a bit, with one exception: of frozen weights, ZeRO keeps only a
+copy in half precision.
 """
 
 MEMORY = """## Memory
@@ -106,7 +109,7 @@ def page(found: dict[str, Any]) -> str:
         rows = [[name, f"{number[name]:,}"] for name in sorted(number, key=lambda name: (name == "unchanged", name))]
         parts += [
             CORRUPT.format(refusals=corrupt["refusals"]),
-            table(["mutation", "refused"], [*rows, ["in all", f"{sum(number.values()):,}"]]),
+            table(["mutation", "checkpoints"], [*rows, ["in all", f"{sum(number.values()):,}"]]),
         ]
     if variants := found.get("mutants"):
         kinds = Counter(variants["kinds"].values())

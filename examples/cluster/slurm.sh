@@ -10,9 +10,9 @@
 # - A node is lost: SLURM requeues the job by itself (--requeue). It resumes from the newest checkpoint.
 # - A rank fails: the job ends with its code, and is not started again.
 
+trap 'kill -USR1 $!' USR1  # before the ranks start: without a trap, the signal would end this shell
 srun --kill-on-bad-exit=1 python train.py &
 ranks=$!
-trap 'kill -USR1 $ranks' USR1
 wait $ranks; code=$?
 while kill -0 $ranks 2> /dev/null; do wait $ranks; code=$?; done  # a signal ends the wait, not the ranks
 

@@ -307,8 +307,8 @@ class Engine(Group):
             )
         if kind not in self.strategy.distributed_types:
             raise ConfigurationError(
-                f"strategy={self.strategy.name!r} was chosen, but Accelerate built {kind}; expected "
-                f"{' or '.join(self.strategy.distributed_types)}: start the ranks that the strategy needs"
+                f"strategy={self.strategy.name!r} needs Accelerate's distributed type {' or '.join(self.strategy.distributed_types)}, but "
+                f"Accelerate has set up {kind}. Start as many ranks as this strategy needs, for instance with `fabricate run --nproc`"
             )
 
     def _verify_precision(self) -> None:

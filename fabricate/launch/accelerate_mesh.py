@@ -62,5 +62,7 @@ def mesh(environ: Mapping[str, str]) -> Mesh:
 def _size(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "").strip() or "1"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigurationError(f"{name}={environ[name]!r} is not a whole number from 1 up; correct it or unset it")
+        raise ConfigurationError(
+            f"{name}={environ[name]!r} is not a whole number of at least 1; correct it or unset it"
+        )
     return int(text)

@@ -68,7 +68,7 @@ def command(
 
 def _check_places(nproc: int | str, nnodes: int, node_rank: int, master_addr: str | None) -> None:
     if (isinstance(nproc, int) and nproc < 1) or nnodes < 1:
-        raise ConfigurationError(f"--nproc {nproc} --nnodes {nnodes}: a run has one process on one node at least")
+        raise ConfigurationError(f"--nproc {nproc} --nnodes {nnodes}: a run needs at least one process and one node")
     if not 0 <= node_rank < nnodes:
         raise ConfigurationError(f"--node-rank {node_rank} --nnodes {nnodes}: node ranks count from 0 to {nnodes - 1}")
     if nnodes > 1 and master_addr is None:

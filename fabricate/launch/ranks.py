@@ -109,10 +109,14 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise RankError(f"{name} is not set although other variables of a rank are; start with {_HOW_TO_START}")
+            raise RankError(
+                f"{name} is not set, although other variables of a launcher are; start the ranks with {_HOW_TO_START}"
+            )
         return default
     if not text.isdecimal() or int(text) < least:
-        raise RankError(f"{name}={text!r} is not a whole number from {least} up; start with {_HOW_TO_START}")
+        raise RankError(
+            f"{name}={text!r} is not a whole number of at least {least}; start the ranks with {_HOW_TO_START}"
+        )
     return int(text)
 
 

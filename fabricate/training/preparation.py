@@ -275,8 +275,8 @@ def _check_shared(run: Run) -> None:
         if time.monotonic() > deadline:
             if run.settings.fast_dev_run and run.settings.run_dir is None:
                 raise ConfigurationError(
-                    "fast_dev_run on several nodes needs a directory that all nodes see, to try a save; set run_dir= to a path "
-                    "on a shared file system (the trial writes beside it)"
+                    "fast_dev_run on several nodes needs a directory that all nodes see, because it also tries a save. Set "
+                    "run_dir= to a path on a shared file system; fast_dev_run then writes to a temporary directory next to it"
                 )
             raise ConfigurationError(
                 f"run_dir={str(run.run_dir)!r} on {socket.gethostname()} is not the directory in which rank 0 writes, but every "

@@ -153,7 +153,8 @@ def test_a_rank_that_fails_alone_saves_nothing_and_reports_its_error(tmp_path: P
     (first, _, saved), (second, notes, _) = run_ranks(fails_alone, 2, tmp_path / "run")
     assert (first, second, saved) == ("RankError", "ZeroDivisionError", False)
     assert (
-        "SaveOnException: no checkpoint was saved: a checkpoint needs all ranks, but another rank continues," in notes
+        "SaveOnException: no checkpoint was saved: all ranks have to write a checkpoint together, but another rank is still running,"
+        in notes
     )
 
 

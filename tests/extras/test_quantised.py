@@ -230,7 +230,9 @@ def test_two_ranks_train_and_resume_or_are_refused_by_name(base: Path, tmp_path:
         assert found[case] == pytest.approx(found["ddp", case[1]], abs=1e-4)
     names = {"nf4": "bitsandbytes 4-bit", "int8": "bitsandbytes 8-bit", "torchao-int8": "torchao"}
     for strategy, kind in REFUSED:
-        supports = "no quantised weights, but " if strategy == "zero3" else "only the quantised weights of bitsandbytes "
+        supports = (
+            "no quantised weights, but " if strategy == "zero3" else "only the quantised weights of bitsandbytes "
+        )
         assert found[strategy, kind].startswith(f"strategy='{strategy}' supports {supports}"), found[strategy, kind]
         assert f"q_proj.base_layer.weight and 13 more are quantised by {names[kind]}" in found[strategy, kind]
         assert not list((tmp_path / f"{strategy}-{kind}").glob("*/checkpoints/step-*"))

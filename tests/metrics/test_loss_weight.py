@@ -446,7 +446,7 @@ def test_a_loss_that_may_not_be_a_mean_over_rows_is_noted(
     Trainer(max_epochs=1, progress=False).fit(Noted(), rows, batch_size=2)
     noted = capsys.readouterr().err
     if reduction == "sum":
-        assert "the loss is a sum over its batch, or has one among its terms (it comes from NllLoss)" in noted
+        assert "the loss is, or contains, a sum over the batch (its last operation is NllLoss)" in noted
     else:
         assert (
             "a batch holds whole numbers of the shape (2, 6), several per row, and the loss is not a plain cross-entropy"

@@ -322,7 +322,10 @@ def test_transformers_reads_what_was_exported(four: list[dict[str, Any]], root: 
 
 
 def test_ranks_that_share_a_model_and_read_other_rows_are_told(four: list[dict[str, Any]]) -> None:
-    wanted = r"RankError: ranks 0 and 1 share one copy of the model, but since the last log boundary 'loss' is .* they read different rows"
+    wanted = (
+        r"RankError: ranks 0 and 1 share one copy of the model, but the mean of 'loss' since the last log boundary is .* "
+        r"they read different rows"
+    )
     assert [re.match(wanted, found["torn"]) is not None for found in four] == [True] * 4, four[0]["torn"]
 
 

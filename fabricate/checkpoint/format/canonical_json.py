@@ -50,7 +50,7 @@ def loads(data: bytes) -> JsonValue:
     """
     if len(data) > MAXIMUM_BYTES:
         raise CheckpointError(
-            f"its JSON has {len(data)} bytes, over the limit of {MAXIMUM_BYTES}, so it is damaged or not of a checkpoint"
+            f"this JSON has {len(data)} bytes, but a checkpoint's has at most {MAXIMUM_BYTES}: the file is damaged, or from something else"
         )
     try:
         tree = json.loads(

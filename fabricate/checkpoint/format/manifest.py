@@ -400,7 +400,7 @@ def _object(tree: object, what: str, keys: Collection[str]) -> dict[str, Any]:
     if fields.keys() != set(keys):
         missing, unknown = sorted(set(keys) - fields.keys()), sorted(fields.keys() - set(keys))
         raise CheckpointError(
-            f"{what} lacks {missing} and has the unknown {unknown}: it was written by another version"
+            f"{what} lacks the fields {missing} and has the unknown fields {unknown}: another version of fabricate wrote it"
         )
     return fields
 

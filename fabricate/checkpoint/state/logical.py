@@ -216,7 +216,7 @@ def decode_with(reader: Reader, tree: object) -> Any:
 
     def tensor(name: str) -> torch.Tensor:
         if name not in reader.manifest.tensors:
-            raise CheckpointError(f"its state refers to the tensor {name!r}, which the checkpoint does not hold")
+            raise CheckpointError(f"the saved state refers to the tensor {name!r}, which the checkpoint does not hold")
         return read_whole(reader, name)
 
     try:

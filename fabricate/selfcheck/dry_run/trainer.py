@@ -65,8 +65,8 @@ class DryTrainer(trainer.Trainer):
         resolved, data = self._open_data(module, train, val, resume, batch_size, loading)
         if "DEEPSPEED" in resolved.strategy.distributed_types:
             raise ConfigurationError(
-                f"--dry-run: strategy={resolved.strategy.name!r} is DeepSpeed's engine, which does not run on tensors without memory. Use "
-                "strategy='fsdp', which shards the same tensors. Or leave --dry-run out: the plan then estimates weights and "
+                f"--dry-run uses tensors without memory, on which DeepSpeed, the engine of strategy={resolved.strategy.name!r}, does not "
+                "run. Use strategy='fsdp', which shards the same tensors. Or leave --dry-run out: the plan then estimates weights and "
                 "optimizer states"
             )
         fakes = Fakes() if self.fake else None

@@ -157,7 +157,7 @@ def write_last_update(run: Run, path: Path) -> None:
     together = not is_echo(run.now.failure) and run.engine.all_failed(f"{run.progress.step} {path}")
     if not together:
         raise CheckpointError(
-            "a checkpoint needs all ranks, but another rank continues, failed at another place or is gone"
+            "all ranks have to write a checkpoint together, but another rank is still running, failed elsewhere or has ended"
         )
     if path.exists():  # the background save has just written it
         return
@@ -271,7 +271,8 @@ def _waits_for_metric(run: Run, found: list[Path]) -> bool:
         return False
     recorded = ", ".join(run.journal.latest) or "nothing yet"
     run.journal.note(
-        f"keep: no checkpoint has the metric {keep['metric']!r}, by which the best are to be kept, so none is deleted. There is: {recorded}"
+        f"keep: the best checkpoints are to be kept by {keep['metric']!r}, but no checkpoint has this metric, so none is deleted. "
+        f"Metrics that are recorded: {recorded}"
     )
     return True
 

@@ -161,8 +161,8 @@ def _note_rows(run: Run, made: Made) -> None:
     """Note a loss that is weighted by rows but is probably a mean over something else, or no mean."""
     if made.is_sum:
         run.journal.note(
-            f"the loss is a sum over its batch, or has one among its terms (it comes from {made.operation}), but is treated as a "
-            "mean, so the size of an update depends on the number of rows of a micro-batch. Return the mean, for example with "
+            f"the loss is, or contains, a sum over the batch (its last operation is {made.operation}), but is treated as a mean, "
+            "so the size of an update depends on the number of rows of a micro-batch. Return the mean, for example with "
             "reduction='mean'"
         )
         return

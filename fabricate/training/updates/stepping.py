@@ -76,8 +76,8 @@ def choose(run: Run, name: str | None, chosen: Any, micro_step: int) -> str:
     key = ", ".join(names)
     if run.optim.turns and key != name:
         raise ConfigurationError(
-            f"training_step returned optimizer={chosen!r} when it was called for {name!r}; leave it out: each optimizer has its turn on "
-            "every batch, because training_step takes the argument optimizer"
+            f"training_step returned optimizer={chosen!r} when it was called for {name!r}. Do not return 'optimizer': because "
+            "training_step takes the argument optimizer, each optimizer has its turn on every batch"
         )
     if micro_step and name is not None and key != name:
         raise ConfigurationError(

@@ -146,7 +146,8 @@ def _kept(checkpoints: list[Any]) -> Any:
     if len({(c.monitor, c.mode) for c in monitored}) > 1:
         names = " and ".join(repr(c.monitor) for c in monitored)
         raise ConfigurationError(
-            f"callbacks: ModelCheckpoint by {names}: the best are kept by one metric; leave one out"
+            f"callbacks: there are ModelCheckpoints that monitor {names}, but the best checkpoints can be kept by one metric only; "
+            "keep one of them"
         )
     if any(c.save_top_k == -1 for c in checkpoints):
         return "all"

@@ -101,7 +101,7 @@ def rows_of(batch: Any) -> int:
     rows = _rows(batch)
     if rows is None:
         raise ConfigurationError(
-            f"the rows of a batch of type {type(batch).__name__} are not known; give them: self.log(..., batch_size=...)"
+            f"the number of rows in a batch of type {type(batch).__name__} is not known; give it: self.log(..., batch_size=...)"
         )
     return rows
 

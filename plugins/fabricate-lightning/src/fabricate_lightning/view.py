@@ -464,8 +464,8 @@ class TrainerView:
         """Write a checkpoint of fabricate, a directory, to `filepath` at the next update boundary. All ranks."""
         if weights_only or storage_options is not None:
             raise ConfigurationError(
-                "trainer.save_checkpoint: weights_only and storage_options have no counterpart; fabricate's checkpoints resume, and "
-                "RUN_DIR/model/ has the weights alone"
+                "trainer.save_checkpoint: weights_only and storage_options have no counterpart here: the checkpoint holds everything that "
+                "a resume needs. For the weights alone, use RUN_DIR/model/, or Trainer(save_weights_only=True) of fabricate"
             )
         self._fabricates.save(filepath)
 
