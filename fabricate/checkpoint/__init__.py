@@ -1,1 +1,1 @@
-"""Checkpoints: the format on disk (`format`, torch-free), training state in it (`state`), other tools' files (`convert`)."""
+"""Checkpoints: the format on disk (`format`, torch-free), the training state in it (`state`), and files of other tools (`convert`)."""

@@ -1,4 +1,4 @@
-"""What exporters read: an open checkpoint with the names of a state dict, without torch.
+"""The source of an export: an open checkpoint with the names of a state dict, without torch.
 
 Must not know the formats that are written (`exporting`, `pickled`).
 """
@@ -17,8 +17,8 @@ __all__ = ["ExportSource"]
 class ExportSource:
     """An open checkpoint with the names of a state dict.
 
-    weights: logical name by state-dict name, without buffers that a state dict leaves out; of shared tensors the first
-    name. aliases: the other names of shared tensors, to that one.
+    weights: maps state-dict names to logical names, without the buffers that a state dict leaves out; a shared tensor has only its first
+    name here. aliases: maps the other names of a shared tensor to its first name.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -44,7 +44,7 @@ class ExportSource:
         self.pretrained: Any = self.decode(module.get("pretrained"))
 
     def decode(self, tree: Any) -> Any:
-        """A value of the state that holds no tensor."""
+        """Return the value that `tree`, a part of state.json, encodes. Raises CheckpointError if it holds a tensor."""
         return codec.decode(tree, self._unexpected)
 
     def _unexpected(self, name: str) -> None:
@@ -53,6 +53,6 @@ class ExportSource:
         )
 
     def chunk(self, name: str, logical: str) -> Chunk:
-        """The whole of a tensor, to be written under `name`; read and verified when it is written."""
+        """The whole logical tensor as a chunk called `name`. Its data is read and verified when the chunk is written."""
         record = self.reader.manifest.tensors[logical]
         return Chunk(name, 0, record.num_elements, record.dtype, record.shape, lambda: self.reader.read(logical))

@@ -1,7 +1,8 @@
-"""A checkpoint's weights, or all of it, in the format of another tool. Verified while it is read, whole or not at all.
+"""Write a checkpoint, or only its weights, in the format of another tool. Everything read is verified, and `out` is written completely or
+not at all.
 
-Owns the formats, `FORMATS`, and the ones that need no torch; `pickled` holds those that are torch's own. One tensor at a
-time is in memory. Must not know: runs, ranks, how a checkpoint came about.
+Owns the list of formats, `FORMATS`, and the formats that need no torch; `pickled` writes the others. One tensor at a time is in memory.
+Must not know: runs, ranks, how a checkpoint was made.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _PICKLE = "this format is a pickle, which can run code when it is opened: open i
 
 
 def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
-    """Write a checkpoint (or a run directory's newest) as the new file or folder `out`; returns remarks for the user.
+    """Write a checkpoint (or the newest of a run directory) as the new file or folder `out`; returns remarks for the user.
 
-    kind: one of `FORMATS`. `out` appears at once when everything in it is written and durable.
+    kind: one of `FORMATS`. `out` appears in one step, when everything in it is written and flushed to disk.
 
-    Raises ConfigurationError for a format that is unknown or that this checkpoint cannot be put into, CheckpointError for a
-    damaged checkpoint and where `out` exists or cannot be written.
+    Raises ConfigurationError if the format is unknown or cannot hold this checkpoint, and CheckpointError if the checkpoint is damaged, or
+    if `out` exists or cannot be written.
     """
     if kind not in FORMATS:
         raise ConfigurationError(f"--format {kind!r}{did_you_mean(kind, FORMATS)}; known: {', '.join(FORMATS)}")
@@ -46,9 +47,10 @@ def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
 
 @contextlib.contextmanager
 def new_path(out: Path, single: str | None = None) -> Iterator[Path]:
-    """A folder to write into. At the end it, or its file `single`, becomes `out` at once, durable; nothing is left where that fails.
+    """A context that yields a temporary folder to write into. At its end, this folder or its file `single` is flushed to disk and renamed
+    to `out`. After a failure nothing is left.
 
-    Raises CheckpointError where `out` exists or cannot be written.
+    Raises CheckpointError if `out` exists or cannot be written.
     """
     if os.path.lexists(out):
         raise CheckpointError(f"{str(out)!r} exists already, and an export never overwrites. Give a new path")
@@ -84,7 +86,7 @@ def _safetensors(source: ExportSource, folder: Path) -> list[str]:
 
 
 def _transformers(source: ExportSource, folder: Path) -> list[str]:
-    """What `save_pretrained` writes, except a tokenizer, which is not part of a checkpoint."""
+    """Write the files of `save_pretrained`, except the tokenizer, which is not part of a checkpoint."""
     pretrained = source.pretrained
     if pretrained is None:
         raise ConfigurationError(
@@ -128,7 +130,7 @@ def _deepspeed(source: ExportSource, folder: Path) -> list[str]:
 
 
 _SINGLE = {"safetensors": "model.safetensors", "torch": "model.pt"}
-"""The one file of a format that is not a folder."""
+"""The file name of each format that consists of one file."""
 FORMATS: dict[str, Callable[[ExportSource, Path], list[str]]] = {
     "safetensors": _safetensors,
     "transformers": _transformers,

@@ -1,8 +1,7 @@
-"""Weights that another tool saved, as a checkpoint: Accelerate's folders, Lightning's .ckpt, plain state dicts.
+"""Make a checkpoint of weights that another tool saved: folders of Accelerate, .ckpt files of Lightning, plain state dicts.
 
-Owns: which file of a source is read, how names become ours, what is refused. Nothing here runs code from a file: safetensors
-are read without any library, torch's files with `torch.load(weights_only=True)` and no way round it. Called by name only;
-saving and resuming never load this module.
+Owns: which file of a source is read, how names are changed, which files are refused. Nothing here runs code from a file: safetensors files
+are read without a library, and torch's files always with `torch.load(weights_only=True)`. Saving and resuming never load this module.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ _ELSEWHERE: Final = {
 
 @dataclass
 class _Weights:
-    """What a source holds. chunks: whole tensors by their own names. aliases: further names of shared ones."""
+    """The content of a source. chunks: whole tensors by their names in the source. aliases: maps further names of shared tensors to these
+    names."""
 
     chunks: dict[str, Chunk] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -62,21 +62,21 @@ def import_checkpoint(
 ) -> Path:
     """Make a checkpoint of the weights in `source`, and return its path, `out`. One process calls it.
 
-    What it makes holds weights only: `TrainModule.load_from_checkpoint(out)` and `Trainer.validate(checkpoint=out)` read it,
-    no run resumes from it. Nothing in `source` is executed.
+    The checkpoint holds weights only: `TrainModule.load_from_checkpoint(out)` and `Trainer.validate(checkpoint=out)` can read it, but no
+    run can resume from it. Nothing in `source` is executed.
 
     Args:
         source: a folder of `Accelerator.save_state` or `save_pretrained`; a `.safetensors` file; a Lightning `.ckpt`, whose
             hyper_parameters become the recorded constructor arguments where JSON can hold them; any file that `torch.save`
             made of a state dict.
         out: the new checkpoint, which must not exist.
-        rename: beginnings of names and what they become, the first that fits: ``{"module.": "", "": "model."}``.
-        key: where in the file the state dict is, such as "ema"; needed only where it is not the file itself or "state_dict".
-        step: the step that the checkpoint is of; default: what the source says, else 0.
+        rename: maps the beginning of a name to its replacement; the first match counts: ``{"module.": "", "": "model."}``.
+        key: the key of the state dict in the file, such as "ema"; not needed if it is "state_dict", or if the file is the state dict.
+        step: the step of the checkpoint; default: the step that the source has recorded, else 0.
 
     Raises:
         CheckpointError: the source is damaged, hostile or holds more than tensors and plain values; `out` exists.
-        ConfigurationError: the source is of no known kind, or an argument does not fit it.
+        ConfigurationError: the source is of no known kind, or an argument does not match the source.
 
     Example::
 
@@ -99,7 +99,7 @@ def import_checkpoint(
 
 
 def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
-    """The new name of each; two that become one are an error, and so is a rule that fits none."""
+    """Map each name to its new name. Raises ConfigurationError if two names become the same, or if a rule matches no name."""
     used: set[str] = set()
     new: dict[str, str] = {}
     for name in names:
@@ -158,7 +158,7 @@ def _write(source: Path, out: Path, weights: _Weights, names: Mapping[str, str],
         raise
 
 
-# -- which file
+# -- choosing the file
 
 
 def _folder(folder: Path, key: str | None) -> _Weights:
@@ -184,7 +184,8 @@ def _folder(folder: Path, key: str | None) -> _Weights:
 
 
 def _sharded(folder: Path, index: str) -> _Weights:
-    """The parts that an index lists, each with exactly the names that the index promises."""
+    """The weights in the files that an index lists. Raises CheckpointError unless each file holds exactly the names that the index lists
+    for it."""
     where = folder / index
     with LOCAL.open(where) as opened:
         tree: Any = canonical_json.loads(opened.read(0, canonical_json.MAXIMUM_BYTES + 1))
@@ -213,7 +214,7 @@ def _sharded(folder: Path, index: str) -> _Weights:
 
 
 def _file(path: Path, key: str | None) -> _Weights:
-    LOCAL.size(path)  # refuses links, pipes and devices
+    LOCAL.size(path)  # raises OSError for links, pipes and devices
     if path.suffix == ".safetensors":
         if key is not None:
             raise ConfigurationError(
@@ -227,7 +228,7 @@ def _file(path: Path, key: str | None) -> _Weights:
 
 
 def _safetensors(path: Path) -> dict[str, Chunk]:
-    """The tensors of a safetensors file. Everything that its header claims is checked against the size of the file."""
+    """The tensors of a safetensors file. The header is checked against the size of the file."""
     with LOCAL.open(path) as opened:
         size = LOCAL.size(path)
         length = struct.unpack("<Q", opened.read(0, 8))[0] if size >= 8 else 0
@@ -293,7 +294,7 @@ def _bytes_at(path: Path, start: int, count: int) -> Callable[[], bytes]:
     return read
 
 
-# -- torch's own files
+# -- files of torch.save
 
 
 def _torch(path: Path, key: str | None) -> _Weights:
@@ -312,7 +313,8 @@ def _torch(path: Path, key: str | None) -> _Weights:
 
 
 def _state_dict(path: Path, tree: Mapping[Any, Any], key: str | None) -> Mapping[str, torch.Tensor]:
-    """The state dict in the content of a file: its part `key`, else its "state_dict", else all of it."""
+    """The state dict in `tree`, the content of a file: the entry `key` if it is given, else the entry "state_dict" if there is one, else
+    `tree`."""
     if key is None and isinstance(tree.get("state_dict"), Mapping):
         key = "state_dict"
     tensors = tree if key is None else tree.get(key)
@@ -335,26 +337,26 @@ def _state_dict(path: Path, tree: Mapping[Any, Any], key: str | None) -> Mapping
 
 
 def _nested(tree: Mapping[Any, Any]) -> list[Any]:
-    """The names of the mappings in `tree`."""
+    """The keys of `tree` whose values are mappings."""
     return [name for name, value in tree.items() if isinstance(value, Mapping)]
 
 
 def _load(path: Path) -> Any:
-    """The content of a file of `torch.save`, mapped from the file where that can be."""
+    """The content of a file of `torch.save`, memory-mapped if the format of the file allows it."""
     import torch
 
     mapped = zipfile.is_zipfile(path)
     if mapped:
         with zipfile.ZipFile(path) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-        if packed:  # torch never compresses; a few bytes could unpack to more than any memory
+        if packed:  # torch.save never compresses, and a few compressed bytes could unpack to more than the memory holds
             raise CheckpointError(
                 f"{path}: the entry {packed[0]!r} is compressed, which torch.save never does. Save the "
                 "weights with torch.save again"
             )
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as exc:  # torch raises whatever its reader stumbles over
+    except Exception as exc:  # torch.load raises exceptions of many kinds for a malformed file
         raise CheckpointError(
             f"{path} cannot be read as tensors and plain values ({type(exc).__name__}: {str(exc).splitlines()[0][:200]}). An "
             "import reads no other "
@@ -398,7 +400,7 @@ def _fill(weights: _Weights, path: Path, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _json_only(parameters: Any) -> dict[str, Any]:
-    """Those of Lightning's hyper-parameters that JSON holds as they are."""
+    """The hyper-parameters of Lightning that JSON can hold unchanged."""
     kept = {}
     for name, value in parameters.items() if isinstance(parameters, Mapping) else ():
         try:

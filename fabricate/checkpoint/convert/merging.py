@@ -1,6 +1,7 @@
-"""A model and the adapters of a checkpoint as one plain model, that transformers reads without peft and without the quantising library.
+"""Merge the adapters of a checkpoint into their base model. transformers reads the result without peft and without the quantising library.
 
-The base is loaded as it was in the run, so that what is merged is what the adapters were trained over. Must not know: runs, ranks.
+The base is loaded as in the run, quantised too, so that the adapters are merged into the weights that they were trained with. Must not
+know: runs, ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ __all__ = ["merge"]
 
 
 def merge(checkpoint: Path, out: Path, base: str | None = None) -> list[str]:
-    """Write the base model of a checkpoint (or of a run directory's newest) with its adapters merged, dequantised, as the new folder
-    `out`, in the layout of transformers; returns remarks for the user. On the CPU, where the whole model has to fit.
+    """Write the base model of a checkpoint (or of the newest one of a run directory), dequantised and with the adapters merged, as the new
+    folder `out`, in the layout of transformers; returns remarks for the user. Works on the CPU, whose memory must hold the whole model.
 
-    base: where the base is now, a folder or a name of the hub; default: from where the run loaded it.
+    base: the folder of the base model or its name on the hub; default: the place from which the run loaded it.
 
-    Raises ConfigurationError where there is nothing to merge or no base, CheckpointError for a damaged checkpoint, for another base
-    than it was trained over, and where `out` exists or cannot be written.
+    Raises ConfigurationError if there is nothing to merge or no base, and CheckpointError if the checkpoint is damaged, if the base is not
+    the one that it was trained with, or if `out` exists or cannot be written.
     """
     with new_path(out) as staging, Reader(find(checkpoint)) as reader:
         reader.verify()
@@ -58,7 +59,7 @@ def _record(reader: Reader) -> Any:
 
 
 def _load(record: Any, place: str) -> Any:
-    """The base model, on the CPU, quantised as it was in the run."""
+    """The base model, on the CPU, quantised as in the run."""
     import transformers
     from transformers.quantizers.auto import AutoQuantizationConfig
 
@@ -83,7 +84,7 @@ def _load(record: Any, place: str) -> Any:
 
 
 def _adapter(reader: Reader, record: Any, place: str) -> tuple[str, Any]:
-    """The one adapter, with its name."""
+    """The name and the peft configuration of the checkpoint's only adapter."""
     import peft
 
     if len(record["adapters"]) != 1:
@@ -102,14 +103,14 @@ def _adapter(reader: Reader, record: Any, place: str) -> tuple[str, Any]:
 
 
 def _adapted(model: Any, config: Any, label: str) -> Any:
-    """`model` with new adapters."""
+    """`model` with a new adapter `label`, whose weights are not loaded yet."""
     import peft
 
     return peft.get_peft_model(model, config, adapter_name=label)
 
 
 def _inside(record: Any, adapted: torch.nn.Module) -> torch.nn.Module:
-    """A module in which `adapted` has the name that it had in the run."""
+    """A module that contains `adapted` under the name that it had in the run."""
     module: torch.nn.Module = adapted
     for name in reversed(record["prefix"].split(".")[:-1]):
         outer = torch.nn.Module()
@@ -119,18 +120,18 @@ def _inside(record: Any, adapted: torch.nn.Module) -> torch.nn.Module:
 
 
 def _compare(reader: Reader, record: Any, adapted: Any) -> None:
-    """Raise CheckpointError unless the base is the one that the adapters were trained over; take them out again."""
+    """Raise CheckpointError unless the base is the one that the adapters were trained with. Afterwards the adapters are removed from it."""
     module = _inside(record, adapted)
     quantised, left_out = quantised_weights(module), shared_state(reader)["module"].get("frozen", {})
     for name, parameter in module.named_parameters():
         if name in left_out and name not in quantised and digest(parameter.detach()) != left_out[name]:
-            parameter.data = parameter.data.float()  # as peft's prepare_model_for_kbit_training does
+            parameter.data = parameter.data.float()  # peft's prepare_model_for_kbit_training does the same
     compare_frozen(reader, module, Single())
     adapted.unload()
 
 
 def _dequantise(model: Any) -> None:
-    """Plain layers in the place of quantised ones, and a configuration without any quantisation."""
+    """Replace quantised layers of `model` by plain layers, and remove the quantisation from its configuration."""
     for name, weight in quantised_weights(model).items():
         path, _, _ = name.rpartition(".")
         parent, _, attribute = path.rpartition(".")
@@ -151,7 +152,7 @@ def _dequantise(model: Any) -> None:
 
 
 def _fill(reader: Reader, record: Any, adapted: Any) -> list[str]:
-    """Copy what the checkpoint holds into the model; the names of what is not in it."""
+    """Copy the weights of the checkpoint into the model. Returns the names of those that the model does not have."""
     saved = {name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")}
     module = _inside(record, adapted)
     parameters, buffers, _ = named_tensors(module)

@@ -1,7 +1,7 @@
-"""A checkpoint in torch's own file format, which is pickle: a state dict, an Accelerate folder, a DeepSpeed folder.
+"""Write a checkpoint in torch's own file format, which is a pickle: as a state dict, an Accelerate folder or a DeepSpeed folder.
 
-Tensors pass through a memory-mapped file, so that torch writes them without having them in memory. Only written here;
-nothing of it is read. Must not know how an export is made durable (`exporting`).
+Tensors pass through a memory-mapped file, so that they need not be in memory while torch writes them. No pickle is read here. Must not know
+how an export is made durable (`exporting`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["write_accelerate", "write_deepspeed", "write_state_dict"]
 
 @contextmanager
 def _mapped(source: ExportSource, logical: Mapping[str, str], folder: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors by name, their memory a temporary file in `folder`. `logical`: the name in the checkpoint, of each."""
+    """A context that yields tensors by name, mapped from a temporary file in `folder`. `logical`: maps each name to its logical name."""
     path = folder / "mapped.safetensors"
     write_plain_safetensors(path, [source.chunk(name, there) for name, there in logical.items()])
     try:
@@ -35,26 +35,26 @@ def _mapped(source: ExportSource, logical: Mapping[str, str], folder: Path) -> I
 
 
 def write_state_dict(source: ExportSource, path: Path) -> None:
-    """The state dict as `torch.save` writes it; shared tensors stay shared."""
+    """Write the state dict with `torch.save`; shared tensors stay shared."""
     with _mapped(source, source.weights, path.parent) as tensors:
         torch.save(tensors | {alias: tensors[name] for alias, name in source.aliases.items()}, path)
 
 
 def _optimizer_tensors(source: ExportSource, label: str) -> dict[str, str]:
-    """Logical name by "PARAMETER/KEY", of every tensor in the state of an optimizer."""
+    """A mapping from "PARAMETER/KEY" to the logical name, for every tensor in the state of an optimizer."""
     prefix = f"optimizer/{label}/"
     return {n.removeprefix(prefix): n for n in source.reader.manifest.tensors if n.startswith(prefix)}
 
 
 def _groups(source: ExportSource, label: str) -> list[tuple[list[str], dict[str, Any]]]:
-    """The parameter names and the options of each group of an optimizer."""
+    """The parameter names and the options of each parameter group of an optimizer."""
     optimizer = source.state["optimizers"][label]
     return [(list(g["names"]), dict(decode_with(source.reader, g["options"]))) for g in optimizer["groups"]]
 
 
 def write_accelerate(source: ExportSource, folder: Path) -> list[str]:
-    """What `Accelerator.save_state` writes, in the order in which `load_state` expects it: one file per optimizer and
-    scheduler, numbered from the second on in the order of their names, and the random states of each rank."""
+    """Write the files of `Accelerator.save_state`: the weights, one file per optimizer and scheduler, and the random states of each rank.
+    The files of several optimizers or schedulers are numbered in the alphabetical order of their names. Returns remarks for the user."""
     chunks = [source.chunk(name, logical) for name, logical in source.weights.items()]
     write_plain_safetensors(folder / "model.safetensors", chunks)
     state, reader = source.state, source.reader
@@ -93,7 +93,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _state_dict(source: ExportSource, label: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """An optimizer's state dict: parameters are numbered through the groups."""
+    """The state dict of an optimizer. Parameters are numbered consecutively over all groups."""
     values = source.state["optimizers"][label]["values"]
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -112,13 +112,14 @@ def _state_dict(source: ExportSource, label: str, tensors: Mapping[str, torch.Te
 
 
 _DEEPSPEED_VERSION = "0.19.8"
-"""The version whose layout `write_deepspeed` writes; its engine compares it with what it knows."""
+"""The version of DeepSpeed whose layout `write_deepspeed` writes. DeepSpeed's engine checks it."""
 
 
 def write_deepspeed(source: ExportSource, folder: Path) -> list[str]:
-    """DeepSpeed's universal layout, which its engine loads at any ZeRO stage and number of ranks.
+    """Write DeepSpeed's universal layout, which its engine loads at any ZeRO stage and with any number of ranks. Returns remarks for the
+    user.
 
-    ``zero/NAME/{fp32,exp_avg,...}.pt`` for each parameter that is trained, one tensor per file, and two files of totals.
+    It has ``zero/NAME/{fp32,exp_avg,...}.pt`` for each trained parameter, one tensor per file, and files of totals.
     """
     optimizers = source.state.get("optimizers", ())
     if len(optimizers) != 1:
@@ -141,11 +142,11 @@ def write_deepspeed(source: ExportSource, folder: Path) -> list[str]:
 
 
 def _write_parameters(source: ExportSource, label: str, names: list[str], zero: Path) -> Any:
-    """A folder in `zero` for each parameter, with its values and the optimizer's state of it; returns the optimizer's step."""
+    """Write a folder in `zero` for each parameter, with its values and its optimizer state. Returns the optimizer's step."""
     tensors, slots = source.reader.manifest.tensors, _optimizer_tensors(source, label)
     step: Any = None
     for name in names:
-        if "/" in name or name in (".", ".."):  # a name is data, and must not lead out of the folder
+        if "/" in name or name in (".", ".."):  # the name is untrusted and must not lead out of the folder
             raise ConfigurationError(
                 f"--format deepspeed: the parameter name {name!r} cannot be the name of a folder. Use --format accelerate"
             )
@@ -171,7 +172,7 @@ def _save_tensor(source: ExportSource, logical: str, path: Path) -> None:
 
 
 def _write_optimizer_totals(options: list[dict[str, Any]], step: Any, path: Path) -> None:
-    """The options of each group, and the step for stage 3, which looks for it here."""
+    """Write the options of each group, and the step, which stage 3 reads from this file."""
     param_groups = [group | {"params": [number]} for number, group in enumerate(options)]
     totals = {
         "ds_version": _DEEPSPEED_VERSION,
@@ -182,7 +183,7 @@ def _write_optimizer_totals(options: list[dict[str, Any]], step: Any, path: Path
 
 
 def _write_engine_totals(source: ExportSource, folder: Path) -> None:
-    """The counters, the scheduler and the module's weights, under the names of both kinds of stages."""
+    """Write the counters, the scheduler and the module's weights, under the file names of stages 1 and 2 and of stage 3."""
     state, reader = source.state, source.reader
     schedulers = list(state["schedulers"].values())
     engine = {
@@ -198,5 +199,5 @@ def _write_engine_totals(source: ExportSource, folder: Path) -> None:
     with _mapped(source, source.weights, folder.parent) as tensors:
         module = tensors | {alias: tensors[name] for alias, name in source.aliases.items()}
         torch.save(engine | {"module": module}, folder / "mp_rank_00_model_states.pt")
-    # Stage 3 looks for the totals under this name; the weights come from zero/ at every stage.
+    # Stage 3 reads the totals from this file. The trained weights come from zero/ at every stage.
     torch.save(engine | {"module": {}}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")

@@ -1,7 +1,6 @@
-"""The checkpoint format: what lies on disk, how it gets there and is proved whole. Torch-free.
+"""The checkpoint format: the files on disk, how they are written, and how they are proved complete. Torch-free.
 
-`codec` (values as JSON), `canonical_json` (JSON as bytes), `files` (the one seam to the file system), `manifest` and
-`writing` (what a checkpoint says about itself, and one file of it), `directory` (staging, commit, reading), `schema` (its
-JSON files), `lock`, `retention` and `comparing`. Must not know training, ranks or when a run
-saves; a reader of the format needs nothing else.
+`codec` (values as JSON), `canonical_json` (JSON as bytes), `files` (all access to the file system), `manifest` (the description of a
+checkpoint), `writing` (writes one file), `directory` (staging, commit, reading), `schema` (the structure of the JSON files), `lock`,
+`retention` and `comparing`. Must not know training, ranks or when a run saves; a reader of the format needs nothing else.
 """

@@ -1,6 +1,6 @@
 """JSON as bytes: strict and canonical, so that equal trees give equal bytes and digests.
 
-Owns what of JSON a checkpoint may use, how deep and how long it may be. Must not know what a tree means
+Owns which JSON a checkpoint may use, and how deep and long it may be. Must not know what a tree means
 (`fabricate.checkpoint.format.codec`), nor files.
 """
 
@@ -18,10 +18,10 @@ __all__ = ["MAXIMUM_BYTES", "MAXIMUM_DEPTH", "JsonValue", "dumps", "loads"]
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 MAXIMUM_BYTES = 512 * 2**20
-"""The longest JSON text that is written or read: a manifest of some ten TiB of tensors."""
+"""The largest JSON text that is written or read: enough for the manifest of about ten TiB of tensors."""
 
 MAXIMUM_DEPTH = 256
-"""How deep JSON may nest."""
+"""The greatest nesting depth of JSON."""
 
 
 def dumps(tree: object) -> bytes:
@@ -43,7 +43,7 @@ def dumps(tree: object) -> bytes:
 
 
 def loads(data: bytes) -> JsonValue:
-    """Parse JSON that `dumps` could have written, whitespace aside.
+    """Parse JSON that `dumps` could have written; the whitespace may differ.
 
     Raises:
         CheckpointError: malformed text, duplicate keys, NaN or infinite numbers, too deep or too long.
@@ -61,7 +61,7 @@ def loads(data: bytes) -> JsonValue:
         )
     except RecursionError as exc:
         raise CheckpointError(f"JSON nested deeper than {MAXIMUM_DEPTH}") from exc
-    except ValueError as exc:  # malformed JSON or UTF-8, and integers of more digits than Python converts
+    except ValueError as exc:  # malformed JSON or UTF-8, or an integer with more digits than Python converts
         raise CheckpointError(f"not valid JSON: {exc}") from exc
     _check_tree(tree)
     return tree  # type: ignore[no-any-return]
@@ -87,7 +87,7 @@ def _finite_float(text: str) -> float:
 
 
 def _check_tree(tree: object) -> None:
-    """Refuse what `json` would silently change (int keys, tuples, subclasses) and what is too deep to read back."""
+    """Raise CheckpointError for what `json` would silently change (int keys, tuples, subclasses) and for a tree too deep to read back."""
     level, depth = [tree], 0
     while level:
         if depth > MAXIMUM_DEPTH:

@@ -1,11 +1,11 @@
 """Values as tagged JSON: the exact, closed set of values that a checkpoint can hold, and nothing that can run code.
 
-Owns the mapping between Python values and JSON trees; `canonical_json` makes bytes of a tree. Must not know files,
-checkpoint directories or tensor libraries: a callback of the caller decides which objects are stored elsewhere as tensors,
-and torch and numpy are looked at only when a value or a tag names them.
+Owns the mapping between Python values and JSON trees; `canonical_json` makes bytes of a tree. Must not know files, checkpoint directories
+or tensor libraries: a callback of the caller decides which objects are stored elsewhere as tensors, and torch and numpy are used only for a
+value or a tag that belongs to them.
 
-A value that JSON holds exactly is written as itself. Everything else is an object whose ``"$"`` key names its kind, as
-``{"$": "tuple", "items": [1, 2]}``. `_KINDS` is the table of kinds; `docs/checkpoint-format.md` lists them.
+A value that JSON holds exactly is written unchanged. Any other value becomes an object whose key ``"$"`` names its kind: ``{"$": "tuple",
+"items": [1, 2]}``. `_KINDS` is the table of kinds; `docs/checkpoint-format.md` lists them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fabricate.errors import CheckpointError
 __all__ = ["decode", "encode"]
 
 _TAG = "$"
-_MAXIMUM_NESTING = MAXIMUM_DEPTH // 4  # of a value: a tagged one takes up to three JSON levels
-_EXACT_INTEGER = 2**53  # from here on a reader that keeps numbers as doubles would round
+_MAXIMUM_NESTING = MAXIMUM_DEPTH // 4  # the limit for values, since a tagged value takes up to three JSON levels
+_EXACT_INTEGER = 2**53  # a reader that keeps numbers as doubles rounds larger integers
 _NUMERIC_KINDS = "biufcmM"
 _ARRAY_KINDS = _NUMERIC_KINDS + "SU"
 _ARRAY_DTYPE = re.compile(r"[<>|=][biufcSU]\d{1,9}|[<>][mM]8(\[\d{0,9}[A-Za-z]{1,2}\])?")
@@ -41,20 +41,19 @@ _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 def encode(value: object, tensor: Callable[[str, object], str | None], path: str = "state") -> JsonValue:
     """Return `value` as a JSON tree from which `decode` rebuilds it exactly: types, key order, nan and -0.0 included.
 
-    Supported: None, bool, int, str, float, complex, list, tuple, dict (any encodable keys), OrderedDict, Counter, deque,
-    set, frozenset, bytes, Path, timedelta, numpy scalars and arrays, `torch.dtype` and `torch.Size`. Types are
-    matched exactly: a subclass would come back as its base. Identity is not kept: an object that occurs twice comes
-    back as two equal ones.
+    Supported: None, bool, int, str, float, complex, list, tuple, dict (any encodable keys), OrderedDict, Counter, deque, set, frozenset,
+    bytes, Path, timedelta, numpy scalars and arrays, `torch.dtype` and `torch.Size`. Types are matched exactly: a subclass would come back
+    as its base. Identity is not kept: an object that occurs twice comes back as two equal objects.
 
     Args:
         value: what to save.
         tensor: called as ``tensor(path, object)`` for every numpy array and every object of another type; returns the
-            name under which the caller stores the object, or None if it does not take it (an array then travels inside
-            the JSON).
-        path: what to call `value` in messages and in the paths that `tensor` sees.
+            name under which the caller stores the object, or None if it does not store it (an array is then written
+            into the JSON).
+        path: the name of `value` in messages, and the beginning of the paths given to `tensor`.
 
     Raises:
-        CheckpointError: an object that neither this module nor `tensor` takes; names its path, as
+        CheckpointError: neither this module nor `tensor` can store an object; names its path, such as
             ``state.history[3].model``.
 
     >>> encode({"lr": (0.1, float("inf"))}, lambda path, value: None)
@@ -68,10 +67,10 @@ def decode(tree: object, tensor: Callable[[str], object]) -> object:
 
     Args:
         tree: the output of `encode`, or of `loads` on its bytes.
-        tensor: called with every reference name that `encode`'s callback returned; gives back the object.
+        tensor: called with every name that `encode`'s callback returned; returns the object.
 
     Raises:
-        CheckpointError: a tree that `encode` does not write; names the place.
+        CheckpointError: `encode` does not write such a tree; names the place.
 
     >>> decode({"$": "tuple", "items": [1, 2]}, tensor={}.__getitem__)
     (1, 2)
@@ -105,7 +104,7 @@ class _Encoder:
         return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(values)]
 
     def sorted_items(self, values: Iterable[object], path: str, depth: int) -> list[JsonValue]:
-        """The members of a set, in an order that does not depend on hashes."""
+        """The encoded members of a set, in an order that does not depend on hashes."""
         items = [self.encode(item, f"{path}{{{index}}}", depth + 1) for index, item in enumerate(values)]
         return sorted(items, key=dumps)
 
@@ -117,7 +116,7 @@ class _Encoder:
         return pairs
 
     def _foreign(self, value: object, path: str, depth: int) -> JsonValue:
-        """An object that the caller stores elsewhere, or an array."""
+        """Encode an object that the caller stores elsewhere, or an array. Raises CheckpointError for any other object."""
         if isinstance(value, enum.Enum):
             raise CheckpointError(
                 f"{path} is the enum member {value}, which JSON cannot name: save its .name or .value"
@@ -181,25 +180,26 @@ class _Decoder:
 
 
 def _step(key: object) -> str:
-    """Return how a path goes on at `key`: ``.momentum``, ``['a b']`` or ``[3]``."""
+    """Return the step that `key` adds to a path: ``.momentum``, ``['a b']`` or ``[3]``."""
     if isinstance(key, str) and key.isidentifier():
         return f".{key}"
     return f"[{key!r}]"
 
 
 def _is_plain(text: str) -> bool:
-    """Whether JSON keeps `text`: two surrogate halves in a row would come back as one character."""
+    """Whether JSON keeps `text` exactly: two surrogate halves in a row would come back as one character."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _is_plain_object(value: dict[Any, Any]) -> bool:
-    """Whether JSON keeps `value`: the canonical bytes sort keys, so only a dict that is sorted keeps its own order."""
+    """Whether JSON keeps `value` exactly: canonical JSON sorts keys, so only a dict with sorted keys keeps its order."""
     keys = list(value)
     return all(type(key) is str and _is_plain(key) for key in keys) and _TAG not in value and keys == sorted(keys)
 
 
 def _tag_by_name(value: Any) -> str | None:
-    """The kind of a value whose class is a subclass of its platform, or one of a library that may not be imported."""
+    """The kind of a value that cannot be looked up by its class: a Path has a class per platform, and numpy and torch may not be
+    imported."""
     if isinstance(value, Path):
         return "path"
     kind, numpy = type(value), sys.modules.get("numpy")  # a numpy value exists only if numpy is imported
@@ -231,7 +231,7 @@ def _numpy_array(dtype: str, shape: list[Any], text: str) -> Any:
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not a list of sizes")
     kind, data = numpy.dtype(dtype), _bytes(text)
-    if math.prod(shape) * kind.itemsize != len(data):  # before numpy allocates what the shape claims
+    if math.prod(shape) * kind.itemsize != len(data):  # checked before numpy allocates memory for the shape
         raise ValueError(f"{len(data)} bytes do not fill shape {shape} of {dtype}")
     return numpy.ndarray(tuple(shape), kind, buffer=data).copy()
 
@@ -255,12 +255,12 @@ def _torch_size(items: list[Any]) -> object:
 
 
 class _Kind(NamedTuple):
-    """One kind of tagged object. Its fields are what stands beside the tag.
+    """One kind of tagged object. The fields of an object are its keys other than ``"$"``.
 
-    type: the class whose instances are of this kind, exactly; None where `_tag_by_name` or `_Encoder` decide.
-    encode: the fields of a value, called as ``encode(encoder, value, path, depth)``.
-    fields: a test for the JSON of each field; an object with other fields is refused.
-    decode: the value of such fields, called as ``decode(decoder, path, **fields)``; ValueError for those that are malformed.
+    type: the exact class of the values of this kind; None if `_tag_by_name` or `_Encoder` recognises them.
+    encode: returns the fields of a value, called as ``encode(encoder, value, path, depth)``.
+    fields: a test for the JSON of each field; an object with other fields is an error.
+    decode: returns the value of such fields, called as ``decode(decoder, path, **fields)``; raises ValueError for malformed fields.
     """
 
     type: type | None
@@ -289,7 +289,7 @@ def _anything(value: object) -> bool:
 
 
 def _sequence(kind: type) -> _Kind:
-    """A container that is made of the list of its items."""
+    """The kind of a container that is rebuilt from the list of its items."""
     return _Kind(
         kind,
         lambda encoder, value, path, depth: {"items": encoder.items(value, path, depth)},
@@ -305,7 +305,7 @@ def _set(kind: type) -> _Kind:
 
 
 def _mapping(kind: type) -> _Kind:
-    """A container of pairs, in its own order."""
+    """The kind of a mapping, stored as [key, value] pairs in its own order."""
     return _Kind(
         kind,
         lambda encoder, value, path, depth: {"items": encoder.pairs(value, path, depth)},
@@ -321,7 +321,7 @@ _EXACT_IN_JSON: Final[dict[type, Callable[[Any], bool]]] = {
     float: math.isfinite,
     str: _is_plain,
 }
-"""Of each scalar type, the values that JSON holds exactly."""
+"""For each scalar type, a test whether JSON holds a value exactly."""
 
 _KINDS: Final[dict[str, _Kind]] = {
     "tensor": _Kind(

@@ -1,7 +1,7 @@
-"""Two checkpoints against each other: what differs, by component, down to the first element or value.
+"""Compare two checkpoints: the differences by component, down to the first element or value that differs.
 
-Bitwise: -0.0 and 0.0 differ, a nan equals itself. Reads in slices, so that no tensor is in memory as a whole. Must not know
-torch, ranks, or its callers.
+Tensors are compared bitwise: -0.0 and 0.0 differ, and a NaN equals the same NaN. They are read in slices, so that no whole tensor is in
+memory. Must not know torch, ranks, or its callers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ COMPONENTS: Final = (
     "plugin",
     "module",
 )
-_CLOCKS: Final = ("progress.seconds", "metrics_bytes")  # what no run can repeat; the log counts the clock's digits
+# a clock differs in every run, and so does the size of the log, which contains its digits
+_CLOCKS: Final = ("progress.seconds", "metrics_bytes")
 _STATE: Final = {
     "scaler": "scaler",
     "weight_per_row": "scaler",
@@ -49,17 +50,17 @@ _NUMPY: Final = {
     "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8",
 }  # fmt: skip
 _FLOAT8: Final = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}
-"""Bits of the mantissa and bias of the exponent."""
+"""The number of mantissa bits and the bias of the exponent."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor or value that two checkpoints do not have in common.
+    """One tensor or value that differs between two checkpoints.
 
-    component: "weights", "optimizer main", "scheduler main", "scaler", "data position", "rng", "metrics", "plugin NAME",
-    "module". name: the tensor's logical name, or the path of the value in its file. text: what differs, for a reader.
-    For two tensors of one shape and dtype, count of `elements` differ, `first` is the index of the first of them, and
-    `largest` the largest absolute difference, `relative` that over the largest magnitude in the second; else None.
+    component: "weights", "optimizer main", "scheduler main", "scaler", "data position", "rng", "metrics", "plugin NAME", "module". name:
+    the tensor's logical name, or the path of the value in its file. text: a description of the difference. The other fields are None,
+    except for two tensors of one shape and dtype: `count` of their `elements` differ, `first` is the index of the first one that differs,
+    `largest` is the largest absolute difference, and `relative` is `largest` divided by the largest magnitude in the second tensor.
     """
 
     component: str
@@ -72,7 +73,7 @@ class Difference:
     relative: float | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
-        """All of it, for a program; numbers that JSON lacks as text."""
+        """All fields as JSON; numbers that JSON does not have are text."""
         fields: dict[str, Any] = {**vars(self), "first": None if self.first is None else list(self.first)}
         for name in ("largest", "relative"):
             if fields[name] is not None and not np.isfinite(fields[name]):
@@ -81,9 +82,9 @@ class Difference:
 
 
 def compare(a: Reader, b: Reader) -> list[Difference]:
-    """Everything that differs, by component in the order weights, optimizers, ..., plugins; clocks are left out.
+    """All differences, in the order of `COMPONENTS`; clocks are left out.
 
-    Raises CheckpointError where a block of either is damaged.
+    Raises CheckpointError if a block of either checkpoint is damaged.
     """
     plugins = [name for reader in (a, b) for name in _plugins(reader)]
     differences = [*_tensors(a, b, plugins), *_values(a, b)]
@@ -104,17 +105,17 @@ def _has(reader: Reader, file: str) -> bool:
 
 
 def rank_files(reader: Reader) -> list[str]:
-    """The files with what each rank has for itself, in rank order."""
+    """The names of the files with the state of single ranks, in rank order."""
     names = (record.name for record in reader.manifest.files)
     return sorted(name for name in names if name.startswith("rank-") and name.endswith(".json"))
 
 
 def component_of(tensor: str, plugins: list[str]) -> str:
-    """The component that a logical tensor name belongs to; `plugins`: the names of those with state."""
+    """The component that a logical tensor name belongs to. `plugins`: the names of the plugins that have state."""
     kind, _, rest = tensor.partition("/")
     if kind == "model":
         return "weights"
-    if kind == "plugin":  # names of plugins may hold what separates them from the path
+    if kind == "plugin":  # a plugin's name may contain the characters that separate it from the path
         owners = [
             name for name in plugins if rest.startswith(name) and rest[len(name) : len(name) + 1] in (".", "[", "")
         ]
@@ -162,7 +163,7 @@ def _elements(a: Reader, b: Reader, component: str, name: str) -> Difference | N
         count += len(places)
         with np.errstate(invalid="ignore"):
             apart = np.abs(x - y)
-        apart[np.isnan(apart)] = np.inf  # a nan or an infinity on one side only
+        apart[np.isnan(apart)] = np.inf  # a NaN or an infinity on one side only
         largest = max(largest, float(apart.max()))
     if not count:
         return None
@@ -178,17 +179,17 @@ def _magnitude(values: npt.NDArray[Any]) -> float:
 
 
 def numbers(data: bytes | bytearray, dtype: str) -> npt.NDArray[Any]:
-    """The elements of a tensor's bytes, 1-D, as float64 (complex128 for C64); `dtype`: a safetensors code."""
+    """The elements of a tensor as a 1-D array of float64 (complex128 for C64). `data`: its bytes; `dtype`: a safetensors code."""
     return _wide(_native(data, dtype))
 
 
 def _wide(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    with np.errstate(invalid="ignore"):  # a signalling nan
+    with np.errstate(invalid="ignore"):  # a signalling NaN would warn
         return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
 def _native(data: bytes | bytearray, dtype: str) -> npt.NDArray[Any]:
-    """The elements in NumPy's own type, those that NumPy lacks in a wider one."""
+    """The elements in the same NumPy dtype, or in a wider one if NumPy does not have this dtype."""
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     if dtype in _FLOAT8:
@@ -197,7 +198,7 @@ def _native(data: bytes | bytearray, dtype: str) -> npt.NDArray[Any]:
 
 
 def _float8_values(dtype: str) -> npt.NDArray[np.float64]:
-    """What each of the 256 bytes means. E4M3 (the "fn" kind) has no infinities, E5M2 follows IEEE 754."""
+    """The value of each of the 256 bytes. E4M3 (the "fn" variant) has no infinities; E5M2 follows IEEE 754."""
     bits, bias = _FLOAT8[dtype]
     codes = np.arange(256)
     exponent, mantissa = (codes & 127) >> bits, (codes & (1 << bits) - 1) / (1 << bits)
@@ -224,11 +225,11 @@ def _values(a: Reader, b: Reader) -> Iterator[Difference]:
 
 
 def _sections(reader: Reader, file: str) -> dict[tuple[str, str], Any]:
-    """The values of one JSON file by (component, path); nothing where the checkpoint has no such file."""
+    """The values of one JSON file by (component, path); empty if the checkpoint has no such file."""
     tree: Any = _plain(reader.json(file)) if _has(reader, file) else {}
     sections: dict[tuple[str, str], Any] = {}
     for top, value in tree.items():
-        if top in ("imported", "configuration"):  # where it came from and what was set, not what it is
+        if top in ("imported", "configuration"):  # the origin and the settings, which are no state
             continue
         if top in ("optimizers", "schedulers", "plugins"):
             sections |= {(f"{top[:-1]} {name}", f"{top}.{name}"): below for name, below in value.items()}
@@ -238,7 +239,8 @@ def _sections(reader: Reader, file: str) -> dict[tuple[str, str], Any]:
 
 
 def _plain(tree: Any) -> Any:
-    """Tagged JSON as it reads best: pairs with text for keys as objects. Kinds stay visible, so that nothing gets equal."""
+    """Simplify tagged JSON for reading: pairs whose keys are text become objects. Kinds are kept, so that different values stay
+    different."""
     if isinstance(tree, list):
         return [_plain(item) for item in tree]
     if not isinstance(tree, dict):
@@ -255,7 +257,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _paths(a: Any, b: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(path, text) of every leaf that differs."""
+    """The differences between two JSON trees, as (path, text)."""
     if isinstance(a, dict) and isinstance(b, dict):
         yield from _paths_of_objects(a, b, path)
     elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
@@ -276,7 +278,7 @@ def _paths_of_objects(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterat
 
 
 def _paths_of_sequences(a: Sequence[Any], b: Sequence[Any], path: str) -> Iterator[tuple[str, str]]:
-    """Of plain values that differ in several places one line; of containers every leaf."""
+    """One line for several plain values that differ; for containers, a line for every difference inside them."""
     pairs = [(number, one, other) for number, (one, other) in enumerate(zip(a, b, strict=True)) if one != other]
     if len(pairs) > 1 and not any(isinstance(one, dict | list | tuple) for _, one, _ in pairs):
         number, one, other = pairs[0]

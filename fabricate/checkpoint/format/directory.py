@@ -1,11 +1,10 @@
-"""The checkpoint directory: how it is staged, committed at once, listed, deleted, verified and read in ranges.
+"""The checkpoint directory: how it is staged, committed in one step, listed, deleted, verified and read in ranges.
 
-With `manifest` (what it says about itself) and `writing` (its files) this is the format of `docs/checkpoint-format.md`: a flat
-directory of safetensors and JSON files and a manifest, written last, that lists every file with its size and digests. All
-names of the format are importable from here.
+Together with `manifest` and `writing` this is the format of `docs/checkpoint-format.md`: a flat directory of safetensors and JSON files and
+a manifest, written last, that lists every file with its size and digests. All names of the format can be imported from here.
 
-It must not know torch, ranks or strategies: it sees names, numbers and bytes. Who writes which range, who talks to whom
-and what a name means is the caller's to decide.
+It must not know torch, ranks or strategies: it sees names, numbers and bytes. The caller decides which rank writes which range, how ranks
+communicate and what a name means.
 
 A save, with the ranks that take each step::
 
@@ -13,8 +12,8 @@ A save, with the ranks that take each step::
     records = [write_tensors(staging / ..., chunks), ...]     every rank, its own files
     path = commit(staging, Manifest(..., files=records))      rank 0, once it has every rank's records
 
-``root/step-00000500`` exists only from the rename inside `commit` on. A run that dies before leaves ``.tmp-...``, which
-`clean` removes.
+``root/step-00000500`` exists only from the rename inside `commit` on. A run that ends before that leaves ``.tmp-...``, which `clean`
+removes.
 """
 
 from __future__ import annotations
@@ -75,7 +74,8 @@ __all__ = [
 ]
 
 _KEPT: Final = 16
-"""Blocks that a reader keeps in memory, and files that it keeps open. Tensors that are read one after another lie in the same few files."""
+"""The number of blocks that a reader keeps in memory, and of files that it keeps open. This is enough, because tensors that are read one
+after another lie in the same few files."""
 _WEIGHTS: Final = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
 _STEP_NAME: Final = re.compile(r"step-(\d{8,18})")
 _TARGET_NAME: Final = re.compile(r"[A-Za-z0-9_][^/\0]{0,199}")
@@ -85,7 +85,7 @@ _FALL_BACK: Final = "resume from an older checkpoint (resume='auto' does), or pu
 def stage(root: Path, step: int, nonce: str, files: Files = LOCAL) -> Path:
     """Make the directory in which the checkpoint of `step` is assembled, and return it.
 
-    Every rank may call it at once, with the same `nonce`: letters and digits that no other attempt uses.
+    All ranks may call it at the same time, with the same `nonce`: letters and digits that no other attempt uses.
 
     Example: ``stage(Path("run/checkpoints"), 500, "9f3a")`` returns ``run/checkpoints/.tmp-step-00000500-9f3a``.
     """
@@ -97,7 +97,7 @@ def stage(root: Path, step: int, nonce: str, files: Files = LOCAL) -> Path:
 
 
 def commit(staging: Path, manifest: Manifest, files: Files = LOCAL, name: str | None = None) -> Path:
-    """Turn a staging directory into a checkpoint, durably and at once, and return its path.
+    """Turn a staging directory into a durable checkpoint in one step, and return its path.
 
     Called by one rank, after every file that `manifest` lists has been written. The checkpoint appears beside
     `staging`, as ``step-00000500`` or under `name`.
@@ -128,7 +128,7 @@ def commit(staging: Path, manifest: Manifest, files: Files = LOCAL, name: str | 
         try:
             files.rename(staging, final)
         except OSError:
-            # A network file system may answer a repeated request with an error though the first one was carried out.
+            # A network file system may repeat the request, and report an error although the first request succeeded.
             if not _is_content(final / MANIFEST_NAME, data, files):
                 raise
         files.fsync_directory(final.parent)
@@ -136,24 +136,23 @@ def commit(staging: Path, manifest: Manifest, files: Files = LOCAL, name: str | 
 
 
 def discard(staging: Path, files: Files = LOCAL) -> None:
-    """Remove a staging directory that will not be committed. Called by one rank, when no rank writes there any more."""
+    """Remove a staging directory that will not be committed. Called by one rank, when no rank writes into it any more."""
     require(staging.name.startswith(".tmp-"), "the staging directory", staging.name, "one that stage() made")
     with explained("remove", staging):
         files.remove_tree(staging)
 
 
 def committed(root: Path, files: Files = LOCAL) -> list[Path]:
-    """Return the checkpoints in `root` by rising step, none where `root` does not exist. None is opened."""
+    """Return the checkpoints in `root` by rising step, or an empty list if `root` does not exist. No checkpoint is opened."""
     numbered = [(int(match[1]), name) for name in _names(root, files) if (match := _STEP_NAME.fullmatch(name))]
     return [root / name for step, name in sorted(numbered) if name == _step_name(step)]
 
 
 def find(path: Path, files: Files = LOCAL) -> Path:
-    """Return `path` itself if it is a checkpoint, else the newest one of the run directory `path`, or in its `checkpoints`. None is
-    opened.
+    """Return `path` itself if it is a checkpoint, else the newest checkpoint in `path`/checkpoints or in `path`. No checkpoint is opened.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: there is no checkpoint.
     """
     names = [] if path.is_file() else _names(path, files)
     if MANIFEST_NAME in names:
@@ -168,7 +167,7 @@ def find(path: Path, files: Files = LOCAL) -> Path:
 
 
 def _of_weights(path: Path, names: Iterable[str]) -> str:
-    """What to do with a file or a directory of weights, if it looks like one."""
+    """The hint to import `path`, if it looks like a file or a directory of weights; else ""."""
     files = [path] if path.is_file() else [path / name for name in names]
     file = next((file for file in files if file.suffix in _WEIGHTS), None)
     if file is None:
@@ -180,7 +179,7 @@ def _of_weights(path: Path, names: Iterable[str]) -> str:
 
 
 def clean(root: Path, files: Files = LOCAL) -> list[Path]:
-    """Remove what killed saves and prunes left in `root`, and return it. For one rank, while nothing is saved."""
+    """Remove what interrupted saves and prunes left in `root`, and return the removed paths. Called by one rank, while nothing is saved."""
     leftovers = [root / name for name in _names(root, files) if name.startswith((".tmp-", ".trash-"))]
     for path in leftovers:
         with explained("remove", path):
@@ -189,7 +188,8 @@ def clean(root: Path, files: Files = LOCAL) -> list[Path]:
 
 
 def prune(paths: Iterable[Path], files: Files = LOCAL) -> None:
-    """Delete checkpoints. Each first loses its name, durably, so that a kill never leaves half of one to be found."""
+    """Delete checkpoints. Each is first renamed durably, so that an interrupted deletion never leaves an incomplete checkpoint under its
+    name."""
     trash = []
     for path in paths:
         target = path.with_name(f".trash-{path.name}")
@@ -208,7 +208,7 @@ def prune(paths: Iterable[Path], files: Files = LOCAL) -> None:
 def set_aside(path: Path, reason: str, files: Files = LOCAL) -> Path:
     """Rename a damaged checkpoint to ``.bad-...``, so that nothing resumes from it, and return its new path.
 
-    Called by one rank. `reason` is put into the directory as ``reason.json``, where the disk still takes it.
+    Called by one rank. `reason` is written into the directory as ``reason.json``, if the disk still accepts writes.
     """
     with explained("set aside", path):
         taken = files.listdir(path.parent)
@@ -220,7 +220,7 @@ def set_aside(path: Path, reason: str, files: Files = LOCAL) -> Path:
         target = path.with_name(name)
         files.rename(path, target)
         files.fsync_directory(path.parent)
-    # The rename is what protects the run. The caller reports the reason too: a full or failing disk may lose the note.
+    # The rename protects the run. A full or failing disk may lose reason.json, so the caller reports the reason too.
     with suppress(CheckpointError):
         write_json(target / "reason.json", {"reason": reason}, files)
     return target
@@ -253,8 +253,9 @@ def _is_content(path: Path, data: bytes, files: Files) -> bool:
 def _check_directory(
     directory: Path, records: Iterable[FileRecord], files: Files, *also: str, part: tuple[int, int] = (0, 1)
 ) -> None:
-    """Check that a directory holds the files of `records`, regular and of their sizes, those of `also`, and no more. `part`: of several
-    readers, which one this is, and how many they are; the first looks at the names, each at the sizes of its share."""
+    """Check that a directory holds the files of `records`, as regular files of the recorded sizes, and otherwise only the files `also`.
+    `part`: the index of this reader and the number of readers; the first one checks the names, and each one checks the sizes of its
+    share."""
     sizes = {record.name: record.size for record in records}
     present = set(files.listdir(directory)).difference(also) if part[0] == 0 else sizes.keys()
     for name in sorted(sizes.keys() - present):
@@ -276,19 +277,18 @@ def _check_directory(
 class Reader:
     """A committed checkpoint, open for reading. Each rank opens its own and reads the ranges it needs.
 
-    Opening checks what is cheap: the manifest's digest and schema, that its files tile every tensor, and that exactly
-    those files are there with the recorded sizes. Every byte that is returned later has been checked against its
-    block's digest.
+    Opening makes the cheap checks: the manifest's digest and schema, that its files tile every tensor, and that exactly these files exist
+    with the recorded sizes. Every byte that a method returns has been checked against the digest of its block.
 
     Args:
         path: the checkpoint directory.
         files: the file system.
-        part: of several readers that open the checkpoint together, which one this is, and how many they are: the first looks at the
-            names of the files, each at the sizes of its share.
+        part: the index of this reader and the number of readers that open the checkpoint together: the first one checks the names of
+            the files, and each one checks the sizes of its share.
 
     Raises:
         CheckpointError: here and in every method, for a checkpoint that is missing, torn, altered or unreadable; names
-            the directory, the file and what to do. `NewerFormatError` where it is intact but too new.
+            the directory, the file and what to do. `NewerFormatError` if it is intact but too new.
 
     Example::
 
@@ -324,13 +324,13 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the open files and the cached blocks. The reader stays usable."""
+        """Close the open files and drop the cached blocks. The reader stays usable."""
         self._cache.clear()
         while self._sources:
             self._sources.popitem()[1].close()
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Check every block of every file, or one share of the blocks: all shares together read each block once."""
+        """Check every block of every file, or one share of the blocks. All shares together read each block once."""
         total = sum(len(record.block_digests) for record in self.manifest.files)
         first, end, passed = total * share // shares, total * (share + 1) // shares, 0
         buffer = memoryview(bytearray(max((record.block_size for record in self.manifest.files), default=0)))
@@ -343,7 +343,7 @@ class Reader:
             passed += len(record.block_digests)
 
     def _check_header(self, record: FileRecord, block: memoryview) -> None:
-        """Check that a tensor file tells every other reader what the manifest tells this one. `block`: its first one."""
+        """Check that the header of a tensor file, which other readers use, matches the manifest. `block`: the first block of the file."""
         end = record.chunks[0].offset if record.chunks else record.size
         wanted = {
             f"{chunk.tensor}|{chunk.start}": {
@@ -370,7 +370,7 @@ class Reader:
                 raise CheckpointError("its header and the manifest do not say the same")
 
     def json(self, name: str) -> JsonValue:
-        """Return the JSON tree in the file `name`, as `write_json` got it."""
+        """Return the JSON tree in the file `name`, equal to the one given to `write_json`."""
         record = self._records.get(name)
         if record is None or not name.endswith(".json"):
             raise CheckpointError(
@@ -387,7 +387,7 @@ class Reader:
         Args:
             tensor: its logical name, or an alias.
             start: the first element, in row-major order.
-            count: how many; None: all from `start` on.
+            count: the number of elements; None: all from `start` on.
         """
         record = self._tensor(tensor)
         count = record.num_elements - start if count is None else count
@@ -397,8 +397,8 @@ class Reader:
         return out
 
     def read_into(self, tensor: str, buffer: memoryview, start: int = 0) -> None:
-        """Fill `buffer`, writable bytes, with the elements of a tensor from `start` on; see `read`. Nothing is copied on
-        the way, and what lies in `buffer` after an error is not verified."""
+        """Fill `buffer`, writable bytes, with the elements of a tensor from `start` on; see `read`. Whole blocks are read into it without a
+        copy. After an error the content of `buffer` is not verified."""
         item = ITEM_SIZES[self._tensor(tensor).dtype]
         require(not len(buffer) % item, f"the size of the buffer for {tensor!r}", len(buffer), f"a multiple of {item}")
         end = start + len(buffer) // item
@@ -424,7 +424,7 @@ class Reader:
             raise CheckpointError(f"elements {start} to {start + count} of {tensor!r} were asked for, it has {total}")
 
     def _fill(self, out: memoryview, record: FileRecord, first: int, end: int) -> None:
-        """Put bytes ``[first, end)`` of a file into `out`: whole blocks directly, the rest by way of the cache."""
+        """Put bytes ``[first, end)`` of a file into `out`: whole blocks directly, other blocks through the cache."""
         size = record.block_size
         for index in range(first // size, -(-end // size)):
             begin, stop = index * size, min((index + 1) * size, record.size)
@@ -456,7 +456,7 @@ class Reader:
         return self._sources[name]
 
     def _load_block(self, record: FileRecord, index: int, buffer: memoryview) -> int:
-        """Read a block to the beginning of `buffer` and check its digest; returns its size."""
+        """Read a block into the beginning of `buffer` and check its digest; returns its size."""
         with self._blaming(record.name):
             source = self._open(record.name)
             start = index * record.block_size
@@ -477,7 +477,7 @@ class Reader:
 
     @contextmanager
     def _blaming(self, name: str | None = None) -> Iterator[None]:
-        """Name the directory, the file and the remedy in every error from below."""
+        """A context that adds the directory, the file and the remedy to every error raised inside it."""
         try:
             yield
         except NewerFormatError as exc:

@@ -1,8 +1,8 @@
-"""The one seam between checkpoints and the file system.
+"""All access of checkpoints to the file system.
 
-Owns every system call that reads or changes a checkpoint directory, one method each, so that a subclass can count them,
-fail one, tear a write or stop the process there. It knows nothing about what the bytes mean; failures leave it as
-`OSError`, which `explained` turns into a `StorageError` with a remedy.
+Owns every system call that reads or changes a checkpoint directory, one method each, so that a subclass can count them, let one fail, cut a
+write short or stop the process there. Must not know what the bytes mean. Failures are raised as `OSError`, which `explained` turns into a
+`StorageError` with a remedy.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["LOCAL", "Files", "Source", "StorageError", "Writer", "explained"]
 
 
 class StorageError(CheckpointError):
-    """The file system refused: a full disk, a missing permission, a failing device. Another time it may not."""
+    """Raised if the file system refuses: a full disk, a missing permission, a failing device. A later attempt may succeed."""
 
 
 class Files:
-    """The local file system. What a method changes takes effect at once; only the `fsync` ones make it durable.
+    """The local file system. Changes are visible immediately, but only the `fsync` methods make them durable.
 
-    Subclass it to observe or disturb: `Writer` and `Source` hold nothing but a descriptor and call back here.
+    Subclass it to observe or disturb system calls: `Writer` and `Source` hold only a descriptor and call these methods.
     """
 
     def create(self, path: Path) -> Writer:
-        """Create the file `path`, which must not exist (nor be a dangling link), and return it open for writing."""
+        """Create the file `path`, which must not exist (not even as a dangling link), and return it open for writing."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return Writer(self, path, os.open(path, flags, 0o666))
 
@@ -42,12 +42,12 @@ class Files:
             rest = rest[os.write(writer.descriptor, rest) :]
 
     def start_writeback(self, writer: Writer, start: int, count: int) -> None:
-        """Ask the system to begin bringing bytes ``[start, start + count)`` to the disk. A hint: nothing is waited for."""
+        """Ask the system to begin writing bytes ``[start, start + count)`` to the disk. This is a hint; the call does not wait."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(writer.descriptor, start, count, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, writer: Writer) -> None:
-        """Make what was written durable. Never retried: after a failure the kernel may have dropped the pages."""
+        """Make the written bytes durable. Never retry it: after a failure the kernel may have dropped the pages."""
         os.fsync(writer.descriptor)
 
     def close_writer(self, writer: Writer) -> None:
@@ -56,7 +56,7 @@ class Files:
     def open(self, path: Path) -> Source:
         """Open the regular file `path` for reading.
 
-        Links are not followed, and a FIFO or device is refused instead of waited for.
+        Raises OSError for a link, a FIFO or a device, without waiting for it.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -65,7 +65,7 @@ class Files:
         return Source(self, path, descriptor)
 
     def read(self, source: Source, start: int, count: int) -> bytes:
-        """Return bytes ``[start, start + count)``, fewer only where the file ends."""
+        """Return bytes ``[start, start + count)``; fewer only at the end of the file."""
         parts = []
         while count:
             part = os.pread(source.descriptor, count, start)
@@ -76,7 +76,8 @@ class Files:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_into(self, source: Source, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` with the bytes from `start` on; returns how many there were, fewer only where the file ends."""
+        """Fill `buffer` with the bytes from `start` on; returns their number, which is less than the buffer holds only at the end of the
+        file."""
         filled = 0
         while filled < len(buffer):
             count = os.preadv(source.descriptor, [buffer[filled:]], start + filled)
@@ -89,7 +90,7 @@ class Files:
         os.close(source.descriptor)
 
     def size(self, path: Path) -> int:
-        """Return the size in bytes of the regular file `path`; a link, directory or device is an `OSError`."""
+        """Return the size in bytes of the regular file `path`; raises `OSError` for a link, directory or device."""
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
             raise _not_regular(path)
@@ -100,7 +101,7 @@ class Files:
         return sorted(os.listdir(path))
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory. One that exists already is fine: several ranks call this at once."""
+        """Make one directory, unless it exists: several ranks call this at the same time."""
         try:
             os.mkdir(path)
         except FileExistsError:
@@ -108,7 +109,7 @@ class Files:
                 raise
 
     def make_directories(self, path: Path) -> None:
-        """Make `path` and what is missing above it, each made durable in its parent."""
+        """Make `path` and its missing parents, and make each new directory durable in its parent."""
         if not path.is_dir():
             self.make_directories(path.parent)
             self.make_directory(path)
@@ -124,7 +125,7 @@ class Files:
         os.rmdir(path)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove `path` and all below it, links as links. Nothing happens where it does not exist."""
+        """Remove `path` and everything below it, if it exists. Links are removed, not followed."""
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -145,7 +146,7 @@ class Files:
             os.close(descriptor)
 
     def fsync_path(self, path: Path) -> None:
-        """Make a file durable that others write."""
+        """Make the content of a file durable that other code writes."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -158,7 +159,7 @@ class Files:
 
 
 class Writer:
-    """A file open for writing, from `Files.create`. Close it on every path; leaving the ``with`` block does."""
+    """A file open for writing, from `Files.create`. Use it in a ``with`` block, which closes it."""
 
     def __init__(self, files: Files, path: Path, descriptor: int) -> None:
         self.path = path
@@ -185,7 +186,7 @@ class Writer:
 
 
 class Source:
-    """A regular file open for reading at any offset, from `Files.open`. Close it; leaving the ``with`` block does."""
+    """A regular file open for reading at any offset, from `Files.open`. Close it, or use it in a ``with`` block."""
 
     def __init__(self, files: Files, path: Path, descriptor: int) -> None:
         self.path = path
@@ -210,7 +211,7 @@ class Source:
 
 @contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn the file system's refusal into a `StorageError` with a remedy."""
+    """A context that turns an `OSError` into a `StorageError` with a remedy."""
     try:
         yield
     except OSError as exc:

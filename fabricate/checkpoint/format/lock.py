@@ -1,6 +1,6 @@
-"""One run at a time in a run directory: the file RUN_DIR/run.lock, held by the operating system's lock for a process.
+"""The lock that allows one run at a time in a run directory: a lock of the operating system on the file RUN_DIR/run.lock.
 
-Such a lock ends with its process, however that ends, so nothing is ever stale. It must not know what is in the directory.
+Such a lock ends with its process in every case, so it is never stale. Must not know what is in the directory.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Final
 from fabricate.errors import CheckpointError
 
 LOCK_NAME: Final = "run.lock"
-_WAIT_SECONDS: Final = 5.0  # for a process that was killed a moment ago and is not gone yet
+_WAIT_SECONDS: Final = 5.0  # time for a process that was killed a moment ago to end
 _POLL_SECONDS: Final = 0.1
 _REFUSED: Final = (errno.EACCES, errno.EAGAIN)
 
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[str]:
-    """Hold the directory's lock while inside. Called by one process of a run.
+    """A context that holds the directory's lock. Entered by one process of a run.
 
-    Yields a note for the user where the file system has no locks; empty otherwise.
+    Yields a note for the user if the file system has no locks, else "".
 
     Raises:
-        CheckpointError: another process holds it; names it.
+        CheckpointError: another process holds the lock; names this process.
     """
     path = directory / LOCK_NAME
     descriptor = _take(path)
@@ -43,7 +43,8 @@ def locked(directory: Path) -> Iterator[str]:
         os.write(descriptor, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
         yield ""
     finally:
-        with contextlib.suppress(OSError):  # removed while it is held, so that nobody loses a lock that he has
+        # removed while the lock is held, so that no other process can hold a lock on the removed file
+        with contextlib.suppress(OSError):
             path.unlink()
         os.close(descriptor)
 
@@ -53,7 +54,7 @@ def _take(path: Path) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            # Not flock: a child of a killed run, forked to load data, would go on holding that one.
+            # Not flock: a data worker, forked by a run that was killed, would keep that kind of lock.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, path):
                 return descriptor
@@ -73,7 +74,7 @@ def _take(path: Path) -> int | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the file that was opened is still the one of this name: its last holder removes it."""
+    """Whether `path` is still the file that was opened: its last holder may have removed it."""
     try:
         there = os.stat(path)
     except FileNotFoundError:

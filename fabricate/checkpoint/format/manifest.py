@@ -1,9 +1,9 @@
-"""What a checkpoint says about itself: records of tensors, chunks and files, and the manifest that lists them.
+"""The description of a checkpoint: records of tensors, chunks and files, and the manifest that lists them.
 
-Owns the schema of `docs/checkpoint-format.md`, the checks of every value in it, and the proof that the files of a
-checkpoint tile every tensor exactly once. There is one kind of chunk, the flat range ``[start, start + count)`` of the
-row-major flattened logical tensor: a slice of a replicated tensor, a shard along dimension 0 and a partition of a
-flattened parameter are all written as they are, and read back in whatever ranges the reader's own layout asks for.
+Owns the schema of `docs/checkpoint-format.md`, the checks of every value in it, and the proof that the files of a checkpoint tile every
+tensor exactly once. There is one kind of chunk, the flat range ``[start, start + count)`` of the row-major flattened logical tensor: a
+slice of a replicated tensor, a shard along dimension 0 and a partition of a flattened parameter are all written as such ranges, and read
+back in the ranges that the reader's layout needs.
 
 It must not know torch, files or directories: it sees names, numbers and bytes.
 """
@@ -67,12 +67,12 @@ _CREATED: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00
 
 
 class NewerFormatError(CheckpointError):
-    """An intact checkpoint that only a newer fabricate reads. Not damage: it must not be set aside."""
+    """Raised for an intact checkpoint that only a newer fabricate can read. It is not damaged and must not be set aside."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One logical tensor: a key of `ITEM_SIZES` and its full shape, ``()`` for a scalar."""
+    """The dtype (a key of `ITEM_SIZES`) and the whole shape (``()`` for a scalar) of one logical tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,9 +103,9 @@ class TensorRecord:
 class Chunk:
     """A flat range of a logical tensor that this process is about to write.
 
-    `data` is called once, while the file is being written, and returns the elements ``[start, start + count)`` of the
-    row-major flattened tensor as ``count * itemsize`` contiguous little-endian bytes, so that one chunk at a time is in
-    host memory. A chunk with ``count=0`` only says that a tensor without elements exists; its `data` is not called.
+    `data` is called once, while the file is being written, so that one chunk at a time is in host memory. It returns the elements
+    ``[start, start + count)`` of the row-major flattened tensor as ``count * itemsize`` contiguous little-endian bytes. A chunk with
+    ``count=0`` only records that a tensor without elements exists; its `data` is not called.
 
     >>> weight = bytes(24)
     >>> Chunk("model/weight", start=0, count=6, dtype="F32", shape=(2, 3), data=lambda: weight).count
@@ -122,7 +122,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Where a written flat range lies: `offset` is its first byte, counted from the beginning of the file."""
+    """The place of a written chunk. `offset`: its first byte, counted from the beginning of the file."""
 
     tensor: str
     start: int
@@ -140,12 +140,12 @@ class ChunkRecord:
 
     @property
     def whole(self) -> TensorRecord:
-        """The tensor that this is a range of."""
+        """The logical tensor that this chunk is a range of."""
         return TensorRecord(self.dtype, self.shape)
 
     @property
     def end(self) -> int:
-        """The first byte after it in the file."""
+        """The first byte after the chunk in the file."""
         return self.offset + self.count * ITEM_SIZES[self.dtype]
 
     def to_json(self) -> JsonValue:
@@ -183,7 +183,7 @@ class FileRecord:
             text(digest, f"a block digest of {self.name}", _XXH3)
         tensor_file = self.name.endswith(".safetensors")
         require(tensor_file or not self.chunks, "a file with chunks", self.name, "a .safetensors file")
-        # Chunks lie end to end up to the end of the file: no byte is read as two tensors, none is out of reach.
+        # Chunks fill the file without gaps up to its end: no byte belongs to two tensors, and none to no tensor.
         position = self.chunks[0].offset if self.chunks else self.size
         for chunk in self.chunks:
             require(chunk.offset == position, f"offset of {chunk.tensor!r} in {self.name}", chunk.offset, position)
@@ -214,10 +214,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. Building one checks every value and proves that the files tile every tensor.
+    """The content of a checkpoint. The constructor checks every value and proves that the files tile every tensor.
 
-    `topology`, `versions` and `progress` are free JSON; `metrics` are floats, nan and inf allowed. `aliases` maps the
-    other names of a shared tensor to the one in `tensors`. `created` is a UTC time such as ``2031-05-01T12:00:00Z``.
+    `topology`, `versions` and `progress` are any JSON; `metrics` are floats, including nan and inf. `aliases` maps the other names of a
+    shared tensor to its name in `tensors`. `created` is a UTC time such as ``2031-05-01T12:00:00Z``.
 
     Raises:
         CheckpointError: a value out of range; a tensor with a hole, an overlap or two dtypes; a chunk of an unlisted
@@ -256,16 +256,16 @@ class Manifest:
         _prove_coverage(self.tensors, self.files)
 
     def to_bytes(self) -> bytes:
-        """Return the content of `manifest.json`: the canonical body and its sha256."""
+        """Return the content of `manifest.json`: the canonical body and its SHA-256."""
         return _sealed(canonical_json.dumps(self._body()))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Parse the content of a `manifest.json`; every byte of it counts.
+        """Parse the content of a `manifest.json`; every byte of it is checked.
 
         Raises:
-            NewerFormatError: intact, but of a format version that this fabricate does not know.
-            CheckpointError: anything that `to_bytes` does not write.
+            NewerFormatError: intact, but its format version is newer than this fabricate.
+            CheckpointError: `to_bytes` does not write such content.
         """
         body = _object(canonical_json.loads(data), "the manifest file", {"sha256", "manifest"})["manifest"]
         if _sealed(canonical_json.dumps(body)) != data:
@@ -297,7 +297,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The sha256 of the canonical body in hexadecimal: the identity of the checkpoint and of every byte in it."""
+        """The SHA-256 of the canonical body in hexadecimal. It identifies the checkpoint, including every byte of its files."""
         return hashlib.sha256(canonical_json.dumps(self._body())).hexdigest()
 
     def _body(self) -> JsonValue:
@@ -321,10 +321,10 @@ class Manifest:
 def tensors_of(files: Iterable[FileRecord]) -> dict[str, TensorRecord]:
     """Return the tensors that the chunks of `files` belong to.
 
-    A tensor that no rank wrote is not among them: name those that must be there from the model, where that is possible.
+    A tensor that no rank wrote is missing here. Take the tensors that must exist from the model if possible.
 
     Raises:
-        CheckpointError: two chunks that disagree about the dtype or shape of one tensor.
+        CheckpointError: two chunks differ in the dtype or shape of one tensor.
     """
     tensors: dict[str, TensorRecord] = {}
     for record in files:
@@ -339,7 +339,7 @@ def tensors_of(files: Iterable[FileRecord]) -> dict[str, TensorRecord]:
 
 def _prove_coverage(tensors: Mapping[str, TensorRecord], files: Collection[FileRecord]) -> None:
     """Prove that every tensor is tiled exactly once by chunks of its own dtype and shape."""
-    names = Counter(record.name.lower() for record in files)  # lower: some file systems fold case
+    names = Counter(record.name.lower() for record in files)  # lower, because some file systems ignore case
     for name, occurrences in names.items():
         require(occurrences == 1, "the file name", name, "used once")
     ranges: dict[str, list[tuple[int, int, str]]] = {name: [] for name in tensors}
@@ -356,7 +356,7 @@ def _prove_coverage(tensors: Mapping[str, TensorRecord], files: Collection[FileR
                 )
             ranges[chunk.tensor].append((chunk.start, chunk.count, record.name))
     for name, tensor in tensors.items():
-        # A chunk without elements holds nothing, and says only where a tensor without elements is.
+        # An empty chunk only records that a tensor without elements exists.
         wanted = "1, of a tensor without elements, or 0"
         idle = sum(not count for _, count, _ in ranges[name])
         require(idle <= (tensor.num_elements == 0), f"the number of empty chunks of {name!r}", idle, wanted)

@@ -1,6 +1,6 @@
-"""Which checkpoints of a run directory are kept: the last ones, and the best ones by a recorded metric.
+"""The choice of the checkpoints that a run directory keeps: the last ones, and the best ones by a recorded metric.
 
-Reads manifests only, without torch; deletes nothing (fabricate.checkpoint.format.directory does). Must not know: when a run saves.
+Reads manifests only, without torch. Deletes nothing; `fabricate.checkpoint.format.directory` does that. Must not know: when a run saves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["among_best", "best_checkpoints", "kept"]
 
 
 def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
-    """Those of `checkpoints` (by rising step) that `keep` holds: `Trainer(keep=)` as `arguments.parse_keep` returns it."""
+    """The subset of `checkpoints` (by rising step) that `keep` selects. `keep`: `Trainer(keep=)` as returned by `arguments.parse_keep`."""
     last, best = keep["last"], keep.get("best")
     if last is None:
         return set(checkpoints)
@@ -24,20 +24,21 @@ def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
     if best:
         unreadable: list[Path] = []
         chosen |= set(best_checkpoints(checkpoints, keep["metric"], keep["mode"], unreadable)[:best])
-        chosen |= set(unreadable)  # it may be the best one: a resume from it reports what is wrong
+        # an unreadable checkpoint may be the best one; a resume from it reports what is wrong
+        chosen |= set(unreadable)
     return chosen
 
 
 def best_checkpoints(
     checkpoints: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None
 ) -> list[Path]:
-    """Checkpoints that recorded `metric`, best first ("min" or "max"); of equals the older first. A damaged one goes to `unreadable`;
-    without it, it is an error."""
+    """The checkpoints that recorded `metric`, best first (`mode`: "min" or "max"), and the older of two equal ones first. A damaged
+    checkpoint is added to the list `unreadable`; without this list it is an error."""
     return [path for _, _, path in _scored(checkpoints, metric, mode, unreadable)]
 
 
 def among_best(checkpoints: Sequence[Path], keep: Mapping[str, Any], value: float) -> bool:
-    """Whether a checkpoint that records `value` would be one of the best that `keep` holds, beside `checkpoints`."""
+    """Whether a checkpoint that records `value`, added to `checkpoints`, would be one of the best that `keep` selects."""
     scored = _scored(checkpoints, keep["metric"], keep["mode"], unreadable=[])[: keep["best"]]
     return len(scored) < keep["best"] or (value if keep["mode"] == "min" else -value) < scored[-1][0]
 
@@ -45,7 +46,7 @@ def among_best(checkpoints: Sequence[Path], keep: Mapping[str, Any], value: floa
 def _scored(
     checkpoints: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None
 ) -> list[tuple[float, int, Path]]:
-    """Score (the lower the better), step and path of the checkpoints that recorded `metric`, in order."""
+    """Score (lower is better), step and path of the checkpoints that recorded `metric`, sorted."""
     scored = []
     for path in checkpoints:
         try:

@@ -1,8 +1,8 @@
-"""What the JSON files of a checkpoint look like, and the proof that one looks so before anything in it is used.
+"""The structure of the JSON files of a checkpoint, and the check of a file before anything in it is used.
 
-Owns the shape of state.json and rank-00000.json, as `docs/checkpoint-format.md` lists them. Digests say that nothing changed
-since it was written, not that fabricate wrote it; past this door nothing stumbles over a missing key or another type. Must
-not know torch, or what the values mean.
+Owns the structure of state.json and rank-00000.json, listed in `docs/checkpoint-format.md`. Digests prove that a file is unchanged, but not
+that fabricate wrote it. After this check, other code need not expect missing keys or wrong types, except outside `module` in a checkpoint
+of weights alone. Must not know torch, or what the values mean.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _SHARED: Final = {
 }
 _OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
 _LATER: Final = {"weight_per_row": _Each(float), "stop": str, "owed": [str], "paused": [str], "beside_weights": [str]}
-"""What checkpoints of earlier versions lack, in either file."""
+"""Keys of either file that checkpoints of earlier versions may lack."""
 
 
 def shared_state(reader: Reader) -> Any:
-    """The content of state.json; of a checkpoint of weights alone it has `module` only. CheckpointError for any other shape."""
+    """The content of state.json; in a checkpoint of weights alone, only `module` is required. Raises CheckpointError for any other
+    structure."""
     tree: Any = reader.json("state.json")
     weights_only = isinstance(tree, dict) and ("imported" in tree or tree.get("weights_only") is True)
     shape = {"module": _MODULE} if weights_only else _with_later(_SHARED, tree)
@@ -63,14 +64,14 @@ def _with_later(shape: Mapping[str, Any], tree: Any) -> dict[str, Any]:
 
 
 def saved_world_size(reader: Reader) -> int:
-    """How many ranks wrote the checkpoint, each of which left a file of its own."""
+    """The number of ranks that wrote the checkpoint. Each rank wrote one file like rank-00000.json."""
     size: Any = reader.manifest.topology.get("world_size")
     _kind(size, int, f"checkpoint {reader.path}: world_size in its manifest")
     return int(size)
 
 
 def own_state(reader: Reader, rank: int) -> Any:
-    """The content of a rank's own file, rank-00000.json. CheckpointError for any other shape."""
+    """The content of the file of one rank, such as rank-00000.json. Raises CheckpointError for any other structure."""
     name = f"rank-{rank:05d}.json"
     tree: Any = reader.json(name)
     _check(tree, _with_later(_OWN, tree), f"checkpoint {reader.path}: {name}")
@@ -78,7 +79,8 @@ def own_state(reader: Reader, rank: int) -> Any:
 
 
 def _check(tree: Any, shape: Any, where: str) -> None:
-    """Compare a JSON tree with a shape: a type or several, a list of one shape, an object with these keys and maybe more."""
+    """Raise CheckpointError unless a JSON tree has a given shape: one of some types, a list whose items have one shape, or an object with
+    at least these keys."""
     if isinstance(shape, Mapping):
         _kind(tree, dict, where)
         for key, below in shape.items():

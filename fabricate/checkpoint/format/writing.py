@@ -1,7 +1,7 @@
-"""How one file of a checkpoint is written: streamed, digested block by block, and durable before its record exists.
+"""Write one file of a checkpoint: streamed, with a digest for each block, and durable before its record is returned.
 
-Owns the bytes of tensor files (safetensors) and JSON files. Each rank writes its own; there is no collective here. It must
-not know torch, or which files a checkpoint consists of.
+Owns the bytes of tensor files (safetensors) and JSON files. Each rank writes its own files; there is no collective here. Must not know
+torch, or which files a checkpoint consists of.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["write_json", "write_plain_safetensors", "write_tensors"]
 
 BLOCK_SIZE: Final = 2**20
-_WRITE_BEHIND: Final = 2**26  # the disk works while the rest is written; fsync then waits for little
-HEADER_LIMIT: Final = 100_000_000  # what the safetensors library accepts
+_WRITE_BEHIND: Final = 2**26  # bytes per request for writeback, so that fsync waits for little
+HEADER_LIMIT: Final = 100_000_000  # the limit of the safetensors library
 
 
 def write_tensors(
@@ -36,8 +36,8 @@ def write_tensors(
 ) -> FileRecord:
     """Stream `chunks` into the new safetensors file `path`, one at a time, and make its content durable.
 
-    The entries are one-dimensional and called ``tensor|start``. Each rank calls it for its own files; there is no
-    collective. Chunks are written by falling item size, so that every one is aligned for readers that map the file.
+    The entries are one-dimensional and called ``tensor|start``. Each rank calls this function for its own files; there is no collective.
+    Chunks are written by falling item size, so that every chunk is aligned for readers that map the file.
 
     Raises:
         CheckpointError: `path` exists, the disk is full, a chunk is out of range or its data has another size.
@@ -49,10 +49,10 @@ def write_tensors(
 def write_plain_safetensors(
     path: Path, chunks: Iterable[Chunk], files: Files = LOCAL, metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
-    """Stream whole tensors into the new safetensors file `path` under their own names and shapes: for exported weights.
+    """Stream whole tensors into the new safetensors file `path`, under their own names and shapes, to export weights.
 
-    As `write_tensors`, but every chunk must be whole. `metadata` defaults to ``{"format": "pt"}``, which other
-    libraries ask for.
+    Like `write_tensors`, but every chunk must be a whole tensor. `metadata` defaults to ``{"format": "pt"}``, which other libraries
+    require.
     """
     entries = []
     for chunk in chunks:
@@ -63,7 +63,7 @@ def write_plain_safetensors(
 
 
 def write_json(path: Path, tree: object, files: Files = LOCAL) -> FileRecord:
-    """Write a JSON tree, as `codec.encode` makes it, in canonical form to the new file `path`, and make it durable.
+    """Write a JSON tree (from `codec.encode`) in canonical form to the new file `path`, and make it durable.
 
     Raises:
         CheckpointError: `path` exists, the disk is full, or `tree` is not JSON.
@@ -74,7 +74,7 @@ def write_json(path: Path, tree: object, files: Files = LOCAL) -> FileRecord:
 def _write_safetensors(
     path: Path, entries: list[tuple[str, list[int], Chunk]], files: Files, metadata: Mapping[str, str] | None
 ) -> FileRecord:
-    for _, _, chunk in entries:  # as records, chunks have their values checked; before anything is written
+    for _, _, chunk in entries:  # a ChunkRecord checks the values of the chunk, before anything is written
         ChunkRecord(chunk.tensor, chunk.start, chunk.count, chunk.dtype, tuple(chunk.shape), offset=8)
     entries = sorted(entries, key=lambda entry: -ITEM_SIZES[entry[2].dtype])
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -118,7 +118,7 @@ def _bytes_of(chunk: Chunk) -> memoryview:
 
 
 def _write(path: Path, parts: Iterable[Buffer], files: Files) -> FileRecord:
-    """Write `parts` end to end, one block per write, and fsync. The file stays, incomplete, if that fails."""
+    """Write the concatenation of `parts`, one block per write, and fsync. After a failure the incomplete file stays."""
     text(path.name, "a file name", FILE_NAME)
     digests, size, ahead = [], 0, 0
     with explained("write", path), files.create(path) as writer:
@@ -134,7 +134,7 @@ def _write(path: Path, parts: Iterable[Buffer], files: Files) -> FileRecord:
 
 
 def _blocks(parts: Iterable[Buffer]) -> Iterator[memoryview | bytearray]:
-    """Cut the concatenation of `parts` into blocks; what is a whole block inside one part is not copied."""
+    """Cut the concatenation of `parts` into blocks. A block that lies inside one part is not copied."""
     pending = bytearray()
     for part in parts:
         rest = memoryview(part)

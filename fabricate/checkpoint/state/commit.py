@@ -1,7 +1,7 @@
-"""How the ranks make one checkpoint durable together: each writes its files, rank 0 proves that all is there and commits.
+"""Write one checkpoint on all ranks: each rank writes its files, and rank 0 checks that all exist and commits them.
 
-Owns: the order of writing, agreeing and committing, the same in the loop and beside it, and what a failure on any rank
-means for all. Must not know: runs, hooks, retention (`fabricate.training.saves.saving`), what the state consists of (`contents`).
+Owns: the order of writing, agreeing and committing, which is the same in the loop and in a background thread, and the effect of one rank's
+failure on all ranks. Must not know: runs, hooks, retention (`fabricate.training.saves.saving`), what the state consists of (`contents`).
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from fabricate.errors import CheckpointError
 
 
 class Ranks(Protocol):
-    """What committing needs of the ranks; `fabricate.distributed.group.Group` has it. Every method is called by all ranks."""
+    """The communication between ranks that a commit needs; `fabricate.distributed.group.Group` implements it. All ranks call every
+    method."""
 
     rank: int
     world_size: int
 
     def agree(self, flags: list[int]) -> list[int]:
-        """Element-wise maximum over all ranks."""
+        """The element-wise maximum of `flags` over all ranks."""
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank."""
+        """The JSON value of rank 0, on every rank."""
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on every rank."""
+        """The JSON values of all ranks, in rank order, on every rank."""
 
     def send_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on rank 0; nothing elsewhere."""
+        """The JSON values of all ranks, in rank order, on rank 0; an empty list on other ranks."""
 
 
-_MARGIN = 2**20  # for what a file system needs besides the data, and for the JSON files
+_MARGIN = 2**20  # space for the file system's own data and for the JSON files
 
 
 def agree(group: Ranks, path: Path, failure: BaseException | None) -> None:
-    """Return if no rank failed; reasons travel only where one did. All ranks.
+    """Raise an error on every rank if any rank failed. Reasons are sent only after a failure. All ranks.
 
-    Raises, on every rank, that the checkpoint `path` was not written and why: a rank's own failure on that rank where it
-    is not about the checkpoint, else `StorageError` where nothing but the file system refused, else `CheckpointError`.
+    Raises the rank's own failure if it is neither an `OSError` nor a `CheckpointError`. Otherwise raises `StorageError` if all failures
+    come from the file system, else `CheckpointError`; both name the checkpoint `path` and the reasons of all ranks.
     """
     if not group.agree([int(failure is not None)])[0]:
         return
@@ -70,8 +71,8 @@ def write(
 ) -> None:
     """Write this rank's part of the checkpoint `path` and commit it. All ranks.
 
-    logs: files that the checkpoint refers to by their size; made durable before it. before: called on this rank
-    before it writes, and what it raises fails the save. Raises as `agree`; nothing is left.
+    logs: files whose sizes the checkpoint records; they are made durable before it. before: called on this rank before it writes; an
+    exception from it fails the save. Raises the errors of `agree`; then no file of the checkpoint is left.
     """
     size = sum(each.count * ITEM_SIZES[each.dtype] for each in content.chunks)
     nonce, needed = group.broadcast_json([secrets.token_hex(4), sum(group.send_json(size))])
@@ -80,7 +81,7 @@ def write(
     records: list[FileRecord] = []
     try:
         staging = format.stage(path.parent, content.manifest["step"], nonce)
-        before()  # with the directory known, which rank 0 takes away: other ranks may be writing there
+        before()  # after `stage`, so that rank 0 knows the directory to remove if this fails
         _check_space(staging, needed + _MARGIN)
         records = _write_part(group, content, staging, logs)
     except Exception as exc:
@@ -96,14 +97,15 @@ def write(
                 failure = exc
         agree(group, path, failure)
     except Exception:
-        if group.rank == 0 and staging is not None:  # no rank writes there any more
-            with contextlib.suppress(CheckpointError):  # the next fit here cleans up; reported is why the save failed
+        if group.rank == 0 and staging is not None:  # no rank writes into it any more
+            # the next fit removes what is left; the failure of the save is raised
+            with contextlib.suppress(CheckpointError):
                 format.discard(staging)
         raise
 
 
 def _write_part(group: Ranks, content: Content, staging: Path, logs: list[Path]) -> list[FileRecord]:
-    """This rank's files, and on rank 0 what is one for all ranks."""
+    """Write the files of this rank, and on rank 0 also state.json. Returns their records."""
     name = f"data-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
     records = [
         format.write_tensors(staging / name, content.chunks),
@@ -118,7 +120,7 @@ def _write_part(group: Ranks, content: Content, staging: Path, logs: list[Path])
 
 
 def _commit(content: Content, staging: Path, name: str, nonce: str, parts: list[list[dict[str, Any]]]) -> None:
-    """Rank 0, once every rank has written. parts: the records of each rank's files."""
+    """Commit the staging directory. Called on rank 0, after every rank has written. parts: for each rank, the records of its files."""
     every = tuple(FileRecord.from_json(record) for part in parts for record in part)
     tensors = content.tensors | format.tensors_of(every)
     manifest = Manifest(**content.manifest, nonce=nonce, tensors=tensors, files=every)
@@ -140,7 +142,7 @@ def _text(failure: BaseException) -> str:
 
 
 class Background:
-    """Writes one checkpoint at a time in a thread of every rank, while they train. The same calls on every rank."""
+    """Writes one checkpoint at a time, in a thread on every rank, while training continues. All ranks make the same calls."""
 
     def __init__(self, group: Ranks, staging: Staging) -> None:
         self._group = group
@@ -148,13 +150,13 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.path: Path | None = None
-        """The checkpoint that is being written, or was last."""
+        """The checkpoint that is being written, or the last one."""
         self.step = -1
         self.seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint was started and `finish` has not been called since."""
+        """Whether a checkpoint was started that `finish` has not waited for yet."""
         return self._thread is not None
 
     @property
@@ -163,8 +165,8 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, content: Content, path: Path, logs: list[Path], trained: Mapping[str, str]) -> None:
-        """Copy what is to be written and begin to write it. Nothing may be in progress. trained: the names of parameters by
-        those of their chunks; a value among them that is not finite is a failure."""
+        """Copy the content and begin to write it. No other checkpoint may be in progress. trained: maps the logical names of trained
+        parameters to their names in the module; the save fails if one of them is not finite."""
         assert self._thread is None
         weights = lambda name: name in trained or name.startswith("optimizer/")  # noqa: E731
         content.chunks, ready = self._staging.copy(content.chunks, weights)
@@ -188,11 +190,12 @@ class Background:
         self._thread.start()
 
     def before_step(self) -> None:
-        """Called before an optimizer changes weights: on a device the change waits for their copy, not the host."""
+        """Called before an optimizer changes weights. On a device, the change waits until they are copied; the host does not wait."""
         self._staging.before_step()
 
     def finish(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for what is in progress, at most `timeout` seconds; returns why it failed. Afterwards another may start."""
+        """Wait for the checkpoint in progress, at most `timeout` seconds. Returns its failure, or None. Afterwards another checkpoint may
+        start, unless the wait timed out."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():

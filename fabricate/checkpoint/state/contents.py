@@ -1,4 +1,4 @@
-"""One checkpoint before it is written. Must not know: runs, files, commits."""
+"""The content of one checkpoint before it is written. Must not know: runs, files, commits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fabricate.strategies.base import Strategy
 
 @dataclass
 class Content:
-    """One checkpoint, as far as this rank contributes to it.
+    """This rank's contribution to one checkpoint.
 
-    chunks: its parts of tensors, read when they are written. shared: state.json, used on rank 0. own: rank-00000.json.
-    tensors: every logical tensor that this rank knows of, whoever writes it: what has to be there. manifest: the other
-    fields of the manifest. exchanged: the parts that ranks have to exchange before chunks are read.
+    chunks: its parts of tensors, read when they are written. shared: the content of state.json, used on rank 0. own: the content of
+    rank-00000.json. tensors: every logical tensor that this rank knows of; the checkpoint must hold all of them, whichever rank writes
+    them. manifest: the other fields of the manifest. exchanged: the parts whose values ranks must exchange before chunks are read.
     """
 
     chunks: list[Chunk]
@@ -26,7 +26,7 @@ class Content:
     exchanged: list[Strategy.Part]
 
     def exchange(self) -> None:
-        """Bring together what ranks hold by columns. All ranks, once all of them have assembled theirs."""
+        """Exchange the values of tensors that ranks hold by columns. All ranks, after every rank has collected its content."""
         for part in self.exchanged:
             part.values  # noqa: B018  the exchange
-        self.exchanged = []  # what chunks do not need any more may go
+        self.exchanged = []  # frees parts that no chunk needs

@@ -1,8 +1,8 @@
-"""Training state to and from a checkpoint: which tensors and values there are, what they are called, where they go back.
+"""Save training state to a checkpoint and load it: which tensors and values exist, their names, and where they are restored.
 
-Logical names: "model/NAME", "optimizer/OPTIMIZER/NAME/KEY", "plugin/PLUGIN/...", "rank/00001/rng/...". Names of parameters
-are those of `module.named_parameters()`, under every strategy. state.json holds what is one value for all ranks,
-rank-00000.json what each rank has for itself.
+Logical names: "model/NAME", "optimizer/OPTIMIZER/NAME/KEY", "plugin/PLUGIN/...", "rank/00001/rng/...". Names of parameters are those of
+`module.named_parameters()`, under every strategy. state.json holds the values that all ranks share, and files like rank-00000.json those of
+one rank.
 
 Must not know: the loop, when to save, directories and commits (fabricate.checkpoint.format.directory).
 """
@@ -49,14 +49,15 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 Groups = list[dict[str, torch.nn.Parameter]]
-"""The parameters of an optimizer by name, group by group."""
+"""The parameters of an optimizer by name, one mapping per parameter group."""
 _WRITERS = 8
-"""At most so many of the ranks that hold the same write a slice of it, the first among them: each that resumes opens the files of all of
-them, and the manifest has a record for each. A reader keeps more files and blocks than that at hand."""
+"""The largest number of ranks that share the writing of a range that they all hold. It is limited because a rank that resumes opens the
+files of all these ranks, and the manifest has a record for each slice. A reader can keep more files and blocks than this."""
 
 
 def chunk(name: str, tensor: torch.Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Chunk:
-    """A piece of the logical tensor `name`: the elements of `tensor`, from `start` on, of a whole of `shape` (default: all)."""
+    """A chunk of the logical tensor `name`, which has the shape `shape` (default: that of `tensor`). `tensor`: the elements of the chunk;
+    `start`: the index of the first."""
     whole = tuple(tensor.shape) if shape is None else shape
     return Chunk(name, start, tensor.numel(), _code(name, tensor.dtype), whole, held(tensor))
 
@@ -75,7 +76,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def read(reader: Reader, name: str, start: int = 0, count: int | None = None) -> torch.Tensor:
-    """Elements `start` to `start + count` of a logical tensor, 1-D on the CPU; every block read is verified."""
+    """Elements ``[start, start + count)`` of a logical tensor, 1-D on the CPU. Every block read is verified."""
     record = reader.manifest.tensors[reader.manifest.aliases.get(name, name)]
     values = torch.empty(record.num_elements - start if count is None else count, dtype=_DTYPES[record.dtype])
     reader.read_into(name, bytes_of(values), start)
@@ -88,7 +89,7 @@ def read_whole(reader: Reader, name: str) -> torch.Tensor:
 
 
 def named_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by name, each once, and the other names of shared ones."""
+    """Parameters by name, buffers by name, and the first name of each shared tensor by its other names."""
     parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
     buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
     first = {id(t): n for n, t in (*parameters.items(), *buffers.items())}
@@ -97,7 +98,7 @@ def named_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
 
 
 def transient_names(module: torch.nn.Module) -> set[str]:
-    """Names of the buffers that `state_dict()` leaves out; a checkpoint holds them all the same."""
+    """The names of the buffers that `state_dict()` leaves out. A checkpoint holds these buffers too."""
     names: set[str] = set()
     for prefix, child in module.named_modules():
         names |= {f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set}
@@ -113,16 +114,17 @@ class Saver:
         self.world_size = world_size
         self.chunks: list[Chunk] = []
         self.tensors: dict[str, TensorRecord] = {}
-        """What is known to exist, also where other ranks write it."""
+        """The tensors that the checkpoint must hold, also those that other ranks write."""
         self.exchanged: list[Strategy.Part] = []
-        """The parts whose values ranks have to exchange before the chunks are written: all ranks, in this order."""
+        """The parts whose values ranks must exchange before the chunks are written. All ranks exchange them in this order."""
 
     def shared(self, name: str, tensor: torch.Tensor) -> None:
-        """A parameter, or something shaped like one: each rank contributes its part, so nothing is gathered."""
+        """Add a parameter, or a tensor sharded like one. Each rank adds its part, so nothing is gathered."""
         self.part(name, self.strategy.local_part(tensor))
 
     def part(self, name: str, part: Strategy.Part) -> None:
-        """This rank's part of a logical tensor; of what several ranks hold, some of them, far apart, contribute a slice each."""
+        """Add this rank's part of a logical tensor. If several ranks hold the same range, at most `_WRITERS` of them, evenly spaced, each
+        add a slice of it."""
         self._know(name, part.dtype, part.shape)
         copy, copies = (self.rank, self.world_size) if part.replicated else (part.copy, part.copies)
         writers = min(copies, _WRITERS)
@@ -136,21 +138,21 @@ class Saver:
             )
 
     def whole(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that is the same on every rank: rank 0 writes it."""
+        """Add a tensor that is the same on every rank; rank 0 writes it."""
         self._know(name, tensor.dtype, tuple(tensor.shape))
         if self.rank == 0:
             self.chunks.append(chunk(name, tensor))
 
     def own(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor of this rank alone; `name` has the rank in it."""
+        """Add a tensor of this rank alone; `name` contains the rank."""
         self.chunks.append(chunk(name, tensor))
 
     def _know(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        if dtype in _CODES:  # others are refused where they are written
+        if dtype in _CODES:  # other dtypes are an error when the chunk is made
             self.tensors[name] = TensorRecord(_CODES[dtype], shape)
 
     def model(self, module: torch.nn.Module, without: Container[str] = ()) -> dict[str, str]:
-        """All parameters and buffers, `without` some parameters; returns the aliases of shared ones."""
+        """Add all parameters and buffers, except the parameters `without`. Returns the aliases of shared tensors."""
         parameters, buffers, aliases = named_tensors(module)
         for name, tensor in parameters.items():
             if name not in without:
@@ -160,7 +162,7 @@ class Saver:
         return {f"model/{alias}": f"model/{name}" for alias, name in aliases.items() if name not in without}
 
     def optimizer(self, label: str, optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
-        """State and groups of one optimizer. Returns the JSON part."""
+        """Add the state and the groups of one optimizer. Returns the part of them that is JSON."""
         values: dict[str, dict[str, Any]] = {}
         for name, parameter in (pair for group in groups for pair in group.items()):
             for key, value in self.strategy.optimizer_state(optimizer, parameter).items():
@@ -183,7 +185,7 @@ class Saver:
         return {"kind": type(optimizer).__name__, "groups": saved_groups, "values": values}
 
     def encode(self, value: object, path: str, put: Callable[[str, torch.Tensor], None]) -> Any:
-        """`value` as tagged JSON; tensors inside go to `put` under names that begin with `path`."""
+        """Return `value` as tagged JSON. Tensors inside are passed to `put` with names that begin with `path`."""
 
         def tensor(where: str, leaf: object) -> str | None:
             if type(leaf).__module__ == "numpy" and hasattr(leaf, "tobytes"):
@@ -203,7 +205,7 @@ class Saver:
 
 
 def _check_plain(name: str, part: Strategy.Part, strategy: Strategy) -> None:
-    """`CheckpointError` for a shard that is made of other tensors. With a run_dir this is known before the first step."""
+    """Raise `CheckpointError` for a shard that consists of other tensors. With a run_dir, this is found before the first step."""
     if is_wrapper(part.memory):
         raise CheckpointError(
             f"{name} is {type(part.memory).__name__}, which strategy={strategy.name!r} cannot save in parts. Use strategy='ddp' or another "
@@ -212,7 +214,7 @@ def _check_plain(name: str, part: Strategy.Part, strategy: Strategy) -> None:
 
 
 def decode_with(reader: Reader, tree: object) -> Any:
-    """The inverse of `Saver.encode`: tensors are read whole, onto the CPU."""
+    """Return the value that `Saver.encode` encoded. Tensors are read whole, onto the CPU."""
 
     def tensor(name: str) -> torch.Tensor:
         if name not in reader.manifest.tensors:
@@ -228,7 +230,7 @@ def decode_with(reader: Reader, tree: object) -> Any:
 
 
 def decode_mapping(reader: Reader, tree: object, what: str) -> dict[str, Any]:
-    """As `decode_with`, of what was saved as a mapping. `CheckpointError` for anything else."""
+    """Like `decode_with`, but raises `CheckpointError` unless the value is a mapping. `what`: its name in the message."""
     value = decode_with(reader, tree)
     if not isinstance(value, dict):
         raise CheckpointError(
@@ -240,7 +242,7 @@ def decode_mapping(reader: Reader, tree: object, what: str) -> dict[str, Any]:
 def optimizer_groups(
     module: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], strategy: Strategy
 ) -> dict[str, Groups]:
-    """The parameters that each optimizer holds. Raises `ConfigurationError` for one that is not the module's."""
+    """The parameter groups of each optimizer. Raises `ConfigurationError` for a parameter that the module does not have."""
     names = {id(p): n for n, p in module.named_parameters()}
     groups: dict[str, Groups] = {}
     for label, optimizer in optimizers.items():
@@ -258,8 +260,8 @@ def optimizer_groups(
 
 
 def frozen_digests(module: torch.nn.Module, frozen: Mapping[str, torch.Tensor], strategy: Strategy) -> dict[str, str]:
-    """By name, a digest of the whole values; of quantised weights, of codes and scales. All ranks gather; one whole tensor exists at a
-    time."""
+    """A digest of each frozen parameter by name, over all its values, or, for quantised weights, over codes and scales. All ranks; one
+    whole tensor is gathered at a time."""
     quantised = quantised_weights(module)
     return {
         name: _quantised_digest(quantised[name], strategy) if name in quantised else digest(strategy.gather(parameter))
@@ -273,8 +275,8 @@ def _quantised_digest(weight: Quantised, strategy: Strategy) -> str:
 
 
 def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> None:
-    """`CheckpointError` unless what the checkpoint left out, because it was not trained, is in `module` to the last bit. All
-    ranks, as `frozen_digests`. After `compare_model`."""
+    """Raise `CheckpointError` unless the frozen weights that the checkpoint leaves out are bit-identical in `module`. All ranks, which
+    gather as in `frozen_digests`. Call `compare_model` first."""
     parameters, _, others = named_tensors(module)
     left_out = _left_out(reader)
     names = {others.get(name, name): name for name in left_out}
@@ -290,7 +292,7 @@ def compare_frozen(reader: Reader, module: torch.nn.Module, strategy: Strategy) 
 
 
 def _left_out(reader: Reader) -> dict[str, str]:
-    """Digests by name of the frozen parameters that the checkpoint does not hold."""
+    """The digests of the frozen parameters that the checkpoint leaves out, by name."""
     digests = shared_state(reader)["module"].get("frozen", {})
     if not isinstance(digests, dict):
         raise CheckpointError(
@@ -300,11 +302,12 @@ def _left_out(reader: Reader) -> dict[str, str]:
 
 
 def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -> dict[str, str]:
-    """The name in the checkpoint of every parameter and buffer of `module`; `CheckpointError` names what does not fit.
+    """Map the logical name of every parameter and buffer of `module` to its name in the checkpoint. Raises `CheckpointError` if they do not
+    match.
 
-    A tensor with several names may be saved under any of them. A buffer outside the state dict may be missing, as in what
-    was imported, and may have another shape or be there on one side only, as a cache that a forward makes: it keeps the value that
-    the module gave it.
+    A tensor with several names may be saved under any of them. A buffer outside the state dict may be missing on one side, or have another
+    shape. Imported checkpoints have no such buffers, and a forward may make or resize a cache. The buffer then keeps the module's value,
+    and is not in the result.
     """
     parameters, buffers, others = named_tensors(module)
     live = {f"model/{n}": strategy.local_part(t) for n, t in (*parameters.items(), *buffers.items())}
@@ -322,7 +325,7 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
 
 
 def _possible_names(reader: Reader, live: Iterable[str], others: Mapping[str, str]) -> dict[str, list[str]]:
-    """The names that each live tensor may have in the checkpoint. `others`: the further names of shared tensors."""
+    """The names that each tensor of the module may have in the checkpoint. `others`: the further names of shared tensors."""
     names = {name: [name, reader.manifest.aliases.get(name, name)] for name in live}
     for other, name in others.items():
         names[f"model/{name}"].append(f"model/{other}")
@@ -332,7 +335,8 @@ def _possible_names(reader: Reader, live: Iterable[str], others: Mapping[str, st
 def _check_complete(
     reader: Reader, module: torch.nn.Module, names: Mapping[str, list[str]], source: Mapping[str, str], saved: set[str]
 ) -> None:
-    """Every tensor of the module has a source, except transient ones and those left out on purpose; each saved one is used."""
+    """Raise `CheckpointError` unless every tensor of the module has a source and each saved tensor is used, except transient buffers and
+    parameters left out on purpose."""
     transient = {f"model/{n}" for n in transient_names(module)}
     left_out = {f"model/{n}" for n in _left_out(reader)}
     missing = [n for n in names if n not in source and n not in transient and not left_out.intersection(names[n])]
@@ -348,7 +352,8 @@ def _check_complete(
 
 
 def _check_fits(reader: Reader, name: str, there: str, live: Strategy.Part) -> None:
-    """The saved tensor `there` has the shape and the kind of numbers of the live one. Its width is a matter of precision."""
+    """Raise `CheckpointError` unless the saved tensor `there` has the shape and the kind of dtype (float, complex, ...) of the module's.
+    The width of a float may differ."""
     record, where = reader.manifest.tensors[there], f"checkpoint {reader.path}"
     shape, dtype = tuple(record.shape), _DTYPES[record.dtype]
     if shape != live.shape:
@@ -368,7 +373,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | None = None) -> None:
-    """Copy the checkpoint's weights into `module`'s memory, only this rank's part. Compared first, see `compare_model`."""
+    """Copy this rank's part of the checkpoint's weights into the memory of `module`, after `compare_model`."""
     strategy = strategy or Single()
     source = compare_model(reader, module, strategy)
     parameters, buffers, _ = named_tensors(module)
@@ -386,7 +391,7 @@ def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
         and memory.is_contiguous()
         and memory.dtype is _DTYPES[record.dtype]
     ):
-        reader.read_into(name, bytes_of(memory), part.start)  # into the module's own memory
+        reader.read_into(name, bytes_of(memory), part.start)  # directly into the module's memory
         return
     part.write(read(reader, name, part.start, part.count))
 
@@ -398,7 +403,7 @@ def _some(names: list[str]) -> str:
 def compare_optimizer(
     path: Path, label: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: Groups
 ) -> None:
-    """`CheckpointError` unless `optimizer` is of the kind that was saved, over the same parameters in the same groups."""
+    """Raise `CheckpointError` unless `optimizer` has the saved class, and the same parameters in the same groups."""
     where = f"checkpoint {path}, optimizer {label!r}"
     if saved["kind"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -423,8 +428,8 @@ def load_optimizer(
     groups: Groups,
     strategy: Strategy,
 ) -> None:
-    """Restore one optimizer, which `compare_optimizer` found to fit: options of each group and this rank's part of the
-    state, matched by parameter name."""
+    """Restore one optimizer after `compare_optimizer`: the options of each group and this rank's part of the state, matched by parameter
+    name."""
     prefix = f"optimizer/{label}/"
     keys: dict[str, list[str]] = {}
     for logical in reader.manifest.tensors:
@@ -442,7 +447,8 @@ def load_optimizer(
         on_device = bool(live.get("fused") or live.get("capturable"))
         for name, parameter in group.items():
             where, values = f"{prefix}{name}", saved["values"].get(name, {})
-            inside = tuple(f"{key}{mark}" for key in values for mark in ".[{")  # tensors of those values
+            # prefixes of the tensors inside these values
+            inside = tuple(f"{key}{mark}" for key in values for mark in ".[{")
             own = [key for key in keys.get(name, []) if not key.startswith(inside)]
             state = _saved_tensors(
                 reader, where, own, strategy.local_part(parameter).shape, parameter.device, on_device
@@ -460,7 +466,8 @@ def load_optimizer(
 def _saved_tensors(
     reader: Reader, where: str, keys: Iterable[str], shape: tuple[int, ...], device: torch.device, on_device: bool
 ) -> dict[str, Any]:
-    """The state of one parameter: dtypes of what is shaped like it, the others whole. `on_device`: the counter of steps, too."""
+    """The state of one parameter: only the dtype of a tensor shaped like the parameter, and the whole value of any other. `on_device`:
+    whether the counter of steps lies on the device too."""
     state: dict[str, Any] = {}
     for key in keys:
         record = reader.manifest.tensors[f"{where}/{key}"]
@@ -473,7 +480,7 @@ def _saved_tensors(
 
 
 def _restored(reader: Reader, name: str, saved: Any, live: object, device: torch.device) -> Any:
-    """What was saved as a mapping: the inner tensors of what is `live` a tensor subclass, or a mapping."""
+    """Return the mapping `saved`, rebuilt as a tensor subclass if `live`, the state that a first step leaves, is one."""
     if not is_wrapper(live):
         return saved
     assert isinstance(live, torch.Tensor)
@@ -484,15 +491,15 @@ def _restored(reader: Reader, name: str, saved: Any, live: object, device: torch
 
 
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The module's constructor arguments as recorded, and the names of those that could not be."""
+    """The recorded constructor arguments of the module, and the names of the arguments that could not be recorded."""
     with Reader(find(path)) as reader:
         module = shared_state(reader)["module"]
         return dict(module["arguments"]), list(module["unrecorded"])
 
 
 def load_weights(path: Path, module: torch.nn.Module) -> tuple[dict[str, Any], list[str]]:
-    """Read the weights of a checkpoint (or of a run's newest) into an unsharded module, every block verified. Returns what the module's
-    `on_save` put into the checkpoint, and the plugins that put something there which belongs to the weights."""
+    """Load the weights of a checkpoint (or of the newest one of a run) into an unsharded module. Every block is verified. Returns what the
+    module's `on_save` stored, and the names of the plugins that stored state belonging to the weights."""
     with Reader(find(path)) as reader:
         from_meta = [n for n, p in module.named_parameters() if p.is_meta]
         if from_meta:
@@ -509,8 +516,8 @@ def load_weights(path: Path, module: torch.nn.Module) -> tuple[dict[str, Any], l
 
 
 def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by `state_dict` name, shared ones once, as they lie (sharded ones too), in the order
-    in which a safetensors file holds them: wide elements first. Ranks that gather in this order meet the one that writes."""
+    """Parameters and persistent buffers by `state_dict` name; shared tensors once, and sharded ones not gathered. They are in the order in
+    which a safetensors file holds them, wide elements first. All ranks must gather in this order, because the writing rank does."""
     kept = set(module.state_dict(keep_vars=True))
     parameters, buffers, _ = named_tensors(module)
     exported = [(n, t) for n, t in (*parameters.items(), *buffers.items()) if n in kept]
@@ -518,7 +525,7 @@ def export_tensors(module: torch.nn.Module, strategy: Strategy) -> list[tuple[st
 
 
 def whole_chunk(name: str, tensor: torch.Tensor, strategy: Strategy) -> Chunk:
-    """The logical tensor `name`, gathered when it is written. All ranks gather then."""
+    """The logical tensor `name` as one chunk, which is gathered when it is written. All ranks must gather then."""
     part = strategy.local_part(tensor)
     return Chunk(
         name, 0, math.prod(part.shape), _CODES[part.dtype], part.shape, lambda: bytes_of(strategy.gather(tensor))

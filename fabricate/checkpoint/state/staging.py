@@ -1,4 +1,4 @@
-"""Tensors as bytes on the host: read when they are written, or copied first so that training continues meanwhile.
+"""Tensors as bytes on the host: read while they are written, or copied first so that training continues during the write.
 
 Must not know: which tensors are saved, what they are called, files.
 """
@@ -18,13 +18,13 @@ import torch
 
 from fabricate.checkpoint.format.directory import ITEM_SIZES, Chunk
 
-_HUGE = 2**22  # from here on a copy takes whole huge pages, of 2 MiB
+_HUGE = 2**22  # from this size on, copies use huge pages of 2 MiB
 _ALIGNMENT = 64
 _POLL_SECONDS = 0.001
 
 
 class Values:
-    """The bytes of a tensor, on the host when they are asked for."""
+    """A callable that returns the bytes of a tensor on the host."""
 
     def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:
         self.tensor = tensor
@@ -34,8 +34,8 @@ class Values:
 
 
 class Staging:
-    """Host memory for copies of chunks, so that training continues while the copies are written. One block for all of them, kept from one
-    save to the next: getting memory from the system takes longer than the copy."""
+    """Host memory for copies of chunks, so that training continues while the copies are written. One block of memory for all copies is kept
+    from one save to the next, because allocating memory takes longer than the copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -44,12 +44,13 @@ class Staging:
     def copy(
         self, chunks: Sequence[Chunk], weights: Callable[[str], bool] = lambda name: True
     ) -> tuple[list[Chunk], Callable[[], None]]:
-        """The same chunks over copies, and a function that waits until the copies are there, for the thread that writes. `weights`: whether
-        a logical tensor changes in the optimizer's step only."""
+        """The same chunks with copied data, and a function that waits until the copies are complete, which the writing thread calls.
+        `weights`: returns whether a logical tensor changes only in the optimizer's step."""
         sizes = [each.count * ITEM_SIZES[each.dtype] for each in chunks]
         starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         if starts[-1] > self._memory.numel():
-            self._copies, self._memory = [], torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            # frees the old block before the new one is allocated
+            self._copies, self._memory = [], torch.empty(0, dtype=torch.uint8)
             self._memory = self._allocate(starts[-1])
         self._copies, staged = [], []
         for each, start, size in zip(chunks, starts, sizes, strict=False):
@@ -62,11 +63,11 @@ class Staging:
         return staged, self._begun()
 
     def copies(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The copies, 1-D on the host, by the name of their logical tensor; once they are there."""
+        """The copies, 1-D on the host, with the names of their logical tensors. Complete only after the wait."""
         return iter(self._copies)
 
     def before_step(self) -> None:
-        """Called before the optimizer changes weights: they change once they are copied. No wait."""
+        """Called before the optimizer changes weights, which must be copied first. The host does not wait."""
 
     def _allocate(self, size: int) -> torch.Tensor:
         return _host_memory(size)
@@ -75,21 +76,21 @@ class Staging:
         buffer.copy_(values)
 
     def _begun(self) -> Callable[[], None]:
-        """The copies are queued; what is returned waits for them."""
+        """Called when the copies are queued. Returns a function that waits for them."""
         return lambda: None
 
 
 class DeviceStaging(Staging):
-    """`Staging` for chunks on `device`, whose copies are queued only. Those of weights and of optimizer state run beside the forward and
-    backward of the next update, on a stream of their own, and the optimizer's step waits for them on the device; anything else may
-    change in a forward, and is copied in the order of the computation."""
+    """`Staging` for chunks on `device`, where copies are only queued. Weights and optimizer state are copied on a separate stream, in
+    parallel with the next forward and backward, and the optimizer's step waits on the device for these copies. Other tensors may change in
+    a forward, so they are copied in order on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self._beside = torch.Stream(device)
         self._in_use: list[torch.Tensor] = []
-        """What is being copied: its memory may not be used again meanwhile."""
+        """The tensors that are being copied; holding them prevents the reuse of their memory."""
         self._weights_copied: torch.Event | None = None
 
     def copy(
@@ -108,7 +109,7 @@ class DeviceStaging(Staging):
         return _pinned_memory(size, self._device)
 
     def _put(self, buffer: torch.Tensor, values: torch.Tensor, weights: bool) -> None:
-        if values.is_cpu:  # offloaded
+        if values.is_cpu:  # offloaded to the host
             buffer.copy_(values)
             return
         with self._beside if weights else contextlib.nullcontext():
@@ -120,32 +121,31 @@ class DeviceStaging(Staging):
         beside = self._weights_copied = self._beside.record_event()
 
         def wait() -> None:
-            torch.accelerator.set_device_index(
-                self._device
-            )  # of this thread: else it would open one on the first device
+            # The index belongs to this thread, which would otherwise create a context on the first device.
+            torch.accelerator.set_device_index(self._device)
             while not (in_order.query() and beside.query()):
-                time.sleep(_POLL_SECONDS)  # an event's own wait keeps a core busy
+                time.sleep(_POLL_SECONDS)  # `Event.synchronize` would keep a core busy
             self._in_use = []
 
         return wait
 
 
 def _host_memory(size: int) -> torch.Tensor:
-    """`size` bytes of memory on the host; where it is large, in huge pages if the system has them: the first copy then waits for the kernel
-    a fifth as long."""
+    """`size` bytes of memory on the host. A large block uses huge pages if the system has them: the first copy then spends a fifth of the
+    time in the kernel."""
     if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pinned_memory(size: int, device: torch.device) -> torch.Tensor:
-    """`size` bytes of memory on the host that `device` copies to by itself."""
+    """`size` bytes of pinned host memory, to which `device` can copy without the host."""
     if device.type != "cuda" or size < _HUGE:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    memory = _host_memory(size)  # torch's own would round the size up to a power of two
+    memory = _host_memory(size)  # torch's pinned allocator would round the size up to a power of two
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     place = memory.data_ptr()
     torch.cuda.check_error(int(runtime.cudaHostRegister(place, size, 0)))
@@ -154,7 +154,7 @@ def _pinned_memory(size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Ahead:
-    """The bytes of a tensor on a device, whose copy is begun when those before it are asked for."""
+    """A callable that returns the bytes of a tensor on a device. The call for one tensor begins the copy of the following one."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
@@ -162,7 +162,7 @@ class _Ahead:
         self.following: _Ahead | None = None
 
     def begin(self) -> tuple[torch.Tensor, torch.Event | None]:
-        """Queue the copy."""
+        """Queue the copy to the host."""
         tensor = self._values.tensor().detach()
         if tensor.is_cpu:
             self._begun = tensor, None
@@ -182,7 +182,8 @@ class _Ahead:
 
 
 def read_ahead(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The same chunks of a device, for a writer that takes them by falling item size: while it writes one, the next is on its way."""
+    """The same chunks, sorted by falling item size, the order in which they are written. While one is written, the next is copied to the
+    host."""
     ordered = sorted(chunks, key=lambda each: -ITEM_SIZES[each.dtype])
     data = []
     for each in ordered:
