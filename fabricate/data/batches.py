@@ -1,4 +1,4 @@
-"""What a source hands to the loop: windows of micro-batches, and what can be said of a batch by looking at it."""
+"""The windows and batches that a source yields, and functions that inspect a batch."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from fabricate.errors import ConfigurationError
 
 @dataclass(slots=True)
 class Window:
-    """One optimizer update's worth of data, as one rank sees it.
+    """The data of one update, as one rank reads it.
 
-    `micro_batches` yields `num_micro_steps` pairs ``(batch, rows)``. `rows` of a pair is 0 when the batch is a stand-in
-    that must not count, and None when the batch of an iterable does not show its rows (then `rows_of` raises, and the
-    step has to return its weight). The window's own `rows` is over all ranks; batches that do not show theirs count
-    as one.
+    `micro_batches` yields `num_micro_steps` pairs ``(batch, rows)``. `rows` of a pair is 0 when the batch is a stand-in that must not
+    count, and None when the batch of an iterable does not show its rows (then `rows_of` raises, and the step has to return its weight). The
+    field `rows` counts the rows of all ranks; a batch that does not show its rows counts as one.
 
-    Where optimizers take turns on the same rows, there is one such object for each turn.
+    If optimizers take turns on the same rows, there is one Window for each turn.
     """
 
     num_micro_steps: int
     rows: int
     end: int  # rows of the epoch's global order consumed after this window: the position to resume at
-    last: bool  # of the epoch
+    last: bool  # whether this is the last window of the epoch
     micro_batches: Iterator[tuple[Any, int | None]]
-    turn: str | None = None  # the optimizer whose turn it is
+    turn: str | None = None  # the optimizer whose turn it is, if optimizers take turns
     first_turn: bool = True
-    last_turn: bool = True  # after which these rows are done with
+    last_turn: bool = True  # whether no further turn uses these rows
 
 
 @dataclass(slots=True)
 class EvalBatch:
-    """One rank's evaluation batch. `indices` are its rows' places in the data set, or in order of arrival."""
+    """One rank's evaluation batch. `indices` are the positions of its rows in the data set or, in sequential data, in the order of
+    reading."""
 
     batch: Any
     rows: int | None  # 0 for a stand-in, None when the batch of an iterable does not show them
@@ -44,12 +44,12 @@ class EvalBatch:
 
 
 def rows_of(batch: Any) -> int:
-    """The rows of a batch: the leading dimension of its first tensor or array, else the length of its list of samples.
+    """The number of rows of a batch: the leading dimension of its first tensor or array, else the length of its list of samples.
 
     >>> rows_of({"image": torch.zeros(8, 3), "label": torch.zeros(8)}), rows_of([{"x": 1}, {"x": 2}])
     (8, 2)
 
-    Raises ConfigurationError when nothing in the batch says so.
+    Raises ConfigurationError if the batch does not show its number of rows.
     """
     rows = visible_rows(batch)
     if rows is None:
@@ -62,16 +62,16 @@ def rows_of(batch: Any) -> int:
 
 
 def rows_that_came(batch: Any, planned: int) -> int:
-    """The rows of a batch that was to have `planned` ones: a collate_fn may leave some out. It may do more to leading dimensions: put
-    time first, pack rows, make graphs of them, leave samples in lists. So of several the largest that is not above `planned` counts, and
-    a tensor whose second dimension is `planned` says nothing.
+    """The number of rows of a batch that was planned with `planned` rows. A collate_fn may leave rows out; it may also put time first, pack
+    rows, make graphs of them or leave samples in lists. So the result is the largest leading dimension that is not above `planned`, and a
+    tensor is ignored if only its second dimension is `planned`.
 
     >>> rows_that_came((torch.zeros(7, 3), torch.zeros(7)), 8), rows_that_came((torch.zeros(5, 8), torch.zeros(8)), 8)
     (7, 8)
     """
     if isinstance(batch, list | tuple):
         if len(batch) == planned and (_holds_lists(batch) or (_holds_tensors(batch) and planned > 3)):
-            return planned  # three tensors are rather fields
+            return planned  # up to three tensors are probably fields
         if _holds_lists(batch) and all(len(part) == planned for part in batch):
             return planned
     shapes = list(_shapes(batch))
@@ -82,12 +82,13 @@ def rows_that_came(batch: Any, planned: int) -> int:
 
 
 _INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask"})
-"""Names under which transformers' models take whole numbers that are not labels."""
+"""Names of integer inputs of transformers' models that are not labels."""
 
 
 def several_labels(batch: Any) -> tuple[int, ...] | None:
-    """The shape of whole numbers of which a batch has several to a row: labels of tokens or pixels, a mask. None where there are
-    none. Where "labels" are named, the inputs of transformers' models are not taken for labels."""
+    """The shape of the first tensor in a batch that has several integers or booleans per row: labels of tokens or pixels, or a mask. None
+    if there is no such tensor. In a batch with the key "labels", its value is examined first, and the inputs of transformers' models are
+    ignored."""
     if isinstance(batch, torch.Tensor):
         several = not batch.is_floating_point() and batch.ndim >= 2 and batch.shape[1] >= 2
         return tuple(batch.shape) if several else None
@@ -109,31 +110,33 @@ def _leading_dimension(batch: Any) -> int | None:
 
 
 def leading_dimensions(batch: Any) -> list[int]:
-    """Those of the tensors and arrays in a batch, each once."""
+    """The leading dimensions of the tensors and arrays in a batch, without repetitions."""
     return list(dict.fromkeys(shape[0] for shape in _shapes(batch)))
 
 
 def _shapes(batch: Any, inside: bool = False) -> Iterator[tuple[int, ...]]:
-    """The shapes of the tensors and arrays in a batch that have a leading dimension. `inside`: `batch` is a part of one."""
+    """The shapes of the tensors and arrays in a batch that have a leading dimension. `inside`: whether `batch` is only a part of the
+    batch."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         if batch.ndim:
             yield (len(batch),) if getattr(batch, "is_nested", False) else tuple(map(int, batch.shape))
-    # A dimension found inside a sample is not the batch's.
+    # The dimensions inside a sample are not those of the batch.
     elif _holds_samples(batch):
         yield (len(batch),)
     else:
         parts = list(_parts(batch))
         samples = {len(part) for part in parts if _holds_samples(part)}
-        for part in parts:  # beside samples, a list as long is of the same samples: images, and what is known of each
+        # A list as long as a list of samples belongs to the same samples: images and their metadata, for example.
+        for part in parts:
             yield from (
                 [(len(part),)] if isinstance(part, list | tuple) and len(part) in samples else _shapes(part, True)
             )
-        if inside and _holds_tensors(batch):  # samples, or views of the whole batch
+        if inside and _holds_tensors(batch):  # the tensors may be samples, or views of the whole batch
             yield (len(parts),)
 
 
 def _holds_samples(batch: Any) -> bool:
-    """Whether it is a list of records, or of tuples of different things: (image, label)."""
+    """Whether `batch` is a list of records, or of tuples of values of different kinds, such as (image, label)."""
     if not isinstance(batch, list | tuple) or not batch:
         return False
     if not all(map(_is_record, batch)):
@@ -146,8 +149,8 @@ def _holds_samples(batch: Any) -> bool:
 
 
 def _are_batches(records: Sequence[Any]) -> bool:
-    """Whether a few records hold whole batches, as the pairs that default_collate makes of a data set of pairs do: all that is in them
-    has one length."""
+    """Whether each of a few records holds a whole batch, because all tensors in them have one length. default_collate makes such records of
+    a data set of pairs."""
     values = [value for record in records for value in _parts(record)]
     if not values or not all(isinstance(value, torch.Tensor | np.ndarray) and value.ndim for value in values):
         return False
@@ -160,7 +163,7 @@ def _is_record(part: Any) -> bool:
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
-    """Values of one kind may be of one field: images of several sizes, say."""
+    """The properties that values of one field share; images of one field may differ in size."""
     return (value.dtype, value.ndim) if isinstance(value, torch.Tensor | np.ndarray) else (type(value),)
 
 

@@ -1,4 +1,4 @@
-"""Digests of rows, by which ranks see whether they read the same data. Must not know: ranks, sources."""
+"""Digests of rows, with which ranks check that they read the same data. Must not know: ranks, sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import xxhash
 
 
 def digest(rows: Any) -> str:
-    """Equal for equal rows. Of objects other than tensors, arrays, text, bytes, numbers and collections of them only the class counts."""
+    """A digest of `rows`, equal for equal rows. It covers tensors, arrays, text, bytes, numbers and collections of them; of any other
+    object it covers only the class."""
     hasher = xxhash.xxh3_64()
     _add(hasher, rows)
     return hasher.hexdigest()

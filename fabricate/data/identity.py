@@ -1,4 +1,4 @@
-"""What tells a training set from another one of the same length, without running code of the user's. Must not know: sources, ranks."""
+"""Fingerprints that distinguish training sets of the same length, computed without running user code. Must not know: sources, ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from fabricate.data.digests import digest
 
 _SAMPLED = 8
-"""How many rows of what lies in memory a digest is made of."""
+"""About how many rows of data in memory a digest covers."""
 
 
 def is_hugging_face(data: Any, name: str) -> bool:
-    """Whether `data` is an object of this class of `datasets`."""
-    datasets = sys.modules.get("datasets")  # its objects cannot exist before it is imported
+    """Whether `data` is an object of the class `name` of `datasets`."""
+    datasets = sys.modules.get("datasets")  # before this import, its objects cannot exist
     return datasets is not None and isinstance(data, getattr(datasets, name))
 
 
 def fingerprint(data: Any) -> str | None:
-    """What the rows of `data` are known by: of a `datasets.Dataset` its own fingerprint, of tensors, arrays and lists a digest of some
-    rows, also where they are attributes of a data set. None where there is nothing of the kind."""
+    """A fingerprint of the rows of `data`: the fingerprint that a `datasets.Dataset` has, or a digest of some rows of a tensor, an array or
+    a list, or of the tensors and arrays that are attributes of a data set. None if `data` has none of these."""
     if is_hugging_face(data, "Dataset"):
         return str(data._fingerprint)
     if isinstance(data, Subset):
-        return fingerprint(data.dataset)  # which of its rows: `indices`
+        return fingerprint(data.dataset)  # `indices` covers the choice of rows
     if isinstance(data, ConcatDataset | StackDataset):
         parts = data.datasets
         prints = [fingerprint(part) for part in (parts.values() if isinstance(parts, dict) else parts)]
@@ -38,7 +38,8 @@ def fingerprint(data: Any) -> str | None:
 
 
 def indices(data: Any, samplers: Iterable[Any]) -> str | None:
-    """A digest of the rows that `Subset`s and samplers pick, where they are listed in advance (`random_split`, a fold)."""
+    """A digest of the indices of the rows that `Subset`s and samplers choose, if they have a list of them (`random_split`, a fold); else
+    None."""
     listed: list[Any] = []
     while isinstance(data, Subset):
         listed.append(data.indices)
@@ -65,5 +66,5 @@ def _is_readable(held: np.ndarray[Any, Any] | torch.Tensor) -> bool:
 
 
 def _sample(rows: Any) -> list[Any]:
-    """How many rows there are, and some of them."""
+    """The number of rows, and some of the rows."""
     return [len(rows), list(rows[:: max(1, len(rows) // _SAMPLED)])]

@@ -1,7 +1,7 @@
-"""Data with random access: any position is reached at once, because what is read is this rank's lists of indices.
+"""Data with random access: any position is reached at once, because each rank reads its rows by lists of indices.
 
-Worker processes and pinned memory are a torch DataLoader's; without them its iterator only costs, 9 us a batch, and rows are
-read and collated as it would.
+Worker processes and pinned memory come from a torch DataLoader. Without them, rows are read and collated here with the same result, because
+a DataLoader costs 9 us per batch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from fabricate.data.source import Setup, Source, Watch, first_other
 from fabricate.data.workers import Workers, WorkerStart, iterate
 from fabricate.errors import ConfigurationError
 
-_Place = tuple[int, int, int]  # what to fetch of the order, start:stop, and how many rows of it count
+# (start, stop, rows): units start:stop of the order are fetched, and `rows` of them count.
+_Place = tuple[int, int, int]
 
 
 class RowOrder:
-    """An epoch's order, row by row; a unit is a row. `indices`: shape (rows,), int64, or object for other keys."""
+    """The order of an epoch, in units of rows. `indices`: shape (rows,), int64, or object for other keys."""
 
     even = True  # every full window has the same sizes
 
@@ -51,7 +52,7 @@ class RowOrder:
         return unit
 
     def digest(self) -> str:
-        """Equal for equal orders."""
+        """A digest of the order, equal for equal orders."""
         return digest(self._indices)
 
     def unit(self, position: int) -> int | None:
@@ -62,13 +63,14 @@ class RowOrder:
 
 
 class BatchOrder:
-    """An epoch's order in the batches of the user's own batch sampler; a unit is a batch."""
+    """The order of an epoch, in units of batches from the user's batch sampler."""
 
     even = False
 
     def __init__(self, batches: Iterable[Iterable[Any]]) -> None:
         self._batches = [list(batch) for batch in batches]
-        self._ends = np.cumsum([0, *map(len, self._batches)])  # rows before each batch, and all of them
+        # The number of rows before each batch, and last the number of all rows.
+        self._ends = np.cumsum([0, *map(len, self._batches)])
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -80,7 +82,7 @@ class BatchOrder:
         return int(self._ends[unit])
 
     def digest(self) -> str:
-        """Equal for equal orders."""
+        """A digest of the order, equal for equal orders."""
         return digest([as_indices([row for batch in self._batches for row in batch]), self._ends])
 
     def unit(self, position: int) -> int | None:
@@ -95,11 +97,11 @@ def _length(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-Draw = Callable[[int, int], RowOrder | BatchOrder]  # an epoch's order, from (seed, epoch)
+Draw = Callable[[int, int], RowOrder | BatchOrder]  # returns the order of an epoch, given (seed, epoch)
 
 
 class Indexed(Source):
-    """Random access: an epoch is this rank's index lists from the position on, read one after the other."""
+    """A source with random access: in an epoch, this rank reads one list of indices after the other, from the position on."""
 
     drawn_by = "sampler"
 
@@ -134,8 +136,9 @@ class Indexed(Source):
         )
 
     def probe(self) -> str:
-        """As `Source.probe`. A data set that worker processes read may open files where it is read first: not here. One whose rows
-        are others each time they are read has its own random state, which differs between ranks without harm."""
+        """See `Source.probe`. Returns "" if worker processes read a data set that is not in memory, because it may open files in the first
+        process that reads it. Also returns "" if two reads differ: such a data set has its own random state, which may differ between
+        ranks."""
         if self._options["num_workers"] > 0 and not _is_in_memory(self.data):
             return ""
         try:
@@ -144,7 +147,7 @@ class Indexed(Source):
             for _ in range(2):
                 with RandomScope(batch_seed(self._setup.seed, 0)):
                     digests.add(digest(list(_reader(self.data)(sorted({0, last // 2, last})))))
-        except Exception:  # rows that a sampler leaves out, keys that are no numbers: training reads what it reads
+        except Exception:  # rows that a sampler leaves out, or keys that are not numbers; training may still work
             return ""
         return digests.pop() if len(digests) == 1 else ""
 
@@ -175,11 +178,11 @@ class Indexed(Source):
                 micro_batches = zip(islice(batches, len(sizes)), sizes, strict=True)
                 window = Window(len(sizes), position - before, position, end == stop, micro_batches)
                 yield window
-                for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
+                for _ in window.micro_batches:  # skips the batches that a loop left when it stopped early; usually none
                     pass
 
     def _check_order(self, now: str, start: int) -> None:
-        """In the middle of an epoch that a checkpoint interrupted, a sampler has to draw the order that it had drawn then."""
+        """Raise ConfigurationError if an epoch continues from a checkpoint, and the sampler draws another order than before."""
         then, self.order_digest = self.order_digest, now
         if start and then not in ("", now):
             raise self._setup.error(
@@ -217,15 +220,16 @@ class Indexed(Source):
         return self._draw(self._setup.seed, epoch)
 
     def read(self, indices: list[Any]) -> list[Any]:
-        """The rows at some indices, as the data set gives them."""
+        """The rows at `indices`, not collated."""
         return list(_reader(self.data)(indices))
 
     def _order(self, epoch: int) -> tuple[RowOrder | BatchOrder, int]:
-        """The epoch's order and the units of it that the limit leaves."""
+        """The order of the epoch, and the number of its units within the limit."""
         order = self.order_of(epoch)
         if not len(order):
             raise self._setup.empty()
-        if self.shuffle is None and self._setup.world_size > 1:  # a sampler of the user's, which every rank asks
+        # The order of the user's sampler, which every rank draws.
+        if self.shuffle is None and self._setup.world_size > 1:
             self.first = order.digest()
         return order, len(order) if self._cap is None else min(self._cap, len(order))
 
@@ -255,14 +259,14 @@ class Indexed(Source):
         def requests() -> Iterator[Any]:
             return ((place[0], order.fetch(place)) for place in places()) if seeded else map(order.fetch, places())
 
-        # Its own generator: iter() draws the workers' base seed, which must not come out of the model's random numbers.
+        # A separate generator: iter() draws the workers' base seed, which must not advance the model's random state.
         generator = torch.Generator()
         generator.manual_seed(batch_seed(seed, epoch))
         return iterate(DataLoader(dataset, batch_sampler=_Requests(requests), generator=generator, **options))
 
 
 class _Requests:
-    """A batch sampler: a fresh iterator over what to fetch, every time it is asked."""
+    """A batch sampler that yields all requests, from the beginning in each iteration."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         self._start = start
@@ -286,7 +290,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 def _reader(dataset: Any) -> Callable[[list[Any]], Any]:
-    """The rows at some indices: all at once where the data set can."""
+    """A function that reads the rows at some indices, in one call if the data set supports this."""
     at_once: Callable[[list[Any]], Any] | None = getattr(dataset, "__getitems__", None)
     return at_once or (lambda indices: [dataset[index] for index in indices])
 
@@ -298,14 +302,14 @@ def _is_of_tensors(dataset: Any) -> bool:
 
 
 def _batch_of_tensors(tensors: Sequence[torch.Tensor], indices: list[int]) -> list[torch.Tensor]:
-    """What default_collate makes of these rows of a `TensorDataset`. At once: row by row takes 0.6 ms for 256 rows of 20 columns, longer
-    than the step of a small model; this takes 0.04."""
+    """The batch that default_collate makes of these rows of a `TensorDataset`, but indexed at once. For 256 rows of 20 columns this takes
+    0.04 ms; row by row it takes 0.6 ms, longer than the step of a small model."""
     rows = torch.tensor(indices)
     return [tensor.index_select(0, rows.to(tensor.device)).contiguous() for tensor in tensors]
 
 
 def _is_in_memory(dataset: Any) -> bool:
-    """Whether reading `dataset` runs no code of the user's and opens nothing."""
+    """Whether reading `dataset` opens no file and runs no `__getitem__` of the user."""
     return (
         type(dataset) in (list, tuple, torch.Tensor, TensorDataset)
         or type(dataset).__module__ == "datasets.arrow_dataset"
@@ -316,13 +320,13 @@ def as_indices(drawn: list[Any]) -> npt.NDArray[Any]:
     if all(isinstance(index, int | np.integer) for index in drawn):
         return np.asarray(drawn, dtype=np.int64)
     keys = np.empty(len(drawn), dtype=object)
-    for place, key in enumerate(drawn):  # one by one: numpy would spread tuples over a second dimension
+    for place, key in enumerate(drawn):  # one at a time, because numpy would spread tuples over a second dimension
         keys[place] = key
     return keys
 
 
 def drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """What `sampler` yields in `epoch`: a function of (seed, epoch), so the same on every rank and after a resume."""
+    """The list that `sampler` yields in `epoch`. It depends on (seed, epoch) only, so it is the same on every rank and after a resume."""
     with RandomScope(batch_seed(seed, epoch)):
         begin_epoch((sampler, getattr(sampler, "sampler", None)), seed, epoch)
         return list(sampler)

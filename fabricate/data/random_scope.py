@@ -1,4 +1,4 @@
-"""A random state of its own for reading data: a function of seed and epoch, apart from what the model draws from.
+"""A separate random state for reading data. It depends on seed and epoch only, not on what the model draws.
 
 Owns the global generators of python, numpy and torch (CPU) while data is read. Must not know data sets or sources.
 """
@@ -16,9 +16,9 @@ from fabricate.data.order import batch_seed
 
 
 class RandomScope:
-    """While entered, the global generators of python, numpy and torch (CPU) have this object's state, not the caller's.
+    """A context in which the global generators of python, numpy and torch (CPU) have the state of this object, not that of the caller.
 
-    Leaving and entering again continues where the generators were."""
+    When it is entered again, the generators continue from their last state."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -60,11 +60,11 @@ def _set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
 def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the accelerators as well
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the accelerators
 
 
 def begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> list[torch.Generator]:
-    """Set the epoch of samplers, loaders and data sets, and seed their own generators, which are returned."""
+    """Set the epoch of samplers, loaders and data sets, and seed their generators. Returns these generators."""
     generators = []
     for part in parts:
         set_epoch(part, epoch)
@@ -75,6 +75,6 @@ def begin_epoch(parts: Iterable[Any], seed: int, epoch: int) -> list[torch.Gener
 
 
 def set_epoch(part: Any, epoch: int) -> None:
-    """Call `part.set_epoch`, where it has one."""
+    """Call `part.set_epoch` if it exists."""
     if callable(method := getattr(part, "set_epoch", None)):
         method(epoch)

@@ -1,4 +1,4 @@
-"""Streams of rows and iterables of batches: every rank reads all of them, under a random state of their own.
+"""Streams of rows and iterables of batches: every rank reads all of them, under a separate random state.
 
 On resume, data with a `state_dict` continues from it; other data is read again up to the position. Must not know what kinds
 of data users pass (`user_data`), devices, or the loop.
@@ -32,7 +32,8 @@ from fabricate.errors import ConfigurationError
 
 
 class _Plan(NamedTuple):
-    """A window as the reader announces it: for each batch that follows, where this rank's rows begin and how many."""
+    """The description of a window, which the reader yields before its batches. first, sizes: for each batch, the position of this rank's
+    first row and the number of this rank's rows."""
 
     rows: int
     end: int
@@ -41,11 +42,11 @@ class _Plan(NamedTuple):
     sizes: list[int | None]
     state: Any
     digest: str
-    """Of the first unit and the last; empty after the reader's first window, and on one rank."""
+    """A digest of the first and the last unit; "" after the reader's first window, and if there is only one rank."""
 
 
 class Sequential(Source):
-    """No random access: a window is read into host memory before it starts, so that its length and `last` are exact."""
+    """A source without random access. A window is read into host memory before it starts, so that its length and `last` are exact."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Sequential(Source):
         pin_memory: bool = False,
         has_state: bool = False,
     ) -> None:
-        """`has_state`: its `state_dict` and `load_state_dict` are to be trusted."""
+        """`has_state`: whether `data` resumes by its `state_dict` and `load_state_dict`."""
         resumes = "by its own state" if has_state else "by replay"
         super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=None)
         self.has_state = has_state
@@ -82,7 +83,7 @@ class Sequential(Source):
                 micro_batches = zip(islice(items, len(plan.sizes)), plan.sizes, strict=True)
                 window = Window(len(plan.sizes), plan.rows, plan.end, plan.last, micro_batches)
                 yield window
-                for _ in window.micro_batches:  # left behind by a loop that stopped early; usually none
+                for _ in window.micro_batches:  # skips the batches that a loop left when it stopped early; usually none
                     pass
         if plan is None and start == 0:
             raise self._setup.empty()
@@ -100,7 +101,7 @@ class Sequential(Source):
             raise self._setup.empty()
 
     def _read(self, epoch: int, start: int, state: Any = None) -> Iterator[Any]:
-        """A `_Plan`, then as many batches as it says, again and again. `state`: where the data was when it was saved."""
+        """An iterator over an epoch: for each window, a `_Plan` and then its batches. `state`: the saved state of the data."""
         if isinstance(self.data, Iterator):
             if self._spent or epoch > 0:
                 raise self._setup.error(
@@ -108,7 +109,7 @@ class Sequential(Source):
                     "than one give an object whose __iter__ starts over (a list, a DataLoader, a class with __iter__)"
                 )
             self._spent = True
-        # A worker process begins each epoch with the data as it was made; here it is where the epoch before left it.
+        # Data in this process is where the previous epoch left it; a worker process begins each epoch with a new copy.
         goes_on = self.has_state and not self._begun and (start > 0 or not self._in_worker)
         reader = _Reader(self, epoch, start, state if goes_on else None)
         self._begun = True
@@ -130,7 +131,7 @@ class Sequential(Source):
 
 
 class _Reader(IterableDataset[Any]):
-    """Reads sequential data, here or in one worker process: a `_Plan`, then the batches it announces, and so on."""
+    """Reads sequential data, in this process or in one worker process. Yields for each window a `_Plan` and then its batches."""
 
     def __init__(self, source: Sequential, epoch: int, start: int, state: Any) -> None:
         self.dataset = source.data
@@ -167,7 +168,7 @@ class _Reader(IterableDataset[Any]):
             cursor.finish()
 
     def _open(self) -> tuple[_Cursor, int]:
-        """The data, open where this reader starts, and the position there: by its saved state, or read up to it."""
+        """A cursor where this reader starts, and its position. The data is restored from its saved state, or read up to this position."""
         seed, epoch, state = self._setup.seed, self._epoch, self._state
         if state is not None and self._start:
             if state["taken"] > self._cap:
@@ -179,7 +180,7 @@ class _Reader(IterableDataset[Any]):
         return cursor, self._replay(cursor)
 
     def _plan(self, chunk: list[Any], shares: list[Share], position: int, last: bool, state: Any) -> _Plan:
-        """What follows: a window of `chunk`, rows of a stream or the user's batches, which begins at `position`."""
+        """The plan of the window that begins at `position` and consists of `chunk`: rows of a stream, or the user's batches."""
         sizes = [1] * len(chunk) if self._batch_size else [visible_rows(batch) for batch in chunk]
         if 0 in sizes:
             raise self._setup.error(f"yielded a batch without rows after row {position}. Leave empty batches out")
@@ -194,7 +195,8 @@ class _Reader(IterableDataset[Any]):
         return self._collate(chunk[share.start : share.stop])
 
     def _replay(self, cursor: _Cursor) -> int:
-        """Read and drop what comes before the start; the position reached, which is the start or an error."""
+        """Read and drop everything before the start, and return the start. Raises ConfigurationError if the data does not reach exactly
+        this position."""
         position = 0
         while position < self._start:
             dropped = cursor.take(min(self._start - position, self._window) if self._batch_size else 1)
@@ -211,8 +213,8 @@ class _Reader(IterableDataset[Any]):
 
 
 class _Workers:
-    """Sees whether all worker processes of a DataLoader over a stream begin with the same rows. torch takes a batch of each in turn; where
-    the batch after those is the same again, the rows are alike by themselves."""
+    """Detects whether all worker processes of a DataLoader over a stream read the same rows. torch takes a batch from each in turn. If
+    these batches are equal but the following one differs, the workers read the same rows; if it is equal too, all rows may be equal."""
 
     def __init__(self, data: Any) -> None:
         is_stream = (
@@ -223,7 +225,7 @@ class _Workers:
         self._first: list[str] = []
 
     def read_the_same(self, batches: list[Any]) -> bool:
-        """Whether it shows in these batches, which follow those of the call before. True once at most."""
+        """Whether the workers read the same rows. `batches`: the batches after those of the previous call. True at most once."""
         if not self._missing:
             return False
         self._first += map(digest, batches[: self._missing])
@@ -233,14 +235,14 @@ class _Workers:
 
 
 class _Cursor:
-    """A place in an epoch of sequential data: its open iterator, and the random state that its code draws from.
+    """A position in an epoch of sequential data: the open iterator, and the random state for its code.
 
-    That state is apart from what collating and the model draw, which differs between ranks: it is equal on all ranks, and
-    a resume replays it. `taken`: units (rows, or the user's batches) read so far; `cap`: the most of an epoch.
+    This random state is equal on all ranks, and a resume replays it. It is separate from that of collating and of the model, which differs
+    between ranks. `taken`: the number of units (rows, or the user's batches) read so far; `cap`: the most units that an epoch reads.
     """
 
     def __init__(self, data: Any, seed: int, epoch: int, cap: int, keeps_state: bool, state: Any = None) -> None:
-        """Opens `data` at the beginning of `epoch`, or where it was when `state` was saved."""
+        """Open `data` at the beginning of `epoch`, or at the position of the saved `state`."""
         self._data = data
         self._keeps_state = keeps_state
         self._scope = RandomScope(batch_seed(seed, epoch))
@@ -255,11 +257,11 @@ class _Cursor:
                 generator.set_state(saved)
         if state is not None:
             self._scope.state = state["random"]
-        # Exchanging random states takes 0.1 to 0.2 ms per window; it is left out where reading on runs no user code in this process.
+        # Exchanging random states takes 0.1 to 0.2 ms per window; it is left out if reading on runs no user code in this process.
         self._guard = nullcontext() if _runs_no_code_here(data) else self._scope
 
     def take(self, count: int) -> list[Any]:
-        """The next `count` units, fewer at the end."""
+        """The next `count` units; fewer at the end of the epoch."""
         if not count:
             return []
         with self._guard:
@@ -268,38 +270,38 @@ class _Cursor:
         return units
 
     def state(self) -> Any:
-        """What a cursor needs to continue from here; None of data that does not keep its state."""
+        """The state from which a new cursor continues here; None if the data does not keep its state."""
         if not self._keeps_state:
             return None
-        with self._guard:  # a copy, for what it returns may change as it is read on
+        with self._guard:  # a copy, because the data may change the returned object later
             data = copy.deepcopy(self._data.state_dict())
         generators = [generator.get_state() for generator in self._generators]
         return {"data": data, "taken": self.taken, "random": self._scope.state, "generators": generators}
 
     def finish(self) -> None:
-        """Request one more item, past a limit too: until then the saved state of the data is that of its last item."""
+        """Request one more item, even beyond a limit, so that the data reaches its end: until then its state is that of its last item."""
         with self._guard:
             next(self._stream, None)
 
 
 def _finish_epoch(data: Any, seed: int, epoch: int, cap: int, state: Any) -> None:
-    """Read `data`, whose `state` was saved in `epoch`, to the end of it: it has to see the end before it begins another."""
+    """Read `data`, whose `state` was saved in `epoch`, to the end of that epoch, which it must reach before it begins another."""
     with RandomScope(batch_seed(seed, epoch)):
         begin_epoch(_parts(data), seed, epoch)
         data.load_state_dict(state["data"])
         stream = iter(data)
         deque(islice(stream, max(0, cap - state["taken"])), maxlen=0)
-        next(stream, None)  # as `_Cursor.finish`
+        next(stream, None)  # see `_Cursor.finish`
 
 
 def _parts(data: Any) -> list[Any]:
-    """`data`, and the parts of a loader that may hold an epoch or a generator."""
+    """`data` and, if it is a loader, its parts that may have an epoch or a generator."""
     return [data, *(getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
 
 
 def _chunks(cursor: _Cursor, size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool, Any]]:
-    """Chunks of `size` units, each with whether it is the last one and the state of the data after it. Reads ahead just far
-    enough to know the last one."""
+    """Yield each chunk of `size` units with two values: whether it is the last one, and the state of the data after it. Reads ahead only as
+    far as needed to know the last one."""
     ahead = size if drop_last else 1
     chunk = cursor.take(size)
     while len(chunk) >= ahead:
@@ -313,8 +315,8 @@ def _chunks(cursor: _Cursor, size: int, drop_last: bool) -> Iterator[tuple[list[
 
 
 def _runs_no_code_here(data: Any) -> bool:
-    """Whether no code of a user runs in this process while `data` is read."""
-    if isinstance(data, DataLoader):  # with workers, one over a stream only collects what they made
+    """Whether no user code runs in this process while `data` is read."""
+    if isinstance(data, DataLoader):  # a loader over a stream only collects the batches of its workers
         return isinstance(data.dataset, IterableDataset) and data.num_workers > 0 and not has_own_loop(data)
     return type(data) in (list, tuple)
 

@@ -1,4 +1,4 @@
-"""What every source of data has and knows: how rows become batches, whose rank reads, the position in an epoch."""
+"""The base class of all sources of data, and the settings for making batches of rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fabricate.data.order import num_windows
 from fabricate.errors import ConfigurationError
 
 Watch = Callable[[Iterable[Any]], Iterator[Any]]
-"""Gives the items that it gets; it may measure how long each takes."""
+"""A function that yields the items of its argument, and may measure how long each takes to arrive."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How rows become batches, for data that does not say so itself (data sets and streams).
+    """The settings for making batches of rows, for data without such settings (data sets and streams).
 
-    `batch_size` counts rows per rank and micro-batch; `found`: where it comes from, if it was searched for.
-    `shuffle=None` shuffles training data sets only. `drop_last` leaves out the last incomplete *global* batch of a training epoch.
-    `pin_memory` puts batches where a device can copy them from by itself; a DataLoader that asks for it anyway keeps it, iterables of
-    batches come as they are.
+    `batch_size` counts rows per rank and micro-batch; `found` describes how it was found, if it was searched for. `shuffle=None` shuffles
+    training data sets only. `drop_last` leaves out the last incomplete *global* batch of a training epoch. `pin_memory` puts batches into
+    pinned memory, from which a device can copy them without the host. It does not change iterables of batches, nor a DataLoader that
+    already pins memory.
     """
 
     batch_size: int | None = None
@@ -38,7 +38,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every kind of source needs to know, and the sentences they share."""
+    """The settings that every kind of source needs, and the errors that all kinds share."""
 
     argument: str
     training: bool
@@ -82,7 +82,7 @@ class Setup:
             )
 
     def limited(self, units: int | None, step: int) -> int | None:
-        """The most units (rows, or the user's batches) of an epoch that the limit allows; None: all there are."""
+        """The largest number of units (rows, or the user's batches) per epoch that the limit allows; None: no limit."""
         if self.limit is None:
             return None
         if isinstance(self.limit, int):
@@ -94,7 +94,7 @@ class Setup:
         return min(units, max(1, int(units * self.limit + 1e-9)))  # 0.29 * 100 is 28.999... in binary
 
     def refuse(self, loading: Loading, names: Sequence[str], remedy: str) -> None:
-        """Raise for every setting among `names` that was asked for: it would have no effect."""
+        """Raise ConfigurationError if one of the settings `names` was set, because it would have no effect."""
         default = Loading()
         for name in names:
             if getattr(loading, name) != getattr(default, name):
@@ -102,41 +102,41 @@ class Setup:
 
 
 def first_other(everyone: Sequence[Any]) -> int | None:
-    """The first rank whose value, of those in rank order, is not that of rank 0."""
+    """The first rank whose value differs from that of rank 0, or None. `everyone`: the values in rank order."""
     return next((rank for rank, value in enumerate(everyone) if value != everyone[0]), None)
 
 
 class Source(ABC):
-    """Data opened for one rank: what the plan prints about it, and its windows.
+    """Data opened for one rank: its windows, and the properties that the plan prints.
 
-    `kind` is "dataloader", "dataset", "stream" or "iterable". Counts that need a length nobody gave are None:
-    `batch_size` (rows per rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last),
-    `global_batch` (rows per update), `batches_per_update` (of all ranks, where the batches are the user's),
-    `updates_per_epoch`. `shuffle`: whether the order is a permutation or that of the data, None where a sampler or the data
-    itself decides. `resumes` is "exactly, by position", "by its own state" or "by replay". `data` is what is read. `state`: of data
-    that resumes by its own, where it was after the window yielded last; a checkpoint takes it, and a run that continues sets it
-    before its first window. `first`: a digest of what every rank reads alike in the pass in progress, the first rows, or the order
-    that a sampler of the user's gives. Empty until then, on one rank, and where the order is fabricate's.
+    `kind` is "dataloader", "dataset", "stream" or "iterable". Counts are None if the data does not determine them: `batch_size` (rows per
+    rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last), `global_batch` (rows per update),
+    `batches_per_update` (of all ranks, if the batches are the user's), `updates_per_epoch`. `shuffle`: True for a permutation, False for
+    the order of the data, None if a sampler or the data itself determines the order. `resumes` is "exactly, by position", "by its own
+    state" or "by replay". `data` is the object that is read. `state`: for data that resumes by its own state, this state after the last
+    yielded window; a checkpoint stores it, and a resumed run sets it before its first window. `first`: a digest of the first rows of the
+    current pass, or of the order that a user's sampler draws, which must be equal on all ranks. It is "" before they are read, with one
+    rank, and if fabricate makes the order.
     """
 
     data: Any
     samplers: tuple[Any, ...] = ()
-    """What gives the order of the rows, where these are objects of the user's."""
+    """The user's objects that determine the order of the rows, if there are any."""
     state: Any = None
     first: str = ""
     in_workers: bool = False
     """Whether worker processes read the data."""
     order_digest: str = ""
-    """Of the order of the epoch in progress, where a sampler draws it; a checkpoint takes it, and a run that continues sets it."""
+    """A digest of the order of the current epoch, if a sampler draws it; a checkpoint stores it, and a resumed run sets it."""
     drawn_by: str = ""
-    """See `order`; of data whose `shuffle` is None."""
+    """The value of "drawn" in `order` if `shuffle` is None."""
     exact_rows: bool = True
-    """Whether batches have the rows that were planned for them; a collate_fn of the user's may leave some out."""
+    """Whether every batch has the planned number of rows; a user's collate_fn may leave rows out."""
 
     def __init__(
         self, setup: Setup, kind: str, *, batch_size: int | None, units: int | None, resumes: str, shuffle: bool | None
     ) -> None:
-        """`units` is the epoch's length before the limit: rows, or batches when the batches are the user's."""
+        """`units` is the epoch's length before the limit, in rows, or in batches if these are the user's."""
         step = (batch_size or 1) * setup.world_size
         self._setup = setup
         self._cap = setup.limited(units, step)
@@ -149,7 +149,7 @@ class Source(ABC):
         self.global_batch = self._units_per_window if batch_size else None
         self.batches_per_update = None if batch_size else self._units_per_window
         self.num_units = units
-        """The epoch's length before the limit, in rows, or in batches where these are the user's."""
+        """The epoch's length before the limit, in rows, or in batches if these are the user's."""
         usable = units if units is None or self._cap is None else min(units, self._cap)
         if usable == 0:
             raise setup.empty()
@@ -166,7 +166,7 @@ class Source(ABC):
                 self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
 
     def grown(self) -> str:
-        """What is to be said of data that has another number of rows than when it was opened, or nothing."""
+        """A note if the number of rows has changed since the data was opened, else ""."""
         return ""
 
     @property
@@ -176,12 +176,12 @@ class Source(ABC):
 
     @property
     def sampler_names(self) -> list[str]:
-        """The classes of the samplers, where these decide the order."""
+        """The class names of the samplers, if these determine the order."""
         return [type(sampler).__qualname__ for sampler in self.samplers if sampler is not None and self.shuffle is None]
 
     def order(self) -> dict[str, Any]:
-        """What makes the order of the rows, as JSON values, for `fabricate rows`. "drawn": "permutation" or "sequence" of `units` rows,
-        "sampler" where only the data says, or "" where the order is not a function of seed and position."""
+        """The values that determine the order of the rows, as JSON, for `fabricate rows`. "drawn": "permutation" or "sequence" of `units`
+        rows, "sampler" if a sampler draws the order, or "" if the order is not a function of seed and position."""
         return {
             "kind": self.kind,
             "drawn": {True: "permutation", False: "sequence", None: self.drawn_by}[self.shuffle],
@@ -195,20 +195,21 @@ class Source(ABC):
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
-        """What tells the rows from others of the same number, as it was when it was first asked for: see `fabricate.data.identity`."""
+        """Digests that distinguish the rows from others of the same number, computed at the first access: see `fabricate.data.identity`."""
         return {"fingerprint": fingerprint(self.data), "indices": indices(self.data, self.samplers)}
 
     @property
     def seed(self) -> int:
-        """What the order and the random state of reading are derived from."""
+        """The seed of the order and of the random state during reading."""
         return self._setup.seed
 
     def reseed(self, seed: int) -> None:
-        """Go on with another seed: that of the run which is resumed. Before any reading."""
+        """Set another seed, that of the resumed run. Call it before anything is read."""
         self._setup = replace(self._setup, seed=seed)
 
     def different(self, everyone: Sequence[Any], what: str) -> ConfigurationError | None:
-        """The error about a value of this data that is not the same on every rank, in rank order; None where it is."""
+        """The error to raise if a value of this data differs between ranks, else None. `everyone`: the values in rank order; `what`: the
+        difference, for the message."""
         rank = first_other(everyone)
         if rank is None:
             return None
@@ -221,20 +222,20 @@ class Source(ABC):
         )
 
     def unlike(self, everyone: Sequence[str]) -> ConfigurationError | None:
-        """The error about `first`, of every rank in order, where it is not the same on every rank."""
+        """The error to raise if `first` differs between ranks, else None. `everyone`: its values in rank order."""
         return self.different(everyone, "other first rows")
 
     def probe(self) -> str:
-        """A digest of some rows, read for it alone; empty where that could do harm. Leaves random generators as they are."""
+        """A digest of some rows, which are read only for this; "" if reading them could do harm. Random generators are left unchanged."""
         return ""
 
     @abstractmethod
     def windows(self, epoch: int, start: int = 0, watch: Watch = iter) -> Generator[Window, None, None]:
-        """The windows of `epoch` from position `start` (rows consumed); every rank calls it, none waits for another. Batches are read
-        through `watch`.
+        """The windows of `epoch` from position `start` (rows consumed). Every rank calls it, and no rank waits for another. Batches are
+        read through `watch`.
 
-        Advancing drops what was left of the previous window, closing ends worker processes. Raises ConfigurationError
-        for a position that this data cannot be at.
+        The next window begins after all batches of the previous one, read or not. Closing the generator ends worker processes. Raises
+        ConfigurationError if the data cannot start at `start`.
 
         >>> source = open_source(dataset, argument="train", loading=Loading(8), training=True, rank=0, world_size=1)
         >>> for window in source.windows(epoch=0):
@@ -243,4 +244,5 @@ class Source(ABC):
 
     @abstractmethod
     def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
-        """Every row exactly once over all ranks. With `stand_ins` every rank gets the same number of batches."""
+        """The batches of an evaluation: every row occurs exactly once over all ranks. With `stand_ins`, every rank yields the same number
+        of batches."""

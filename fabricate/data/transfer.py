@@ -1,8 +1,7 @@
-"""Batches to the device, beside the computation: while the device works on one, the copy of the next is in progress.
+"""Copies of batches to the device, in parallel with the computation: while the device works on one batch, the next is copied.
 
-On CUDA a copy gets a stream of its own. The loop asks for a batch as soon as it has queued the work on the one before, so
-nothing has to be read ahead of its turn, which random state and position in an epoch would notice. Must not know:
-Accelerate, the loop.
+On CUDA, copies run on a separate stream. The loop reads a batch as soon as it has queued the work on the previous one. So no batch has to
+be read ahead, which would change random states and the position in the epoch. Must not know: Accelerate, the loop.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 
 class Transfer:
-    """Moves batches to `device` with `send(batch)`, which does not wait for the copies; a call is for one rank, no wait."""
+    """Moves batches to `device` with `send(batch)`, which must not wait for the copies. This rank alone; no wait."""
 
     def __init__(self, device: torch.device, send: Callable[[Any], Any]) -> None:
         self._device = device
@@ -30,9 +29,8 @@ class Transfer:
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
         for tensor in tensors(moved):
-            tensor.record_stream(
-                computing
-            )  # its memory is not the copying stream's to reuse before the computation is done
+            # The copying stream must not reuse the memory of the tensor before the computation is done.
+            tensor.record_stream(computing)
         return moved
 
 
@@ -46,9 +44,10 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def opaque(batch: Any) -> bool:
-    """Whether something in `batch` moves by a `to` of its own, so that the tensors in it cannot be found, or is a sparse tensor."""
+    """Whether `batch` contains a sparse tensor, or an object with a `to` method, whose tensors cannot be found."""
     if isinstance(batch, torch.Tensor):
-        return batch.layout is not torch.strided  # a sparse one is several, none of which knows another stream
+        # A sparse tensor consists of several tensors, which record_stream does not cover.
+        return batch.layout is not torch.strided
     moves_itself = hasattr(batch, "to") and not isinstance(batch, Mapping | list | tuple)
     return moves_itself or any(opaque(part) for part in _parts(batch))
 

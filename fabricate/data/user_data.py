@@ -1,7 +1,7 @@
-"""Makes a `Source` of what the user passed as data, or refuses it by name.
+"""Make a `Source` of the user's data, or raise an error that names the kind of data.
 
-Owns which kinds of data there are, what each needs, and the notes about what changes for the user. Must not know how a
-source reads (`indexed`, `sequential`).
+Owns the kinds of data, their requirements, and the notes about settings that have another effect than the user may expect. Must not know
+how a source reads (`indexed`, `sequential`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def open_source(
 ) -> Source:
     """Open `data` for `rank`: a DataLoader, a data set, a stream of rows or an iterable of batches.
 
-    `argument` is the name errors use ("train", "val"). `limit` caps an epoch: micro-batches (int) or a share of it (float
-    in (0, 1]). Evaluation (`training=False`) ignores accumulation and drop_last: every row counts. Reads nothing yet,
-    apart from lengths. Raises ConfigurationError for data or settings that cannot be honoured.
+    `argument` is the name of the data in errors ("train", "val"). `limit` caps an epoch: a number of micro-batches (int) or a share of the
+    epoch (float, at most 1.0). Evaluation (`training=False`) ignores accumulation and drop_last, because every row counts. Nothing is read
+    yet, apart from lengths. Raises ConfigurationError for data or settings that are not supported.
 
     >>> open_source(dataset, argument="train", loading=Loading(8), training=True, rank=0, world_size=2).global_batch
     16
@@ -86,7 +86,7 @@ def open_source(
 
 
 def _refuse_several(data: Any, setup: Setup) -> None:
-    """Refuse a list of loaders or data sets, which would be taken for rows."""
+    """Raise ConfigurationError for a list of loaders or data sets, which would be read as rows."""
     if isinstance(data, list | tuple) and data and all(isinstance(each, DataLoader | Dataset) for each in data):
         remedy = (
             "Pass one that gives the rows or batches of all (torch's ConcatDataset, for example, or an iterable)"
@@ -97,7 +97,7 @@ def _refuse_several(data: Any, setup: Setup) -> None:
 
 
 def _refuse_other_kinds(data: Any, setup: Setup) -> None:
-    """Raise for objects that look like data and are not."""
+    """Raise ConfigurationError for objects that look like data but cannot be read as it."""
     if type(data).__module__.partition(".")[0] == "accelerate":
         raise setup.error(
             f"is a {type(data).__name__} that accelerate has already split over the ranks. Pass the DataLoader that "
@@ -123,11 +123,11 @@ def _refuse_other_kinds(data: Any, setup: Setup) -> None:
 
 
 def _refuse_tables(data: Any, setup: Setup) -> None:
-    """Refuse whole columns, which would be taken for rows, and tables, which are not indexed by row."""
+    """Raise ConfigurationError for a tuple of columns, which would be read as rows, and for tables that are not indexed by row."""
     if (
         isinstance(data, tuple)
         and all(isinstance(part, torch.Tensor | np.ndarray) for part in data)
-        and len({tuple(part.shape[1:]) for part in data}) > 1  # else they may be batches, or rows
+        and len({tuple(part.shape[1:]) for part in data}) > 1  # otherwise they may be batches or rows
     ):
         raise setup.error(
             f"is a tuple of {len(data)} tensors or arrays, and each of them would be read as one row. "
@@ -217,7 +217,7 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
 
 
 def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict[str, Any]:
-    """What of the user's DataLoader the one that is rebuilt takes over; notes for what it does not."""
+    """The options of the user's DataLoader for the rebuilt one. Adds notes about options that are not applied."""
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in ("collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context")
@@ -233,15 +233,15 @@ def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict
         setup.notes.append(
             f"{setup.argument}: in_order=False of the DataLoader is not applied, because batches are read in order"
         )
-    if loader.pin_memory_device:  # naming it at all is deprecated in torch
+    if loader.pin_memory_device:  # deprecated in torch, so passed only if it is set
         options["pin_memory_device"] = loader.pin_memory_device
     return options
 
 
 def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, bool | None]:
-    """How to draw an epoch's rows as `sampler` would, how many there are, a phrase for the note, and `Source.shuffle`."""
+    """A function that draws the rows of an epoch for `sampler`, their number, a phrase for the note, and the value of `Source.shuffle`."""
     rows = _length(sampler)
-    # Exactly torch's own classes over the whole data set; a subclass may order as it likes and is asked instead.
+    # Only torch's own classes over the whole data set are replaced. A subclass may use any order, so it is iterated.
     whole = type(sampler) in (SequentialSampler, RandomSampler) and rows == _length(dataset) == len(sampler.data_source)
     shuffle = type(sampler) is RandomSampler
     if whole and rows is not None and not (shuffle and sampler.replacement):
@@ -287,7 +287,7 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
             setup.notes.append(
                 f'{setup.argument}: rows are read as tensors (with_format("torch")), the stream had no format'
             )
-    has_state = _has_state(data) and not is_hugging_face(data, "IterableDataset")  # it forgets a shuffle buffer
+    has_state = _has_state(data) and not is_hugging_face(data, "IterableDataset")  # its state lacks the shuffle buffer
     _note_sequential(setup, "rows", has_state)
     return Sequential(
         setup,
@@ -305,7 +305,7 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
 def _open_iterable(data: Iterable[Any], setup: Setup, loading: Loading) -> Source:
     setup.refuse(
         loading,
-        # shuffle=False is what happens anyway.
+        # shuffle=False is allowed: iterables are never shuffled.
         ("batch_size", "num_workers", "collate_fn", *(["shuffle"] if loading.shuffle else [])),
         f"is an iterable of batches ({type(data).__name__}), which are used as they are. For rows pass a data set or a torch "
         "IterableDataset",
@@ -322,7 +322,7 @@ def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Sour
 
 
 def _has_state(data: Any) -> bool:
-    """Whether it can save its position and continue from it."""
+    """Whether `data` can save its position and continue from it."""
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
@@ -353,5 +353,5 @@ def _shuffled_without_seed(data: Any) -> bool:
 def _length(data: Any) -> int | None:
     try:
         return len(data)
-    except TypeError:  # no __len__, or one that says that there is no length (a DataLoader over a stream)
+    except TypeError:  # no __len__, or one that raises (a DataLoader over a stream)
         return None

@@ -1,4 +1,4 @@
-"""What our own use of torch's DataLoader needs to know and to do about its worker processes."""
+"""The worker processes of torch's DataLoader: how they start, which signals they ignore, and how they end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from torch.utils.data import DataLoader, get_worker_info
 
 _LOOK_SECONDS = 5.0
-"""How long a worker may outlive a main process that was killed."""
+"""The longest time that a worker outlives a main process that was killed."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""What launchers and schedulers send to whole process groups."""
+"""The signals that launchers and schedulers send to whole process groups."""
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator over `loader`. Its workers begin with a `WorkerStart` and hear no signal before it: a process inherits what
-    the thread that starts it blocks."""
+    """An iterator over `loader`, whose workers begin with a `WorkerStart`. Until then signals are blocked in the workers, because a process
+    inherits the blocked signals of the thread that starts it."""
     method = (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else ""
-    if method not in ("fork", "spawn"):  # all later children of a fork server would inherit it
+    if method not in ("fork", "spawn"):  # all later children of a fork server would inherit the blocked signals
         return iter(loader)
     if method == "spawn":
-        resource_tracker.ensure_running()  # whose start lets signals through
+        resource_tracker.ensure_running()  # started first, because its start unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         return iter(loader)
@@ -34,14 +34,14 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class Workers:
-    """The worker processes that may be behind a DataLoader's iterator."""
+    """The worker processes of a DataLoader's iterator, if it has any."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
 
     def close(self) -> None:
-        """End them now. Left to itself torch waits for the garbage collector, and a traceback keeps iterators for long."""
-        shutdown = getattr(self._batches, "_shutdown_workers", None)  # torch has no public way
+        """End the worker processes now. torch ends them when the iterator is collected, but a traceback may keep the iterator for long."""
+        shutdown = getattr(self._batches, "_shutdown_workers", None)  # torch has no public method for this
         if shutdown is not None:
             shutdown()
         for worker in getattr(self._batches, "_workers", ()):
@@ -51,8 +51,8 @@ class Workers:
 
 
 class WorkerStart:
-    """Puts the user's data set, not our wrapper, into `get_worker_info()`, then calls the user's `worker_init_fn`. Made by the
-    main process, called in the worker."""
+    """The `worker_init_fn` of fabricate: replaces the wrapper in `get_worker_info()` by the user's data set, calls `live_with`, then the
+    user's `worker_init_fn`. Made in the main process, called in the worker."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -60,22 +60,23 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # the info refuses plain assignment
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo forbids plain assignment
         live_with(self._main)
         if self._then is not None:
             self._then(worker)
 
 
 def live_with(main: int) -> None:
-    """Leave signals to the process `main`, and end when it is gone. Called in a worker.
+    """Ignore signals that are meant for the process `main`, and end when `main` has ended. Called in a worker.
 
-    Launchers and schedulers signal whole process groups, and a worker that dies of it takes the fit along before it can
-    save. SIGTERM counts only when the main process sends it, as torch does to a worker that does not end by itself. Torch's own
-    watch asks whether the parent is still the one of the worker's start, and does not see one that was killed before that.
+    Launchers and schedulers send signals to whole process groups, and a worker that ends would make the fit fail before it can save.
+    SIGTERM ends the worker only if the main process sends it, as torch does if a worker does not end otherwise. torch's own check compares
+    the parent with the one at the worker's start, so it misses a parent that was killed before.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGUSR1})  # what came before is ignored now
+    # Signals that arrived before are ignored now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGUSR1})
     if not hasattr(signal, "sigtimedwait"):  # macOS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return

@@ -31,7 +31,7 @@ COMPONENTS: Final = (
     "plugin",
     "module",
 )
-# a clock differs in every run, and so does the size of the log, which contains its digits
+# A clock differs in every run, and so does the size of the log, which contains its digits.
 _CLOCKS: Final = ("progress.seconds", "metrics_bytes")
 _STATE: Final = {
     "scaler": "scaler",

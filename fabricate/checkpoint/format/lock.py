@@ -43,7 +43,7 @@ def locked(directory: Path) -> Iterator[str]:
         os.write(descriptor, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
         yield ""
     finally:
-        # removed while the lock is held, so that no other process can hold a lock on the removed file
+        # Removed while the lock is held, so that no other process can hold a lock on the removed file.
         with contextlib.suppress(OSError):
             path.unlink()
         os.close(descriptor)

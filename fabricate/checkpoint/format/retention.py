@@ -24,7 +24,7 @@ def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
     if best:
         unreadable: list[Path] = []
         chosen |= set(best_checkpoints(checkpoints, keep["metric"], keep["mode"], unreadable)[:best])
-        # an unreadable checkpoint may be the best one; a resume from it reports what is wrong
+        # An unreadable checkpoint may be the best one; a resume from it reports what is wrong.
         chosen |= set(unreadable)
     return chosen
 

@@ -98,7 +98,7 @@ def write(
         agree(group, path, failure)
     except Exception:
         if group.rank == 0 and staging is not None:  # no rank writes into it any more
-            # the next fit removes what is left; the failure of the save is raised
+            # The next fit removes what is left; the failure of the save is raised.
             with contextlib.suppress(CheckpointError):
                 format.discard(staging)
         raise

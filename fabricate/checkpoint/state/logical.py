@@ -447,7 +447,7 @@ def load_optimizer(
         on_device = bool(live.get("fused") or live.get("capturable"))
         for name, parameter in group.items():
             where, values = f"{prefix}{name}", saved["values"].get(name, {})
-            # prefixes of the tensors inside these values
+            # Prefixes of the tensors inside these values.
             inside = tuple(f"{key}{mark}" for key in values for mark in ".[{")
             own = [key for key in keys.get(name, []) if not key.startswith(inside)]
             state = _saved_tensors(

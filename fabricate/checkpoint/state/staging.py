@@ -49,7 +49,7 @@ class Staging:
         sizes = [each.count * ITEM_SIZES[each.dtype] for each in chunks]
         starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         if starts[-1] > self._memory.numel():
-            # frees the old block before the new one is allocated
+            # Frees the old block before the new one is allocated.
             self._copies, self._memory = [], torch.empty(0, dtype=torch.uint8)
             self._memory = self._allocate(starts[-1])
         self._copies, staged = [], []
