@@ -1,3 +1,3 @@
-"""Numbers about a run: metrics (`reduction`, and `torchmetrics_objects` inside a module), counters (`counters`), what a loss is the
-mean of (`loss_weight`), time (`timing`).
+"""Numbers about a run: metrics (`reduction`, and `torchmetrics_objects` for objects inside a module), the weight of a loss (`loss_weight`),
+counters (`counters`), time (`timing`), the device (`device`), and the reading of numbers from it (`reading`).
 """

@@ -1,4 +1,4 @@
-"""Where a run is: counters that survive a resume, and moments that fall due. Plain numbers, no torch."""
+"""The progress of a run: counters that continue after a resume, and the moments at which something is due. Plain numbers, no torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fabricate.values import Every
 class Progress:
     """Counters of a run, the same on every rank.
 
-    step: applied updates. epoch: the pass in progress, from 0; at its end it counts completed passes. position: rows of the
-    global order consumed in this pass (batches, for iterables of batches). micro_step: micro-batches of this rank in this
-    pass. samples: rows consumed by all ranks since the beginning. tokens: sum of the weights of all ranks; behind by up to
-    one log interval and an update when weights are device tensors. skipped: updates that were not applied. seconds: time in `fit`.
+    step: applied updates. epoch: the pass in progress, from 0; at its end it counts completed passes. position: rows of the global order
+    consumed in this pass; a batch that does not show its rows counts as one. micro_step: micro-batches of this rank in this pass. samples:
+    rows consumed by all ranks since the beginning. tokens: the sum of the weights of all ranks; if weights are device tensors, it lags
+    behind by up to one log interval and one update. skipped: updates that were not applied. seconds: time in `fit`.
     """
 
     step: int = 0
@@ -29,11 +29,11 @@ class Progress:
     seconds: float = 0.0
 
     def state(self) -> dict[str, Any]:
-        """As stored in a checkpoint."""
+        """The counters as a dictionary, for a checkpoint."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state()` gave."""
+        """Set the counters to what `state()` returned."""
         for name in asdict(self):
             setattr(self, name, type(getattr(self, name))(state[name]))
 
@@ -45,38 +45,38 @@ _COUNTERS = {
     "minutes": ("seconds", 60),
     "hours": ("seconds", 3600),
 }
-"""The counter that a unit of `Every` reads, and how much of it makes one."""
+"""For each unit of `Every`, the counter that measures it, and the amount of this counter that makes one unit."""
 
 
 class Due:
-    """Tells at each update boundary whether an `Every` is due since it was last asked. None never falls due.
+    """Finds at each boundary whether an `Every` has become due since the last check. `every=None` is never due.
 
-    Asking is one comparison, which the loop makes for several at once through `next`. Moments are multiples of the amount
-    counted from the beginning of the run, so that a resumed run keeps the rhythm of one that never stopped.
+    A check is one comparison; for several objects, the loop makes a single one, with the smallest `next`. An `Every` is due at the
+    multiples of its amount, counted from the beginning of the run, so that a resumed run keeps the rhythm of one that never stopped.
     """
 
     __slots__ = ("amount", "by_clock", "counter", "next")
 
     def __init__(self, every: Every | None, progress: Progress, updates_per_epoch: int | None = None) -> None:
-        """A share of an epoch falls due by steps; `updates_per_epoch` is needed for it."""
+        """A share of an epoch is counted in steps, which requires `updates_per_epoch`."""
         self.counter, size = _COUNTERS[every.unit] if every is not None else ("step", 1)
         self.amount = every.amount * size if every is not None else math.inf
         if self.counter == "epoch" and self.amount < 1:
             assert updates_per_epoch is not None
             self.counter, self.amount = "step", max(1.0, self.amount * updates_per_epoch)
         self.by_clock = self.counter == "seconds"
-        """Rank 0's clock decides: the ranks have to agree."""
+        """Whether rank 0's clock decides, so that the ranks have to agree."""
         self.next = math.inf
-        """The count at which it falls due."""
+        """The value of the counter at which it is due."""
         self.start(progress)
 
     def start(self, progress: Progress) -> None:
-        """Count from where `progress` is."""
+        """Set `next` to the first multiple after the present value of the counter."""
         if self.amount is not math.inf:
             self.next = (getattr(progress, self.counter) // self.amount + 1) * self.amount
 
     def reached(self, progress: Progress) -> bool:
-        """True once per moment."""
+        """Whether it is due. True only once per multiple."""
         if getattr(progress, self.counter) < self.next:
             return False
         self.start(progress)
@@ -84,10 +84,10 @@ class Due:
 
 
 class Tokens:
-    """Adds weights to `Progress.tokens` without a wait: those on a device are added up there until they are read."""
+    """Adds weights to `Progress.tokens` without a wait: weights on a device are added up there until `read`."""
 
     def __init__(self, progress: Progress, exact: Any) -> None:
-        """`exact`: the dtype in which a device adds up; float32 would miss whole numbers from 2**24 on."""
+        """`exact`: the dtype of the sum on a device; float32 cannot hold all integers above 2**24."""
         self._progress = progress
         self._exact = exact
         self._unread: Any = 0
@@ -100,10 +100,10 @@ class Tokens:
             self._unread = self._unread + weight.to(self._exact)
 
     def take(self) -> Any:
-        """What was added up on the device and not read yet; it is the caller's to read and to add to `Progress.tokens`."""
+        """Return the unread sum on the device, and reset it. The caller must read it and add it to `Progress.tokens`."""
         unread, self._unread = self._unread, 0
         return unread
 
     def read(self) -> None:
-        """Bring `Progress.tokens` up to now. Waits for the device."""
+        """Add the unread sum on the device to `Progress.tokens`. Waits for the device."""
         self._progress.tokens += float(self.take())

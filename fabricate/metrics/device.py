@@ -1,6 +1,6 @@
-"""What a device knows of itself while a fit runs: how long it had no work, how much memory it held.
+"""Measurements of a device during a fit: how long it had no work, and how much memory it used.
 
-Chosen once for the device of a run; a CPU has neither. Must not know: what runs on it, where figures are written.
+They are chosen once for the device of a run; a CPU has neither. Must not know: what runs on the device, where figures are written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fabricate.metrics.timing import DeviceStopwatch, Moment, Stopwatch
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """What times a fit on `device`."""
+    """The stopwatch for a fit on `device`."""
     if device.type == "cpu":
         return Stopwatch()
 
@@ -26,9 +26,10 @@ def stopwatch(device: torch.device) -> Stopwatch:
 
 
 def peak_memory(device: torch.device) -> Callable[[], int] | None:
-    """What gives the most bytes that tensors of this process have taken on `device` since this call; None where that is not counted.
+    """A function that returns the most bytes that tensors of this process have taken on `device` since this call; None if this is not
+    counted.
 
-    Not on a CPU: the peak of the process counts libraries, data and whatever ran before.
+    None on a CPU, where the peak of the process would include libraries, data and everything that ran before.
     """
     if device.type == "cpu":
         return None

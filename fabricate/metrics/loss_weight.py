@@ -1,7 +1,7 @@
-"""What a loss is the mean of, where torch knows it: the labels that a cross-entropy counts, after any shift and with any weights.
+"""The weight of a loss, if torch knows it: the labels that a cross-entropy counts, after any shift and with any class weights.
 
-In training the autograd graph tells, at the cost of two attribute reads; in evaluation, where there is no graph, the calls are
-watched. Nothing waits for the device. Must not know: modules, batches, the loop.
+In training it is read from two attributes of the autograd graph. In evaluation there is no graph, so calls of torch are recorded. Nothing
+waits for the device, except functions that say so. Must not know: modules, batches, the loop.
 """
 
 from __future__ import annotations
@@ -31,38 +31,34 @@ _UNCHANGED = frozenset(
         *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "SqueezeBackward3"),
     }
 )
-"""Operations that hand a loss on as it is, apart from its sign: what DDP and DeepSpeed put around outputs, copies, changes of dtype
-and of shape."""
-_SCALED = (
-    "MulBackward0",
-    "DivBackward0",
-    "MulBackward1",
-    "DivBackward1",
-)  # those with 1 are by numbers of torch's own code
+"""Operations that do not change a loss, except for its sign: those that DDP and DeepSpeed add to outputs, copies, changes of dtype and of
+shape."""
+# MulBackward1 and DivBackward1 come from torch's own code, which scales by numbers.
+_SCALED = ("MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1")
 _ADDED = ("AddBackward0", "SubBackward0")
 _REDUCED = ("MeanBackward0", "SumBackward0")
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _NEAR = 30
-"""So many operations before a mean are searched for a mask."""
+"""The number of operations before a mean that are searched for a mask."""
 
 
 class Counted(NamedTuple):
-    """What a cross-entropy's mean was taken over, as 0-dim device tensors: `weight`, which divided the sum, and how many
-    `labels` counted. They differ under class weights only."""
+    """The items over which the mean of a cross-entropy was taken, as 0-dim device tensors: `weight`, by which the sum was divided, and the
+    number of `labels` that counted. They differ only with class weights."""
 
     weight: torch.Tensor
     labels: torch.Tensor
 
 
 def counted(loss: torch.Tensor) -> Counted | None:
-    """What `loss` is the mean of, if it is a cross-entropy (or nll_loss) with reduction="mean", times a number and nothing else;
-    call it before backward. None for any other loss: a sum of terms, label smoothing, a compiled or hand-written kernel."""
+    """The items over which `loss` is a mean, if it is a cross-entropy (or nll_loss) with reduction="mean", possibly scaled by a number.
+    Call it before backward. None for any other loss: a sum of terms, label smoothing, a compiled or hand-written kernel."""
     node = _origin(loss)
     if not _is_mean_cross_entropy(node):
         return None
     classes = node._saved_weight
     weight: torch.Tensor = node._saved_total_weight
-    if classes is None and weight.dtype not in (torch.bfloat16, torch.float16):  # which cannot hold every count
+    if classes is None and weight.dtype not in (torch.bfloat16, torch.float16):  # 16-bit floats cannot hold every count
         return Counted(weight, weight)
     ignored = node._saved_ignore_index
     return _count(node._saved_target, classes, ignored if ignored < 2**63 else ignored - 2**64)
@@ -75,8 +71,8 @@ def last_operation(loss: torch.Tensor) -> str:
 
 
 def is_sum(loss: torch.Tensor, rows: int | None = None) -> bool:
-    """Whether `loss` is a sum over its batch of `rows`, or a sum of terms of which one is. A sum that is divided by about as many rows, or
-    by any number when they are not known, is most likely a mean."""
+    """Whether `loss`, or one of the terms that it adds up, is a sum over its batch of `rows` rows. A sum that is divided by at least half
+    of `rows`, or by any number if `rows` is None, is taken for a mean."""
     terms = _terms(loss)
     return any(_is_sum(node, divisors, rows, alone=len(terms) == 1) for node, divisors in terms)
 
@@ -88,8 +84,8 @@ def _is_sum(node: Any, divisors: list[float], rows: int | None, alone: bool) -> 
 
 
 def odd_divisor(loss: torch.Tensor, rows: int) -> float | None:
-    """The number by which `loss`, or one of its terms, divides a sum over its batch of `rows`, where that counts neither the rows nor the
-    elements: a constant, or a count of labels. None where there is none, or where the sum is not divided: see `is_sum`."""
+    """The number by which `loss`, or one of its terms, divides a sum over its batch of `rows` rows, if this is neither the number of rows
+    nor of elements, but a constant or a count of labels. None if there is no such number, or if the sum is not divided: see `is_sum`."""
     terms = _terms(loss)
     for node, divisors in terms:
         if _sums_rows(node, rows, alone=len(terms) == 1):
@@ -100,7 +96,8 @@ def odd_divisor(loss: torch.Tensor, rows: int) -> float | None:
 
 
 def _counts(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
-    """Whether `number` is that of the rows, or of elements of a tensor of these `sizes`, in which rows come first."""
+    """Whether `number` is the number of rows, or of elements along some dimensions of a tensor of these `sizes`, whose first dimension is
+    rows."""
     possible = {float(rows)}
     for place, size in enumerate(sizes):
         possible = {float(size)} | possible if not place else possible | {each * size for each in possible}
@@ -108,7 +105,7 @@ def _counts(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
 
 
 def _summed_sizes(node: Any) -> tuple[int, ...]:
-    """Of the tensor whose elements a sum adds up, as far as the operation keeps it."""
+    """The sizes of the tensor whose elements a sum adds up; empty if the operation does not keep them."""
     if type(node).__name__ == "SumBackward0":
         return tuple(node._saved_self_sym_sizes)
     kept = getattr(node, "_saved_target", None)
@@ -116,23 +113,24 @@ def _summed_sizes(node: Any) -> tuple[int, ...]:
 
 
 def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
-    """Whether an operation sums over the rows of a batch: a sum of other tensors is a penalty on parameters, most likely, unless the
-    loss is nothing else (`alone`)."""
+    """Whether an operation sums over the rows of a batch. A sum over another tensor is probably a penalty on parameters, unless it is the
+    whole loss (`alone`)."""
     if type(node).__name__ == "SumBackward0":
         return alone or (rows is not None and tuple(node._saved_self_sym_sizes)[:1] == (rows,))
     return getattr(node, "_saved_reduction", None) == _SUM
 
 
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
-    """Whether `loss`, or one of the terms that it is a sum of, is a mean over what a mask selects of its batch of `rows` rows, or a sum
-    that is divided by a tensor: by a count, most likely. Waits for the device where one of the terms is a cross-entropy."""
+    """Whether `loss`, or one of the terms that it adds up, is a mean over the part that a mask selects of its batch of `rows` rows, or a
+    sum divided by a tensor, which is probably a count. Waits for the device if one of the terms is a cross-entropy."""
     terms = [node for node, _ in _terms(loss)]
     counts = {node._saved_target.numel() for node in terms if _is_mean_cross_entropy(node)}
     return any(_is_over_a_part(node, rows, counts) for node in terms)
 
 
 def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
-    """`counts`: the numbers of labels of the cross-entropies beside it; label smoothing divides its other term by the same one."""
+    """See `is_over_a_part`. `counts`: the numbers of labels of the cross-entropies among the terms; label smoothing divides its other term
+    by such a number."""
     name = type(node).__name__
     if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN:
         below = node.next_functions[0][0]
@@ -143,7 +141,7 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
 
 
 def _elements(node: Any) -> int:
-    """How many elements a mean was taken over; 0 where the operation does not say."""
+    """The number of elements that a mean was taken over; 0 if the operation does not keep it."""
     if type(node).__name__ == "MeanBackward0":
         return math.prod(node._saved_self_sym_sizes)
     averaged = getattr(node, "_saved_self", None)
@@ -151,7 +149,7 @@ def _elements(node: Any) -> int:
 
 
 def _near(node: Any) -> list[Any]:
-    """The last operations that led to a result, `node` among them."""
+    """The last `_NEAR` operations that led to the result of `node`, including `node`."""
     nodes: list[Any] = []
     following = deque([node])
     while following and len(nodes) < _NEAR:
@@ -162,15 +160,15 @@ def _near(node: Any) -> list[Any]:
 
 
 def _is_masked(node: Any) -> bool:
-    """Whether an operation selects by a mask of truth values. An index of whole numbers is mostly of one value per row."""
+    """Whether an operation selects by a boolean mask. An index of integers does not count, because it usually selects one value per row."""
     if type(node).__name__ == "IndexBackward0":
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in node._saved_indices)
     return type(node).__name__ == "MaskedSelectBackward0"
 
 
 def terms_over_labels(loss: torch.Tensor) -> list[tuple[bool, torch.Tensor, int]]:
-    """Of each cross-entropy among the terms of `loss`: whether it has class weights, the labels or weights that it counted (0-dim, on the
-    device), and how many labels there were."""
+    """For each cross-entropy among the terms of `loss`: whether it has class weights, the number or total weight of the labels that it
+    counted (0-dim, on the device), and the number of all labels."""
     terms = []
     for node, _ in _terms(loss):
         if _is_mean_cross_entropy(node):
@@ -202,8 +200,8 @@ def _terms(loss: torch.Tensor) -> list[tuple[Any, list[float]]]:
 
 
 def _origin(loss: torch.Tensor, divisors: list[float] | None = None) -> Any:
-    """The operation that `loss` comes from, apart from copies, numbers added to it and numbers that scale it. Those by which it is
-    divided go to `divisors`."""
+    """The operation that computed `loss`, before copies, added numbers and scaling by numbers. The numbers by which the result was divided
+    are appended to `divisors`."""
     node: Any = loss.grad_fn
     if type(node).__name__ == "_DDPSinkBackward":
         node = node.next_functions[loss.output_nr][0]
@@ -228,7 +226,7 @@ def _through(node: Any, divisors: list[float] | None = None) -> Any:
 
 
 def _is_scaled(name: str, node: Any) -> bool:
-    """Whether a product or quotient is one with a Python number. The factor may as well be a tensor: the number of labels, say."""
+    """Whether an operation multiplies or divides by a Python number, and not by a tensor such as the number of labels."""
     if name not in _SCALED or node.next_functions[0][0] is None:
         return False
     factor = node._saved_other
@@ -237,7 +235,7 @@ def _is_scaled(name: str, node: Any) -> bool:
     if factor.ndim:
         return False
     small = torch.float16 if factor.is_floating_point() else torch.int8
-    # Of a number and a tensor without dimensions torch takes the tensor's dtype, of two such tensors the larger one.
+    # For a Python number and a 0-dim tensor, torch takes the tensor's dtype; for two 0-dim tensors, the larger dtype.
     return bool(torch.result_type(factor, torch.zeros((), dtype=small)) == small and factor.dtype != small)
 
 
@@ -262,24 +260,24 @@ class _Remembered(NamedTuple):
     version: int | None
     over: Counted
     elements: int
-    """Labels, those that did not count too."""
+    """The number of labels, including those that did not count."""
 
     def is_here(self, value: torch.Tensor) -> bool:
-        """Whether `value` is this result in the same memory, and nothing was added to it there."""
+        """Whether `value` is this result: it uses the same memory, which was not changed in place."""
         return value.data_ptr() == self.result.data_ptr() and _version(self.result) == self.version
 
 
 class CrossEntropies(TorchFunctionMode):
-    """While entered, remembers every mean cross-entropy (or nll_loss) that is computed, and every other mean. Costs a Python call per
-    call of torch."""
+    """A context that records every mean cross-entropy (or nll_loss) and every other mean that is computed inside it. Costs a Python call
+    per call of torch."""
 
     def __init__(self) -> None:
         super().__init__()
         self._found: list[_Remembered] = []
         self._means: list[tuple[torch.Tensor, int | None, int]] = []
-        """The results of `mean`, and how many elements each was taken over."""
+        """The results of `mean`, their versions, and the numbers of elements that they were taken over."""
         self._weighed: set[str] = set()
-        """The names of the metrics that were weighed."""
+        """The names of the metrics that were cross-entropies."""
         self._decided = False
         """Whether a batch was weighed before."""
 
@@ -315,9 +313,10 @@ class CrossEntropies(TorchFunctionMode):
             self._found.append(_Remembered(result, _version(result), count, target.numel()))
 
     def weigh(self, logged: list[Any], rows: int | None = None) -> torch.Tensor | None:
-        """Give every one of `logged` (name, value, weight, reduce) that is a remembered cross-entropy its weight, and every one that
-        is a mean of one number per row the `rows` of its batch; return the labels that the first cross-entropy counted, for the rest.
-        None if there is none; `ConfigurationError` if a metric was one in the batches before."""
+        """Add weights to the entries of `logged` (name, value, weight, reduce): to a recorded cross-entropy its own weight; then, to a mean
+        of one number per row, the `rows` of the batch. Returns the number of labels that the first cross-entropy counted, as weight for the
+        other entries; None if there is no cross-entropy. Raises `ConfigurationError` if a metric was a cross-entropy only in earlier
+        batches. May wait for the device."""
         labels, weighed = None, set()
         for place, (name, value, weight, reduce) in enumerate(logged):
             if (count := self._count_of(name, value)) is not None:
@@ -340,7 +339,7 @@ class CrossEntropies(TorchFunctionMode):
         return labels
 
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
-        """Whether a metric is a mean of one number per row. One that is a number by now is compared with results on the host only."""
+        """Whether a metric is a mean of one number per row. A Python number is compared only with results on the host."""
         for result, version, elements in self._means:
             if elements == rows and _version(result) == version:
                 if isinstance(value, torch.Tensor):
@@ -352,13 +351,13 @@ class CrossEntropies(TorchFunctionMode):
         return False
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
-        """What a metric counted that is a remembered result, or a number on the host that equals one."""
+        """The items that a metric counted, if it is a recorded cross-entropy, or a number on the host that equals one; else None."""
         if isinstance(value, torch.Tensor) and (it := next(filter(lambda it: it.is_here(value), self._found), None)):
             return it.over
         if on_device(value) or not isinstance(value, torch.Tensor | float):
             return None
         number = float(value)
-        # Which of them are is decided once: on a device each comparison would be a wait. And much is 0.
+        # The first batch decides which numbers are compared: a comparison may wait for a device. Many numbers are 0.
         if name not in self._weighed and (self._decided or not number):
             return None
         same = (
@@ -369,8 +368,8 @@ class CrossEntropies(TorchFunctionMode):
         return next(same, None)
 
     def of_other_than_rows(self, rows: int | None = None) -> str:
-        """Which cross-entropy of the batch, none of which was logged as it is, is a mean over something else than its `rows`; empty if
-        none is. Waits for the device."""
+        """A description of a recorded cross-entropy that is not a mean over the `rows` of the batch; "" if there is none. For batches whose
+        cross-entropies were not logged unchanged. Waits for the device."""
         for _, _, count, elements in self._found:
             if count.weight is not count.labels:
                 return "a cross-entropy with class weights"

@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host: one copy for all of them, and nothing waits before it is needed.
+"""The reading of numbers from a device: one copy per dtype, and no wait before the numbers are needed.
 
 Must not know: what the numbers are, when they are read (`reduction`, `counters`).
 """
@@ -14,7 +14,7 @@ import torch
 
 
 class Reading:
-    """Numbers that the host has already: plain ones, and 0-dim tensors in its memory."""
+    """Numbers that are already on the host: Python numbers, and 0-dim tensors in its memory."""
 
     def __init__(self, numbers: Sequence[Any]) -> None:
         self._floats = [float(number) for number in numbers]
@@ -25,11 +25,11 @@ class Reading:
 
 
 class DeviceReading(Reading):
-    """Numbers of which some are on `device`. Their copy is queued at once, behind the work that the device has by then, and not waited
-    for: what is queued afterwards runs on while the host reads."""
+    """Numbers of which some are on `device`. The constructor queues their copies, after the work that the device already has, and does not
+    wait. Work that is queued later continues while the host reads."""
 
     def __init__(self, device: torch.device, numbers: Sequence[Any]) -> None:
-        there = defaultdict(list)  # by dtype: one copy of each kind, and no kernel that converts
+        there = defaultdict(list)  # by dtype: one copy for each dtype, and no kernel for conversion
         for place, number in enumerate(numbers):
             if on_device(number):
                 there[number.dtype].append(place)
@@ -44,7 +44,7 @@ class DeviceReading(Reading):
         self._arrived = torch.accelerator.current_stream(device).record_event() if self._copies else None
 
     def floats(self) -> list[float]:
-        """The numbers, in order. Waits until the device has come to the copy."""
+        """The numbers, in order. Waits until the copies are complete."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
@@ -55,7 +55,7 @@ class DeviceReading(Reading):
 
 
 def reader(device: torch.device) -> Callable[[Sequence[Any]], Reading]:
-    """What reads numbers of a run on `device`."""
+    """The function that makes a `Reading` in a run on `device`."""
     return Reading if device.type == "cpu" else functools.partial(DeviceReading, device)
 
 

@@ -1,6 +1,6 @@
-"""Where the time of a fit goes: steps and samples per second, the share spent waiting for data. In seconds.
+"""The time of a fit: steps and samples per second, and the share of the time spent waiting for data. Times are in seconds.
 
-Pure arithmetic on a clock; must not know what is trained, nor torch.
+Must not know what is trained, nor torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Time from here counts."""
+        """Count time from here on."""
         self._at = time.monotonic()
 
     def tick(self) -> float:
-        """Bring `Progress.seconds` up to now, which is returned: seconds of the monotonic clock."""
+        """Add the time since the last call to `Progress.seconds`. Returns the present time of the monotonic clock."""
         now = time.monotonic()
         self._progress.seconds += now - self._at
         self._at = now
@@ -36,22 +36,22 @@ class Clock:
 
 
 class Stopwatch:
-    """Times the way from one log boundary to the next, its lap. This rank's; nothing is shared.
+    """Measures laps: the time from one log boundary to the next. Each rank has its own; nothing is shared.
 
-    `waited`: seconds of this lap spent waiting for data, which `timed` adds up.
+    `waited`: the seconds of this lap spent waiting for data, which `timed` adds up.
     """
 
     def __init__(self) -> None:
         self.start(0, 0)
 
     def start(self, step: int, samples: int) -> None:
-        """A lap begins, at these counts of updates and samples."""
+        """Begin a lap at these counts of updates and samples."""
         self._began, self._step, self._samples = time.perf_counter(), step, samples
         self._apart_since = self._began
         self.waited = self._apart = 0.0
 
     def timed(self, data: Iterable[T]) -> Iterator[T]:
-        """The items of `data`; the time until each arrives counts as waiting for data."""
+        """Yield the items of `data`. The time until each arrives counts as waiting for data."""
         began = time.perf_counter()
         for item in data:
             self.waited += time.perf_counter() - began
@@ -60,7 +60,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """What runs inside (an evaluation, a save) is no time of training."""
+        """A context whose time does not count as training: an evaluation, a save."""
         began = self._apart_since = time.perf_counter()
         try:
             yield
@@ -68,13 +68,14 @@ class Stopwatch:
             self._apart += time.perf_counter() - began
 
     def apart_so_far(self) -> float:
-        """Seconds since what runs apart began."""
+        """The seconds since the last `apart` began."""
         return time.perf_counter() - self._apart_since
 
     def lap(self, step: int, samples: int, communicated: float | None = None) -> dict[str, float]:
-        """Rates and shares of training since the last lap, which ends here; a lap without an update has none.
+        """End the lap. Returns the rates and shares of training in it; empty for a lap without an update.
 
-        communicated: seconds per update in which communication hid behind nothing, where the strategy knows.
+        communicated: the seconds per update in which communication did not overlap with computation; None if the strategy does not measure
+        them.
         """
         steps, rows, waited = step - self._step, samples - self._samples, self.waited
         seconds = time.perf_counter() - self._began - self._apart
@@ -93,24 +94,24 @@ class Stopwatch:
 
 
 class Moment(Protocol):
-    """A point in the work that a device was given. As `torch.Event`, with timing."""
+    """A point in a device's queue of work, such as a `torch.Event` with timing."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds of the device's clock between this and `end`, both passed."""
+        """Milliseconds on the device's clock from this moment to `end`. The device must have passed both."""
 
 
 class DeviceStopwatch(Stopwatch):
-    """A `Stopwatch` of a host that runs ahead of its device: waiting is only the time in which the device had nothing to do.
+    """A `Stopwatch` for a host that runs ahead of its device: only the time in which the device had no work counts as waiting.
 
-    A moment is queued when a batch is asked for, and another when it is there. Both are behind the work queued before and before that
-    of the batch; so what lies between them on the device's clock is 0 as long as it still works when the batch arrives.
+    One moment is queued when a batch is requested, and another when it arrives. Both are queued after earlier work and before the work on
+    the batch. So the time between them on the device's clock is 0 if the device still has work when the batch arrives.
     """
 
     def __init__(self, mark: Callable[[], Moment]) -> None:
-        """`mark` queues a moment. None of it waits."""
+        """`mark` queues a moment and returns it. Nothing here waits."""
         self._mark = mark
         self._waits: deque[tuple[Moment, Moment]] = deque()
         super().__init__()
@@ -128,7 +129,7 @@ class DeviceStopwatch(Stopwatch):
         return super().lap(step, samples, communicated)
 
     def _count(self) -> None:
-        """Add up the waits that the device has passed; what is in progress counts in the lap that it ends in."""
+        """Add the waits that the device has passed to `waited`. A wait in progress counts in the lap in which it ends."""
         while self._waits and self._waits[0][1].query():
             began, there = self._waits.popleft()
             self.waited += began.elapsed_time(there) / 1000

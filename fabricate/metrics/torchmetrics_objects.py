@@ -1,6 +1,6 @@
-"""The torchmetrics objects inside a module: their state, for a checkpoint or to put it back, and the ranks that they gather from.
+"""The torchmetrics objects inside a module: how their state is saved and restored, and from which ranks they gather.
 
-Owns the private names of torchmetrics that this needs; never imports it. Must not know what is logged (`reduction`), nor
+Owns the private names of torchmetrics that are used here; never imports torchmetrics. Must not know what is logged (`reduction`), nor
 checkpoints.
 """
 
@@ -20,26 +20,26 @@ def is_torchmetric(value: object) -> bool:
 
 
 def move_torchmetrics(module: torch.nn.Module, device: torch.device) -> None:
-    """Put the state of every torchmetrics object inside `module` onto `device`. It is neither a parameter nor a buffer, so what
-    moves those may leave it behind."""
+    """Move the state of every torchmetrics object inside `module` to `device`. This state is neither a parameter nor a buffer, so code that
+    moves only these leaves it behind."""
     for part in module.modules():
         if is_torchmetric(part):
             part.to(device)
 
 
 def computes(value: object) -> bool:
-    """Whether `value` is a torchmetrics object or a collection of them, which `compute` makes numbers of."""
+    """Whether `value` is a torchmetrics object or a collection of them, whose method `compute` returns the results."""
     module = sys.modules.get("torchmetrics")
     return module is not None and isinstance(value, module.Metric | module.MetricCollection)
 
 
 def path_inside(module: torch.nn.Module, metric: object) -> str | None:
-    """The name of a torchmetrics object or collection in `module`; None for one that is elsewhere."""
+    """The name of a torchmetrics object or collection in `module`; None if it is not in `module`."""
     return next((name for name, child in module.named_modules() if child is metric), None)
 
 
 def torchmetrics_state(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """The state of every torchmetrics object inside `module`, by its name in the module; copies."""
+    """Copies of the state of every torchmetrics object inside `module`, by the name of the object in the module."""
     state: dict[str, dict[str, Any]] = {}
     for name, metric in module.named_modules():
         if is_torchmetric(metric):
@@ -56,7 +56,7 @@ def _copy(value: Any) -> Any:
 
 
 def load_torchmetrics_state(module: torch.nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    """Put back what `torchmetrics_state` gave; tensors go to each object's device."""
+    """Restore what `torchmetrics_state` returned. Tensors are moved to the device of their object."""
     for name, metric in module.named_modules():
         for field, value in state.get(name, {}).items():
             if isinstance(value, torch.Tensor):
@@ -67,9 +67,9 @@ def load_torchmetrics_state(module: torch.nn.Module, state: dict[str, dict[str, 
 
 
 def take_over_torchmetrics_state(module: torch.nn.Module, states: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
-    """Let the torchmetrics objects inside `module` continue from what several ranks had counted, whose `states`
-    `torchmetrics_state` gave, as when they compute together; from nothing where there are none.
-    The names of those of which one rank cannot hold that."""
+    """Set the state of every torchmetrics object inside `module` to the combined state of several ranks, or to its initial state if there
+    is none. `states`: what `torchmetrics_state` returned on each rank. Returns the names of the objects whose states cannot be combined on
+    one rank; they have their initial state."""
     lost = []
     for name, metric in module.named_modules():
         if not is_torchmetric(metric):
@@ -86,7 +86,7 @@ def take_over_torchmetrics_state(module: torch.nn.Module, states: Sequence[dict[
 
 
 def _merged(metric: Any, states: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """One state of several, None where the object only knows what to make of all of them."""
+    """One state that combines several; None if only the object itself can combine them."""
     merged: dict[str, Any] = {"_update_count": sum(state["_update_count"] for state in states), "_computed": None}
     for field, reduction in metric._reductions.items():
         values, kind = [state[field] for state in states], getattr(reduction, "__name__", "")
@@ -104,12 +104,12 @@ _OVER_RANKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dim_zero_max": lambda values: values.amax(0),
     "dim_zero_min": lambda values: values.amin(0),
 }
-"""What torchmetrics makes of the states of the ranks, by the name of its function."""
+"""The reductions that torchmetrics applies to the states of ranks, by the names of its functions."""
 
 
 def synchronise_torchmetrics(module: torch.nn.Module, group: Any) -> Callable[[], None]:
-    """Let every torchmetrics object inside `module` synchronise over the ranks of `group` only, unless it has a group of its
-    own; the returned function undoes it."""
+    """Make every torchmetrics object inside `module` synchronise over the ranks of `group` only, unless it has its own group. The returned
+    function undoes this."""
     ungrouped: list[Any] = [m for m in module.modules() if is_torchmetric(m) and m.process_group is None]
 
     def use(process_group: Any) -> None:
@@ -121,13 +121,13 @@ def synchronise_torchmetrics(module: torch.nn.Module, group: Any) -> Callable[[]
 
 
 def snapshot_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:
-    """Remember the state of every torchmetrics object inside `module`; the returned function restores it."""
+    """Copy the state of every torchmetrics object inside `module`. The returned function restores it."""
     state = torchmetrics_state(module)
     return lambda: load_torchmetrics_state(module, state)
 
 
 def set_apart(metrics: Iterable[Any]) -> Callable[[], None]:
-    """Reset torchmetrics objects and collections; the returned function puts back what they had counted."""
+    """Reset torchmetrics objects and collections. The returned function restores their state."""
     undo = []
     for metric in metrics:
         undo.append(snapshot_torchmetrics(metric))
