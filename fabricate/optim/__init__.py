@@ -1,3 +1,3 @@
-"""Optimizers and schedules: what `configure_optimizers` may return (`optimizers`), when learning-rate schedules advance (`schedules`),
-and those that have names (`named_schedules`).
+"""Optimizers and schedules: the values that `configure_optimizers` may return (`optimizers`), when learning-rate schedules advance
+(`schedules`), and schedules with a name (`named_schedules`).
 """

@@ -1,6 +1,6 @@
-"""What `configure_optimizers` set: the options of optimizers and the settings of schedules, to be compared with those of a checkpoint.
+"""The values that `configure_optimizers` set: options of optimizers and settings of schedules, to be compared with those of a checkpoint.
 
-Training changes some of them (a schedule changes learning rates), so they are taken down before. Must not know: checkpoints, the loop.
+They are recorded before training, which changes some of them (a schedule changes learning rates). Must not know: checkpoints, the loop.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from fabricate.optim.schedules import Schedule, captured
 
 _COUNTERS = ("last_epoch", "base_lrs", "last_lr")
 _DURATIONS = ("T_max", "total_iters", "milestones")
-"""What says how long a schedule takes."""
+"""The beginnings of the names of settings that determine the length of a schedule."""
 _UNDERSCORED = {"_schedule_phases": "phases", "_milestones": "milestones"}
-"""Settings of torch's schedules that begin with an underscore: of OneCycleLR and SequentialLR."""
+"""Settings of OneCycleLR and SequentialLR that begin with an underscore, with their names in messages."""
 _LENGTHS = ("total", "training_steps", "max_steps")
-"""In names of values that follow from how many updates there are: a longer run has other ones, and the new ones are in effect anyway."""
+"""Words in the names of values that follow from the number of updates. A longer run has other values, which are in effect in any case."""
 
 
 class Configured(NamedTuple):
     """One value that `configure_optimizers` set."""
 
     topic: str
-    """ "optimizer" or "scheduler"; "" for what may change without a word of the user."""
+    """ "optimizer" or "scheduler"; "" for a value that may change without `accept_changes`."""
     name: str
     text: str
     put: Callable[[str], None]
-    """Makes it the one in effect, after a checkpoint's was restored; gets the text of that one."""
+    """Puts this value into effect after the value of a checkpoint was restored. Its argument is the text of the checkpoint's value."""
 
 
 def configured(optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mapping[str, Schedule]) -> list[Configured]:
-    """Everything that was set, as it is now: before the first update, and before a checkpoint is restored."""
+    """Every value that was set, with its present text. Call it before the first update and before a checkpoint is restored."""
     settings = []
     for label, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
@@ -46,10 +46,10 @@ def configured(optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mappi
                 settings.append(Configured("optimizer", f"{option} {where}", _text(value), put))
     for label, schedule in schedules.items():
         where = f"of scheduler {label!r}"
-        # The text of a named one has its length at the end.
+        # The text of a schedule with a name ends with its length.
         settings.append(Configured("scheduler", f"kind {where}", schedule.text.partition(" over ")[0], _in_effect))
         for made, name, shown, value in _settings(schedule.made):
-            restored = hasattr(made, name)  # else of a function, which no checkpoint holds
+            restored = hasattr(made, name)  # otherwise it belongs to a function, which no checkpoint holds
             topic = "scheduler" if restored or not any(word in name for word in _LENGTHS) else ""
             renewed = partial(_put_setting, made, name, value) if restored else _in_effect
             settings.append(Configured(topic, f"{shown} {where}", _text(value), renewed))
@@ -57,15 +57,15 @@ def configured(optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mappi
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one group that are plain values; "lr" is the rate from which a schedule starts."""
+    """The options of one group that are plain values; "lr" is the initial rate of a schedule."""
     plain = {name: value for name, value in group.items() if name not in ("params", "initial_lr") and _is_plain(value)}
     return plain | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
 
 
 def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: Collection[str]) -> None:
-    """Let `schedule` start from the rates that the groups of `optimizer` have now. One that is a function of the update gives the
-    next update its rate, and so does one whose length is among the `changed` settings: a cosine that was at its end would go on at zero.
-    Others continue from where they are."""
+    """Make the initial rates of the groups of `optimizer` those of `schedule`. If `schedule` is a function of the update, or if its length
+    is among the `changed` settings, the rate of the next update is computed anew: a cosine that was at its end would otherwise stay at
+    zero. Other schedules continue from their present rates."""
     for made in _parts(schedule.made):
         if "base_lrs" in vars(made):
             made.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -80,7 +80,7 @@ def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: C
 
 
 def _at_work(made: Any) -> Any:
-    """Of a sequence of schedulers the one whose turn it is."""
+    """The scheduler that is active now, if `made` is a sequence of schedulers; else `made`."""
     if isinstance(made, lr_scheduler.SequentialLR):
         return _at_work(made._schedulers[bisect.bisect_right(made._milestones, made.last_epoch)])
     return made
@@ -88,8 +88,8 @@ def _at_work(made: Any) -> Any:
 
 def _put_option(group: dict[str, Any], option: str, value: Any, then: str) -> None:
     if option == "lr" and "initial_lr" in group:
-        # A schedule continues from where it was: what it made of the old rate, it makes of the new one.
-        before = float(then) or 1.0  # a rate of zero was zero all along
+        # The schedule continues: the present rate keeps its ratio to the initial rate.
+        before = float(then) or 1.0  # if the initial rate was zero, the present rate is zero too
         group["initial_lr"], value = value, float(group["lr"]) / before * float(value)
     _put(group, option, value)
 
@@ -106,11 +106,11 @@ def _put_setting(made: Any, name: str, value: Any, then: str) -> None:
 
 
 def _in_effect(then: str) -> None:
-    """No checkpoint holds it."""
+    """Do nothing: no checkpoint holds the value, so it is in effect already."""
 
 
 def _settings(made: Any) -> Iterator[tuple[Any, str, str, Any]]:
-    """(object, name, name in messages, value) of what decides how a scheduler goes on, of those inside it too."""
+    """(object, name, name in messages, value) for each setting that determines how a scheduler, or one inside it, continues."""
     for number, part in enumerate(_parts(made)):
         of_part = f" of part {number}" if number else ""
         for name, value in part.state_dict().items():

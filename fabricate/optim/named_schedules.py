@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: all of transformers', with lengths given in updates or as shares of all updates.
+"""Learning-rate schedules by name: all those of transformers, with lengths in updates or as shares of all updates.
 
 Must not know: which optimizers there are, the loop. transformers is imported when a schedule is named.
 """
@@ -23,13 +23,13 @@ _OPTIONS = {
     "min_lr_rate": "minimum",
     "min_lr_ratio": "minimum",
 }
-"""Parameters of transformers' functions whose options have another name. All others are options as they are."""
+"""The parameters of transformers' functions that have another name as options. All other parameters keep their names."""
 _SHORT = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr", "wsd": "warmup_stable_decay"}
 _DEFAULTS = {"warmup": 0.0, "decay": 0.2, "minimum": 0.0}
 
 
 def schedule_names() -> list[str]:
-    """Every name, the usual ones first."""
+    """All names of schedules, the usual ones first."""
     from transformers import SchedulerType
 
     return list(dict.fromkeys(["constant", "linear", "cosine", "wsd", *(kind.value for kind in SchedulerType)]))
@@ -38,14 +38,14 @@ def schedule_names() -> list[str]:
 def named_schedule(
     where: str, optimizer: torch.optim.Optimizer, text: str, updates: int | None, why_unknown: str
 ) -> tuple[Any, str]:
-    """The scheduler for `text`, such as "cosine:warmup=0.1", and its line in the plan. `updates` are those to come, None
-    where their number is not known; `why_unknown` says why. `where` names the scheduler in errors."""
+    """The scheduler for `text`, such as "cosine:warmup=0.1", and its line in the plan. `updates`: the number of updates to come, or None if
+    it is not known, for the reason `why_unknown`. `where`: the name of the scheduler in errors."""
     name, options = parse_name("scheduler", text)
     function = _function(where, text, name)
     parameters = inspect.signature(function).parameters.keys() - {"optimizer", "last_epoch"}
     own = {_OPTIONS[parameter]: parameter for parameter in parameters & _OPTIONS.keys()}
     if "warmup" in own:
-        own.setdefault("total", "")  # not an argument, but `warmup` may be a share of it
+        own.setdefault("total", "")  # not an argument of the function, but `warmup` may be a share of it
     _refuse_unknown(where, name, options, own.keys() | parameters - _OPTIONS.keys())
     numbers = _DEFAULTS | {option: _number(name, option, options.pop(option)) for option in own.keys() & options.keys()}
     total = int(numbers["total"]) if "total" in numbers else updates
@@ -58,7 +58,7 @@ def named_schedule(
     if name == "wsd":
         options.setdefault("decay_type", "linear")
     if "min_lr" in options:
-        arguments.pop("min_lr_rate", None)  # transformers takes one of the two
+        arguments.pop("min_lr_rate", None)  # transformers accepts only one of the two
     try:
         scheduler = build(function, "scheduler", name, options, optimizer=optimizer, **arguments)
     except (TypeError, ValueError) as exc:
@@ -70,7 +70,7 @@ def named_schedule(
 
 
 def _function(where: str, text: str, name: str) -> Any:
-    """What makes the schedule `name`."""
+    """The function or class that makes the schedule `name`."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 
     if name not in (names := schedule_names()):
@@ -78,7 +78,7 @@ def _function(where: str, text: str, name: str) -> Any:
             f"{where} is {text!r}{did_you_mean(name, names)}; give {', '.join(names)}, or an object"
         )
     functions: dict[str, Any] = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    # Their functions take any option, the classes have typed ones.
+    # Classes instead of transformers' functions, which accept any option without a type.
     functions |= {"reduce_lr_on_plateau": lr_scheduler.ReduceLROnPlateau, "greedy": GreedyLR}
     return functions[_SHORT.get(name, name)]
 
@@ -112,7 +112,7 @@ def _checked(schedule: str, given: dict[str, float], total: int | None) -> dict[
                 f"schedule {schedule!r}: {option}={value:g}: give a share below 1, or a whole number of updates"
             )
         whole[option] = int(value) if value >= 1 else math.ceil(value * (total or 0))
-    # A fit that is cut short to try a script may end within the warm-up.
+    # No error if only the warm-up is too long: a fit that is cut short to try a script may end within it.
     if (
         total is not None
         and sum(whole.values()) > total > whole["warmup"]
@@ -129,7 +129,7 @@ def _checked(schedule: str, given: dict[str, float], total: int | None) -> dict[
 
 
 def _ending(scheduler: lr_scheduler.LambdaLR, total: int) -> lr_scheduler.LambdaLR:
-    """`scheduler`, whose rate stays as it is after `total` updates, where transformers' cosines rise again."""
+    """`scheduler`, changed so that its rate is constant after `total` updates, where transformers' cosines would rise again."""
 
     def until(total: int, factor: Callable[[int], float]) -> Callable[[int], float]:
         return lambda step: factor(min(step, total))

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, read into named optimizers and schedules.
+"""Read the return value of `configure_optimizers` into named optimizers and schedules.
 
 Must not know: strategies, the loop.
 """
@@ -18,7 +18,8 @@ from fabricate.optim.schedules import Schedule, own_lengths, takes_metric
 
 
 def configured_optimizers(where: str, module: Any) -> Any:
-    """What `module.configure_optimizers()` returns; torch's word for "no parameters" is explained."""
+    """The return value of `module.configure_optimizers()`. Raises ConfigurationError for an optimizer without parameters, and for a form
+    that only Lightning accepts."""
     try:
         answer = module.configure_optimizers()
     except ValueError as exc:
@@ -44,20 +45,20 @@ def configured_optimizers(where: str, module: Any) -> Any:
 
 
 class Optimizers(NamedTuple):
-    """What `configure_optimizers` returned, by name ("main" where it gives none)."""
+    """The optimizers and schedules that `configure_optimizers` returned, by name ("main" if it gives no name)."""
 
     optimizers: dict[str, torch.optim.Optimizer]
     schedules: dict[str, Schedule]
     named: dict[str, tuple[str, ...]]
-    """By what `training_step` may name, the optimizers that step then: one, or those of a list."""
+    """For each name that `training_step` may give, the optimizers that then step: one, or those of a list."""
 
 
 def read_optimizers(where: str, configured: Any, total_steps: int | None, *, in_turn: bool = False) -> Optimizers:
-    """The optimizers and schedules in `configured`. `where` names the method in errors, `total_steps` are the steps to come (None:
-    not known), over which schedules with a name are laid; `in_turn`: each optimizer has an update in every step."""
+    """The optimizers and schedules in `configured`. `where`: the name of the method in errors. `total_steps`: the number of steps to come
+    (None: not known), which is the length of schedules with a name. `in_turn`: whether each optimizer has a turn in every step."""
     result = Optimizers({}, {}, {})
     named = configured if isinstance(configured, Mapping) else {"main": configured}
-    # Which share of the updates each has that training_step names is not known.
+    # If training_step names the optimizer, the number of updates of each is not known.
     alone = len(named) == 1 or in_turn
     total, unknown = (total_steps, "train has no length") if alone else (None, "several optimizers share the updates")
     members = {str(name): _members(str(name), given) for name, given in named.items()}
@@ -77,7 +78,7 @@ def read_optimizers(where: str, configured: Any, total_steps: int | None, *, in_
 
 
 def _members(name: str, value: Any) -> dict[str, Any]:
-    """`value` by its name; or, of a list of optimizers that step together, each with its own: "main.Muon", "main.AdamW"."""
+    """`value` by its name; or, if it is a list of optimizers that step together, each by its own label: "main.Muon", "main.AdamW"."""
     several = value if isinstance(value, tuple | list) else ()
     first = [each[0] if isinstance(each, tuple | list) and each else each for each in several]
     if len(first) < 2 or not all(isinstance(each, torch.optim.Optimizer) for each in first):
@@ -89,7 +90,7 @@ def _members(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parts(where: str, name: str, value: Any) -> tuple[Any, ...]:
-    """The optimizer in `value`, its scheduler and when that advances, as far as they are given."""
+    """The optimizer in `value` and, if they are given, its scheduler and when this advances."""
     parts = tuple(value) if isinstance(value, tuple | list) else (value,)
     optimizers = [isinstance(part, torch.optim.Optimizer) for part in parts]
     if optimizers not in ([True], [True, False], [True, False, False]):
@@ -150,9 +151,9 @@ def _schedule(
 
 
 def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """See `TrainModule.parameter_groups`. Shapes are not looked at: some strategies hold parameters flat by then."""
-    named = {id(parameter): name for name, parameter in module.named_parameters()}  # one name for a tied parameter
-    kinds = {  # sharding renames classes
+    """See `TrainModule.parameter_groups`. Shapes are not used, because some strategies have flattened the parameters by then."""
+    named = {id(parameter): name for name, parameter in module.named_parameters()}  # a tied parameter has one name here
+    kinds = {  # FSDP adds a prefix to the names of classes
         f"{prefix}.{key}" if prefix else key: f"{type(layer).__name__.removeprefix('FSDP')}.{key}"
         for prefix, layer in module.named_modules()
         for key in layer._parameters
@@ -173,7 +174,7 @@ def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str,
 
 
 def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-    """Take parameters that are not trained out of the optimizers' groups; the groups stay. Notes for the plan."""
+    """Remove the frozen parameters from the optimizers' groups; the groups stay. Returns notes for the plan."""
     notes = []
     for name, optimizer in optimizers.items():
         before = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -185,7 +186,7 @@ def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[st
 
 
 def notes_of_untrained(module: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-    """Notes for the plan about what looks as if it were to be trained and is not."""
+    """Notes for the plan about parameters and layers that are trainable but will not be trained."""
     held = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     notes = (
@@ -207,7 +208,7 @@ def notes_of_untrained(module: torch.nn.Module, optimizers: Mapping[str, torch.o
 
 
 def _layers_in_containers(module: torch.nn.Module) -> Iterator[tuple[str, str, list[torch.nn.Module]]]:
-    """The layers in plain lists, tuples and mappings that are public attributes: where, in what kind, and they."""
+    """The place, the kind and the layers of each public attribute that is a plain list, tuple or dict with layers in it."""
     for name, child in module.named_modules():
         for attribute, value in vars(child).items():
             if isinstance(value, list | tuple | dict) and not attribute.startswith("_"):
@@ -218,8 +219,8 @@ def _layers_in_containers(module: torch.nn.Module) -> Iterator[tuple[str, str, l
 
 
 def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, max_epochs: int | None) -> list[str]:
-    """Notes for the plan about schedulers that were made for another number of updates than come. `ConfigurationError` for
-    one that would raise on the way. `total_steps`: updates of each optimizer, None where that is not known."""
+    """Notes for the plan about schedulers that were made for another length than this fit has. Raises `ConfigurationError` for a scheduler
+    that would fail during the fit. `total_steps`: the updates of each optimizer, None if not known."""
     notes = []
     for schedule in schedules.values():
         per_epoch = schedule.advances == "epoch"

@@ -1,4 +1,4 @@
-"""Whether a schedule that advances once per update looks as if it were meant to advance once per epoch, Lightning's default.
+"""Notes about schedules that advance once per update, but were probably meant to advance once per epoch, Lightning's default.
 
 Must not know: which optimizers there are, the loop.
 """
@@ -14,11 +14,11 @@ from torch.optim import lr_scheduler
 from fabricate.optim.schedules import Schedule
 
 LEAST = 1e-6
-"""A rate below this share of its start half-way through a fit is not what was meant."""
+"""The share of the initial rate below which the rate half-way through a fit is taken for a mistake."""
 
 
 def notes_of_pace(schedules: Mapping[str, Schedule], total_steps: int | None, per_epoch: int | None) -> list[str]:
-    """Notes for the plan. `total_steps`: updates of the fit; `per_epoch`: those of an epoch; None where they are not known."""
+    """Notes for the plan. `total_steps`: the updates of the fit; `per_epoch`: the updates of an epoch; None if not known."""
     notes = []
     for schedule in schedules.values():
         if schedule.advances == "step":
@@ -31,7 +31,7 @@ def notes_of_pace(schedules: Mapping[str, Schedule], total_steps: int | None, pe
 
 
 def _signs(made: Any, total_steps: int | None, per_epoch: int | None) -> Iterator[str]:
-    """What speaks for a schedule that was written in epochs."""
+    """The signs that a schedule was written in epochs, as texts for a note."""
     half = total_steps // 2 if total_steps is not None else 0
     epoch = per_epoch if per_epoch is not None and total_steps is not None and total_steps > per_epoch else 0
     if isinstance(made, lr_scheduler.StepLR) and made.step_size < epoch:

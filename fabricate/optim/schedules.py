@@ -1,4 +1,4 @@
-"""When a learning-rate schedule advances, and how many advances it was made for.
+"""Learning-rate schedules: when they advance, and the number of advances for which they were made.
 
 Must not know: which optimizers there are, the loop.
 """
@@ -27,32 +27,32 @@ class Schedule:
 
     @property
     def kind(self) -> str:
-        """What has to be the same when a run is resumed."""
+        """The class of the scheduler and, unless it advances per update, when it advances. It must be the same when a run is resumed."""
         return type(self.made).__name__ + ("" if self.advances == "step" else f" by {self.advances}")
 
     @property
     def metric(self) -> str | None:
-        """The metric by which it advances."""
+        """The name of the metric by which it advances, or None."""
         return None if self.advances in ("step", "epoch") else self.advances
 
     def updated(self) -> None:
-        """An update of its optimizer was applied."""
+        """Called when an update of its optimizer was applied."""
         if self.advances == "step":
             self.made.step()
 
     def epoch_ended(self) -> None:
-        """A pass over the training data is complete."""
+        """Called when a pass over the training data is complete."""
         if self.advances == "epoch":
             self.made.step()
 
     def measured(self, metrics: Mapping[str, float]) -> None:
-        """A validation is complete; `ConfigurationError` when it did not return the metric."""
+        """Called when a validation is complete. Raises `ConfigurationError` if it did not return the metric."""
         self.check(metrics)
         if self.metric is not None:
             self.made.step(metrics[self.metric])
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """`ConfigurationError` when a validation that gave `metrics` did not return the one that is needed."""
+        """Raise `ConfigurationError` unless `metrics`, which a validation returned, contain the metric of the schedule."""
         if self.metric is not None and self.metric not in metrics:
             raise ConfigurationError(
                 f"{type(self.made).__name__} needs {self.metric} and validation gave {', '.join(metrics) or 'nothing'}; return it from "
@@ -60,23 +60,23 @@ class Schedule:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own, for a checkpoint."""
+        """The state of the scheduler, for a checkpoint."""
         state: dict[str, Any] = self.made.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Restore the state of the scheduler from a checkpoint."""
         self.made.load_state_dict(state)
 
 
 def takes_metric(scheduler: Any) -> bool:
-    """Whether a scheduler advances by a metric, as ReduceLROnPlateau and transformers' GreedyLR do."""
+    """Whether a scheduler advances by a metric, like ReduceLROnPlateau and transformers' GreedyLR."""
     return "metrics" in inspect.signature(scheduler.step).parameters
 
 
 def own_lengths(made: Any, before: int = 0) -> Iterator[tuple[str, int]]:
-    """How many advances a scheduler was made for, where it can be read from the object: pairs of the attribute's name and the
-    number. `before`: the advances of other schedulers that come first."""
+    """The number of advances for which a scheduler was made, if the object has it: pairs of the attribute's name and the number. `before`:
+    the advances of the schedulers before it in a sequence."""
     if isinstance(made, lr_scheduler.OneCycleLR):
         yield "total_steps", before + int(made.total_steps)
     elif isinstance(made, lr_scheduler.CosineAnnealingLR):
@@ -103,6 +103,6 @@ def captured(function: Any) -> dict[str, Any]:
     names = function.__code__.co_freevars if cells else ()
     arguments = {}
     for name, cell in zip(names, cells, strict=True):
-        with contextlib.suppress(ValueError):  # one that was never assigned
+        with contextlib.suppress(ValueError):  # a variable that was never assigned
             arguments[name] = cell.cell_contents
     return arguments

@@ -16,8 +16,8 @@ from fabricate.optim.schedules import Schedule
 
 
 class Together(torch.optim.Optimizer):
-    """What hooks and the loss scale get of `optimizers` that step in one update: `param_groups` and `state` are theirs, `step` is a
-    step of each. Checkpoints, schedules and `trainer.optimizers` have each of them on its own."""
+    """Several `optimizers` that step in one update, as one optimizer for hooks and the loss scale: `param_groups` and `state` are those of
+    all of them, and `step` makes one step of each. Checkpoints, schedules and `trainer.optimizers` use the separate optimizers."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
@@ -26,12 +26,12 @@ class Together(torch.optim.Optimizer):
         self.state = ChainMap(*(optimizer.state for optimizer in optimizers))  # type: ignore[assignment]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each."""
+        """Make one step of each optimizer."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Which of them is to train it is not known."""
+        """Raise ConfigurationError, because it is not known which optimizer should train the group."""
         if self.param_groups:
             raise ConfigurationError(
                 "add_param_group: several optimizers step in this update; add the group to one of trainer.optimizers"
@@ -40,17 +40,17 @@ class Together(torch.optim.Optimizer):
 
 
 class Stepping(NamedTuple):
-    """What one update applies."""
+    """The optimizer, the parameters and the schedules of one update."""
 
     optimizer: torch.optim.Optimizer
-    """One, or several as `Together`."""
+    """One optimizer, or several as `Together`."""
     parameters: list[torch.nn.Parameter]
-    """Listed once: nothing walks the module per step."""
+    """The parameters that it trains, collected once instead of in each step."""
     schedules: list[Schedule]
 
 
 def stepping(optimizers: Sequence[torch.optim.Optimizer], schedules: Sequence[Schedule]) -> Stepping:
-    """What an update applies that steps each of `optimizers`. Their parameters are disjoint."""
+    """The `Stepping` of an update in which each of `optimizers` steps. Their parameters must be disjoint."""
     together = optimizers[0] if len(optimizers) == 1 else Together(optimizers)
     parameters = [p for group in together.param_groups for p in group["params"]]
     return Stepping(together, parameters, list(schedules))

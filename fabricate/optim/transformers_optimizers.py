@@ -1,6 +1,6 @@
-"""The optimizer and the schedule that `transformers.Trainer` makes of its arguments.
+"""The optimizer and the schedule that `transformers.Trainer` would make of its arguments.
 
-Must not know: a Trainer. transformers is imported where its Adafactor is asked for.
+Must not know: a Trainer. transformers is imported only for its Adafactor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
-"""The optimizers that are built here, and what `optim_args` may give each."""
+"""The optimizers that can be built here, and the options that `optim_args` may set for each."""
 _SWITCHES = ("nesterov", "centered")
 _SCHEDULE_OPTIONS = {"num_decay_steps": "decay", "min_lr_rate": "minimum", "min_lr_ratio": "minimum"}
 """Keys of `lr_scheduler_kwargs` that have another name here."""
@@ -33,7 +33,8 @@ _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 @dataclass(frozen=True)
 class Wanted:
-    """An optimizer by name with its options, the decay of what is decayed, and what follows it in `configure_optimizers`."""
+    """An optimizer by name with its options, the weight decay of the decayed parameters, and the `schedule` that follows it in the return
+    value of `configure_optimizers`."""
 
     name: str
     options: dict[str, Any]
@@ -42,7 +43,8 @@ class Wanted:
 
 
 def wanted(args: Any) -> Wanted:
-    """What the fields of a `TrainingArguments` say. Raises `ConfigurationError` for what is not built here."""
+    """The optimizer and the schedule that a `TrainingArguments` describes. Raises `ConfigurationError` for those that cannot be built
+    here."""
     name = _value(args.optim)
     if name not in _OPTIONS:
         raise ConfigurationError(
@@ -57,7 +59,7 @@ def wanted(args: Any) -> Wanted:
 
 
 def built(wanted: Wanted, module: torch.nn.Module) -> tuple[Any, ...]:
-    """The optimizer over the trainable parameters of `module`, and its schedule as `configure_optimizers` returns it."""
+    """The optimizer over the trainable parameters of `module`, and its schedule, in the form that `configure_optimizers` returns."""
     decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -80,7 +82,7 @@ def _kind(name: str) -> Any:
 
 
 def _own_options(name: str, text: str | None) -> dict[str, Any]:
-    """`optim_args`, "momentum=0.9,nesterov=true", as values."""
+    """The options in `optim_args`, such as "momentum=0.9,nesterov=true", as values."""
     options: dict[str, Any] = {}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
         option, _, value = part.partition("=")
@@ -94,7 +96,7 @@ def _own_options(name: str, text: str | None) -> dict[str, Any]:
 
 
 def _schedule(args: Any) -> tuple[str, ...]:
-    """The schedule by its name here, "linear:warmup=0.1", and the metric that one by a metric follows."""
+    """The schedule by its name here, such as "linear:warmup=0.1", and, if it advances by a metric, the name of the metric."""
     kind, kwargs = _value(args.lr_scheduler_type), args.lr_scheduler_kwargs or {}
     warmup = args.warmup_steps or getattr(args, "warmup_ratio", None) or 0
     if warmup and kind in ("constant", *_BY_METRIC):

@@ -1,4 +1,4 @@
-"""What an optimizer will keep for its parameters, known before its first step: a step is tried on a copy of it, on the meta device.
+"""The state that an optimizer will keep for its parameters, found before its first step: a copy of it makes a step on the meta device.
 
 Must not know: strategies, checkpoints.
 """
@@ -16,10 +16,10 @@ State = dict[torch.Tensor, dict[str, Any]]
 
 
 def tried_state(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]) -> State:
-    """By parameter, the state that a first step leaves, with tensors on the meta device. `parameters`: for each parameter of the
-    optimizer one of the same kind on the meta device. Neither the optimizer nor its hooks notice. Raises whatever its step raises."""
+    """The state of each parameter after a first step, with tensors on the meta device. `parameters`: for each parameter of the optimizer, a
+    tensor with the shape and the dtype to try. The optimizer is not changed, and its hooks do not run. Raises the errors of its step."""
     tried = copy.copy(optimizer)
-    # Attributes of its own, which a copy leaves out. Containers are copied: a step may put tensors of the meta device into them.
+    # Attributes of the optimizer, which `copy` leaves out. Containers are copied, as a step may put meta tensors there.
     own = {n: copy.copy(v) if isinstance(v, dict | list | set) else v for n, v in optimizer.__dict__.items()}
     tried.__dict__ = {**own, **tried.__dict__}
     tried.state = defaultdict(dict)
@@ -42,7 +42,8 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rebuilt(like: torch.Tensor, inner: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A tensor of the kind of `like`, made of the plain tensors `inner`. Raises `ValueError` where these are of another kind."""
+    """A tensor of the subclass of `like`, made of the plain tensors `inner`. Raises `ValueError` if their shapes or dtypes differ from
+    those of `like`."""
     names, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
     expected = {name: (tuple(getattr(like, name).shape), getattr(like, name).dtype) for name in names}
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inner.items()}
