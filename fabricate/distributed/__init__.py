@@ -1,7 +1,7 @@
 """Ranks and the Accelerator.
 
-`engine` opens the Accelerator and prepares the model; `accelerator` is what users see of it; `shared_state` is what Accelerate knew
-before; `group` is the ranks as one group, over the process groups of `connections`; `meeting` opens torch's process group; `failures` says
-which rank failed first; `consistency` compares what ranks run; `loss_scaling` is backward and the update with a loss scale or without;
-`fork` is what a forked process cannot use.
+`engine` opens the Accelerator and prepares the model; `accelerator` is its class, which users see as `trainer.accelerator`; `shared_state`
+sets aside the state that Accelerate shares within a process; `group` sends messages between the ranks, over the process groups of
+`connections`; `meeting` opens torch's process group; `failures` finds the rank that failed first; `consistency` compares what the ranks
+run; `loss_scaling` runs backward and the update with or without a loss scale; `fork` prepares a forked process.
 """

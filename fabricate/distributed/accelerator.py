@@ -1,8 +1,8 @@
-"""The Accelerator of a run: Accelerate's own class, whose methods answer for what the run really does.
+"""The Accelerator of a run: a subclass of Accelerate's class whose methods return what is true for this run.
 
-Owns: the state that an Accelerate user expects under a strategy (`distributed_type`, plugins, `sync_gradients`), the answers of methods
-that depend on the strategy or on the moment, and what to use instead of methods that the loop replaces. docs/accelerator.md lists
-every public name, as `python -m campaigns.accelerator` observed it. Must not know: hooks, the loop, checkpoints.
+Owns: the state that an Accelerate user expects under a strategy (`distributed_type`, plugins, `sync_gradients`), the methods whose results
+depend on the strategy or on what the rank is doing, and the errors of methods that the loop replaces. docs/accelerator.md, written by
+`python -m campaigns.accelerator`, lists every public name. Must not know: hooks, the loop, checkpoints.
 """
 
 from __future__ import annotations
@@ -43,28 +43,29 @@ _RANKS = (
 
 @dataclass(slots=True)
 class Moment:
-    """What this rank is doing, as far as answers of the Accelerator depend on it. The engine and the loop set it."""
+    """What this rank is doing, as far as methods of the Accelerator depend on it. The engine, the loop and evaluations set the fields."""
 
     building: bool = False
-    """The strategy prepares the model or the optimizers."""
+    """Whether the strategy is preparing the model or the optimizers, or trackers are being started."""
     forward: bool = False
-    """A step of the module runs inside the prepared model."""
+    """Whether a step of the module is running."""
     rows: int | None = None
-    """Rows of the current micro-batch: 0 for a stand-in, None where there is none or it does not show them."""
+    """The rows of the current micro-batch: 0 for a stand-in, None if there is no micro-batch or its rows cannot be counted."""
     uneven: bool = False
-    """A batch of an evaluation is running, of which ranks have unequal numbers."""
+    """Whether an evaluation is running its batches; ranks have unequal numbers of batches."""
     gradients_final: bool = False
-    """Gradients are complete, and the optimizer has not applied them."""
+    """Whether the gradients are complete and the optimizer has not applied them yet."""
     skipped: bool = False
-    """The last update was left out."""
+    """Whether the last update was skipped."""
     trial: bool = False
-    """Validation is tried, and nothing of it counts."""
+    """Whether validation is tried before training; its results do not count."""
     detached: bool = False
-    """A step gave `gather` or `reduce` a tensor that requires a gradient, and what they return has none."""
+    """Whether a step passed a tensor that requires a gradient to `gather` or `reduce`; the tensors that these return have none."""
 
 
 class _Replaced:
-    """A method of Accelerator that the loop replaces: calling it says what to use. While a strategy prepares, it is Accelerate's."""
+    """A method of Accelerator that the loop replaces: the call raises an error with what to use instead. While a strategy prepares, it is
+    Accelerate's method."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -84,11 +85,11 @@ class _Replaced:
 
 
 class _NotHere(FabricateError, AttributeError):
-    """So that `hasattr` is false and `getattr` with a default gives the default."""
+    """An error that makes `hasattr` return False and `getattr` return its default."""
 
 
 class _ReplacedValue:
-    """A property whose value would say nothing about the run: reading it says what to use."""
+    """A property whose value would not describe the run: reading it raises an error with what to use instead."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -102,12 +103,12 @@ class _ReplacedValue:
         raise _NotHere(f"trainer.accelerator.{self._name}: {self._instead}")
 
     def __set__(self, accelerator: Any, value: object) -> None:
-        if "_accumulation" in vars(accelerator):  # else it is Accelerate's constructor
+        if "_accumulation" in vars(accelerator):  # otherwise Accelerate's constructor is setting it
             raise _NotHere(f"trainer.accelerator.{self._name}: {self._instead}")
 
 
 class Silent:
-    """In the place of a tracking library's object where nothing is tracked: every attribute is this object, every call does nothing."""
+    """A substitute for a tracking library's object where nothing is tracked: every attribute and every call returns this object."""
 
     def __getattr__(self, name: str) -> Silent:
         if name.startswith("__"):
@@ -125,14 +126,14 @@ class Silent:
 
 
 class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
-    """`trainer.accelerator`. Methods that talk to other ranks are called by all ranks, like any collective, and say so where one does
-    not; those that would give a wrong or a partial result raise `FabricateError` with what to use."""
+    """`trainer.accelerator`. All ranks call the methods that communicate; if their calls differ, these raise `FabricateError`. Methods
+    whose result would be wrong or partial raise it too, with what to use instead."""
 
     def __init__(
         self, group: Group, strategy: Strategy, precision: Precision, *, tracked: bool, **arguments: Any
     ) -> None:
-        """tracked: whether the run has trackers. arguments: those of `accelerate.Accelerator`; the strategy's are added here. The
-        caller restores the environment."""
+        """tracked: whether the run has trackers. arguments: arguments for `accelerate.Accelerator`, to which those of the strategy are
+        added. Removes environment variables, which the caller restores."""
         self._group, self._strategy, self._precision, self._tracked = group, strategy, precision, tracked
         self._moment = Moment()
         self._model: torch.nn.Module | None = None
@@ -141,7 +142,8 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
             del os.environ[name]
         of_strategy = strategy.accelerator_arguments()
         handlers = [*of_strategy.pop("kwargs_handlers", ()), *arguments.pop("kwargs_handlers", ())]
-        # Accelerate would leave the first out on a CPU, and hand transformers the second, which then loads weights its way.
+        # Set after the constructor: on a CPU, it would ignore the FSDP plugin; and it would pass the DeepSpeed plugin
+        # to transformers, which would then load weights differently.
         fsdp, deepspeed = of_strategy.pop("fsdp_plugin", None), of_strategy.pop("deepspeed_plugin", None)
         super().__init__(**arguments, **of_strategy, kwargs_handlers=handlers)
         self._accumulation = super().gradient_accumulation_steps
@@ -159,12 +161,12 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
 
     @property
     def moment(self) -> Moment:
-        """What this rank is doing, for the engine and the loop to set."""
+        """What this rank is doing; callers set the fields."""
         return self._moment
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """While a strategy prepares, the methods that the loop replaces are Accelerate's own."""
+        """A context in which a strategy prepares: the methods that the loop replaces are Accelerate's own inside."""
         self._moment.building = True
         try:
             yield
@@ -172,13 +174,13 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
             self._moment.building = False
 
     def knows(self, model: torch.nn.Module, root: torch.nn.Module) -> None:
-        """`model` is what the loop runs, around `root`, which holds the user's module."""
+        """Store `model`, which the loop runs, and `root`, which is inside `model` and holds the user's module."""
         self._model, self._root = model, root
 
     # -- meeting the other ranks ------------------------------------------------------------------------------------------
 
     def _meet(self, method: str, *given: Any) -> None:
-        """Return when every rank has called `method` with the same `given` (JSON); raise where one has not. All ranks."""
+        """Wait until every rank has called `method` with the same `given` (JSON); raise `FabricateError` if the calls differ. All ranks."""
         if self._group.world_size == 1:
             return
         if self._moment.uneven:
@@ -199,7 +201,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
             )
 
     def _check_whole(self, method: str, data: Any) -> list[str]:
-        """Refuse tensors of which a rank holds a part, or that lie elsewhere. Returns shapes and dtypes."""
+        """Raise `FabricateError` for a tensor that is only a part, or that is on another kind of device. Returns the shapes and dtypes."""
         shapes: list[str] = []
         several = self._group.world_size > 1
 
@@ -223,27 +225,27 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         return shapes
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks, joined in dimension 0 in the order of the ranks, without gradient. All ranks, with one shape."""
+        """The tensors of all ranks, joined in dimension 0 in the order of the ranks, without gradient. All ranks, with the same shape."""
         self._meet("gather", *self._check_whole("gather", tensor))
         return super().gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or maximum over the ranks, of every element. All ranks, with one shape."""
+        """The sum, mean or maximum of each element over the ranks. All ranks, with the same shape."""
         if reduction not in _REDUCTIONS:
             raise FabricateError(f"trainer.accelerator.reduce: reduction={reduction!r}: give {', '.join(_REDUCTIONS)}")
         self._meet("reduce", reduction, *self._check_whole("reduce", tensor))
         return tensor if reduction == "none" else super().reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """`tensor`, as long in `dim` as the longest of all ranks. All ranks."""
+        """`tensor`, padded in `dim` to the greatest length on any rank. All ranks."""
         dims = [text.count(",") for text in self._check_whole("pad_across_processes", tensor)]
         self._meet("pad_across_processes", dim, *dims)
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The rows of all ranks, each row once: what a rank computed for a stand-in is left out. Ranks may have unequal numbers of
-        rows. Objects that are not tensors: a list, one for each row. All ranks."""
-        if self.num_processes == 1 or self.gradient_state.in_dataloader:  # a loader that the user prepared
+        """The rows of all ranks, each row once and without the results of stand-ins. Ranks may have unequal numbers of rows. Objects that
+        are not tensors are given as a list with one object per row. All ranks."""
+        if self.num_processes == 1 or self.gradient_state.in_dataloader:  # inside a DataLoader that the user prepared
             return super().gather_for_metrics(input_data, use_gather_object)
         self._meet("gather_for_metrics")
         first = self._group.rank % self._strategy.ranks_per_row(self._group.world_size) == 0
@@ -277,7 +279,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         return torch.cat([piece[: shape[0]] for piece, shape in zip(pieces, shapes, strict=True)])
 
     def wait_for_everyone(self) -> None:
-        """Return when every rank is here. All ranks."""
+        """Wait until every rank has called this. All ranks."""
         self._meet("wait_for_everyone")
 
     @contextlib.contextmanager
@@ -299,7 +301,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's share of `inputs`, which stay as they are."""
+        """This rank's share of `inputs`, which are not changed."""
         with super().split_between_processes(_copied(inputs), apply_padding) as share:
             yield share
 
@@ -314,9 +316,9 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """`state_dict()` of a module of the fit, with whole weights as they are trained. Under a strategy that divides them, all ranks
-        call it, outside of the forward; it gives copies in host memory, under "fsdp" and "zero3" on rank 0 and an empty mapping elsewhere,
-        as Accelerate does."""
+        """`state_dict()` of a module of the fit, with whole weights in the dtype in which they are trained. If the strategy shards
+        parameters, all ranks call this outside the forward, and it returns copies in host memory; "fsdp" and "zero3" return them on rank 0
+        only, and an empty mapping on the other ranks, as Accelerate does."""
         model = self.unwrap_model(model) if unwrap else model
         if not self._strategy.shards_parameters:
             whole: dict[str, Any] = model.state_dict()
@@ -337,7 +339,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         return {name: copies.get(id(value), value) for name, value in state.items()} if keep else {}
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Write what `get_state_dict` gives as safetensors; complete on every rank when it returns. All ranks."""
+        """Write the result of `get_state_dict` as safetensors. When this returns on any rank, the files are complete. All ranks."""
         if os.path.isfile(save_directory):
             raise FabricateError(f"trainer.accelerator.save_model: {save_directory} is a file; give a folder")
         super().save_model(model, save_directory, *args, **kwargs)
@@ -347,7 +349,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """The micro-batches of one update, as planned; the last window of an epoch may have fewer."""
+        """The planned number of micro-batches of one update; the last window of an epoch may have fewer."""
         steps: int = self._accumulation
         return steps
 
@@ -359,7 +361,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch, or the last one, is the last of its update."""
+        """Whether the current micro-batch (or the previous one, between two micro-batches) is the last of its update."""
         synchronises: bool = self.gradient_state.sync_gradients
         return synchronises
 
@@ -369,11 +371,11 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last update was left out (fp16 overflow, nonfinite="skip")."""
+        """Whether the last update was skipped (fp16 overflow, nonfinite="skip")."""
         return self._moment.skipped
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the gradients of `parameters` in on_before_step, and return their norm from before. All ranks."""
+        """Clip the gradients of `parameters` in on_before_step. Returns their norm before clipping. All ranks."""
         parameters = self._editable("clip_grad_norm_", "Trainer(max_grad_norm=)", parameters)
         if norm_type != 2:
             raise FabricateError(
@@ -390,7 +392,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         self._strategy.clip_by_value(parameters, float(clip_value))
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing is left to do in on_before_step, where gradients are unscaled already."""
+        """Do nothing in on_before_step, where gradients are unscaled already; raise `FabricateError` elsewhere."""
         self._editable("unscale_gradients", "on_before_step", ())
 
     def _editable(self, method: str, instead: str, parameters: Any) -> list[Any]:
@@ -407,7 +409,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """The precision of the steps; `AutocastKwargs(enabled=False)` switches it off inside."""
+        """A context with the precision of the steps; with `AutocastKwargs(enabled=False)`, one without autocast."""
         context = self._precision.forward_context(self.device)
         if autocast_handler is not None and not autocast_handler.enabled:
             context = torch.autocast(self.device.type, enabled=False)
@@ -417,7 +419,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
     # -- objects and trackers -----------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """A DataLoader of the user's own, divided over the ranks by Accelerate. (A strategy prepares the model.)"""
+        """The user's own DataLoaders, divided over the ranks by Accelerate. (The strategy prepares the model.)"""
         if self._moment.building:
             return super().prepare(*args, device_placement=device_placement)
         if not args or not all(isinstance(each, torch.utils.data.DataLoader) for each in args):
@@ -429,7 +431,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
         return prepared if len(prepared) > 1 else prepared[0]
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release `objects`, and memory that nothing uses; what the fit holds stays."""
+        """Release `objects` and unused memory; objects that the fit uses stay."""
         released: list[Any] = release_memory(*objects)
         return released
 
@@ -444,7 +446,7 @@ class RunAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no ty
             super().log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker `name` on rank 0, one that does nothing elsewhere and while validation is tried before training."""
+        """The tracker `name` on rank 0. On other ranks, and while validation is tried before training, an object that does nothing."""
         self._check_trackers("get_tracker", "")
         tracker = super().get_tracker(name, unwrap)
         return Silent() if self._moment.trial else tracker
@@ -508,5 +510,5 @@ def _call(call: list[Any]) -> str:
 
 
 def _copied(inputs: Any) -> Any:
-    """Mappings anew: Accelerate puts the shares into the one it is given."""
+    """`inputs` with copies of its mappings, because Accelerate writes the shares into the mapping that it is given."""
     return {key: _copied(value) for key, value in inputs.items()} if isinstance(inputs, dict) else inputs

@@ -1,7 +1,7 @@
-"""The connections through which ranks agree: a process group of torch on the CPU (gloo), apart from the one that carries gradients.
+"""The connections over which ranks exchange messages: torch process groups on the CPU (gloo), apart from the one that carries gradients.
 
-Owns: opening and closing such groups, waiting for them so that signals and failures elsewhere are noticed. Must not know: what the
-messages mean (`fabricate.distributed.group`), hooks, the loop. No pickle travels.
+Owns: opening and closing such groups, and waits during which signals and failures of other ranks are noticed. Must not know: what the
+messages mean (`fabricate.distributed.group`), hooks, the loop. No pickle is sent.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.distributed.distributed_c10d import ProcessGroup, Store
 from fabricate.errors import RankError
 
 _SLICE = datetime.timedelta(seconds=0.5)
-"""How long a wait goes on before signals are handled and the store is read."""
+"""The time after which a wait is interrupted to handle signals and to read the store."""
 _NEVER_SENT = 2**20 + 7
-"""A tag of messages between two ranks that nobody uses."""
+"""A message tag that no rank uses."""
 _FIRST_PAUSE_SECONDS, _PAUSE_SECONDS = 0.001, 0.5
 
 
@@ -33,7 +33,7 @@ class PeerLost(RankError):
 
 
 class Connections:
-    """One process group of all ranks. Every method but `close` is called by all ranks, in the same order, by one thread.
+    """One process group of all ranks. All ranks call the methods except `close`, in the same order, each from one thread.
 
     Raises `PeerLost` when a connection breaks, when a message takes longer than the time-out, or when `watched`, a key of the store,
     was set by a rank that failed.
@@ -48,13 +48,13 @@ class Connections:
         self._looking: threading.Thread | None = None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor | None:
-        """The rows of all ranks, which have one size, on rank 0; None elsewhere."""
+        """The rows of all ranks, all of the same size, on rank 0; None on the other ranks."""
         rows = row.new_empty(self.group.size(), *row.shape) if self.group.rank() == 0 else None
         self._wait(dist.gather(row, None if rows is None else list(rows), dst=0, group=self.group, async_op=True))
         return rows
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, which have one size, on every rank."""
+        """The rows of all ranks, all of the same size, on every rank."""
         rows = row.new_empty(self.group.size(), *row.shape)
         self._wait(dist.all_gather(list(rows), row, group=self.group, async_op=True))
         return rows
@@ -71,7 +71,8 @@ class Connections:
             break_connections(self.group)
 
     def _wait(self, work: Any) -> None:
-        """Waiting for all the time in one call would leave signals unhandled: torch returns to Python only when it has finished."""
+        """Wait for `work` in slices, because Python handles no signals while torch waits. Raises `PeerLost` if `work` or another rank
+        fails."""
         try:
             while not _finished(work):
                 self._look()
@@ -79,8 +80,8 @@ class Connections:
             raise PeerLost(f"a message between ranks failed: {str(exc).partition(chr(10))[0]}") from exc
 
     def _look(self) -> None:
-        """Whether a rank failed whose connections stay open, because a process that it forked holds them as well. In a thread,
-        because a store on a host that is gone never answers."""
+        """Raise `PeerLost` if a rank failed whose connections stay open, because a process that it forked holds them too. A thread reads
+        the store, because the read would not end if the store's host is gone."""
         if self._over.is_set():
             raise PeerLost("another rank failed")
         if self._looking is None or not self._looking.is_alive():
@@ -94,21 +95,21 @@ class Connections:
 
 
 def _finished(work: Any) -> bool:
-    """Wait one slice. Raises the error of the work."""
+    """Wait one slice; return whether `work` has finished. Raises the error of `work`."""
     try:
         work.wait(_SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # raises what happened, unless it succeeded just now
+        work.wait()  # raises its error, unless it has succeeded in the meantime
     return True
 
 
 def break_connections(group: ProcessGroup) -> None:
-    """Close this rank's gloo connections of `group`; what still uses them fails here and on the other ranks. One rank.
+    """Close this rank's gloo connections of `group`; messages in progress fail here and on the other ranks. One rank.
 
-    torch has no call for it: `abort` leaves connections open, and destroying the group waits for messages in progress. A receive
-    that times out closes all connections of its group; one from a rank that is gone fails before.
+    torch has no function for this: `abort` leaves connections open, and destroying the group waits for messages in progress. A receive that
+    times out closes all connections of its group. A receive from a rank that is gone fails without that, so every rank is tried.
     """
     for other in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
@@ -116,20 +117,20 @@ def break_connections(group: ProcessGroup) -> None:
 
 
 class Opened:
-    """What was opened beside torch's default process group, and stays as long as that does."""
+    """The process groups opened in addition to torch's default group, which stay open as long as that group."""
 
     def __init__(self) -> None:
         self.connections: dict[str, Connections] = {}
         self.counterparts: dict[int, ProcessGroup] = {}
         self.of_strategies: set[ProcessGroup] = set()
-        """What strategies opened: those of meshes, DeepSpeed's."""
+        """The groups that strategies opened, such as those of device meshes and of DeepSpeed."""
         self.broken = False
         """Whether the connections of the default group broke."""
         self._count = 0
         self._interface = os.environ.get("GLOO_SOCKET_IFNAME")
 
     def connect(self, name: str, rank: int, host: str, timeout: datetime.timedelta, watched: str = "") -> Connections:
-        """The connections called `name`, opened where there are none or an earlier failure closed them. All ranks."""
+        """The connections called `name`, which are opened if there are none or if an earlier failure closed them. All ranks."""
         known = self.connections.get(name)
         if known is not None and not known.closed:
             dist.distributed_c10d._set_pg_timeout(timeout, known.group)
@@ -145,19 +146,20 @@ class Opened:
         return opened
 
     def new_group(self, ranks: list[int] | None, timeout: datetime.timedelta | None = None) -> ProcessGroup:
-        """A gloo group for connections of fabricate's own, one of torch's default kind for some `ranks`. All ranks."""
+        """A new process group: a gloo group of all ranks if `ranks` is None, else a group of `ranks` with torch's default backend. All
+        ranks."""
         with self._same_interface():
             group: ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo" if ranks is None else None)
             return group
 
     def close(self) -> None:
-        """Break all connections of fabricate's own. One rank."""
+        """Break all connections that `connect` opened. One rank."""
         for connections in self.connections.values():
             connections.close()
 
     @contextlib.contextmanager
     def _same_interface(self) -> Iterator[None]:
-        """With the network interface that the default group has: gloo would take that of this host's name."""
+        """A context in which gloo uses the network interface of the default group, and not the interface of this host's name."""
         name = "GLOO_SOCKET_IFNAME"
         added = name not in os.environ and self._interface is not None
         if added:
@@ -173,13 +175,13 @@ _opened: weakref.WeakKeyDictionary[ProcessGroup, Opened] = weakref.WeakKeyDictio
 
 
 def opened() -> Opened:
-    """What belongs to torch's default process group."""
+    """The `Opened` of torch's default process group."""
     return _opened.setdefault(dist.distributed_c10d._get_default_group(), Opened())
 
 
 def await_all(store: Store, name: str, rank: int, world_size: int, host: str, timeout: datetime.timedelta) -> None:
-    """Return when all ranks have called this with `name`, which is new in the store. Unlike torch's own waiting, which opening a
-    group begins with, it lets signals through and names who is missing."""
+    """Wait until all ranks have called this with `name`, which must be new in the store. Raises `RankError` with the missing ranks. torch's
+    function that opens a group waits too, but handles no signals and names no ranks. All ranks."""
     store.set(f"{name}/{rank}", "")
     if store.add(f"{name}/count", 1) == world_size:
         store.set(f"{name}/all", "")

@@ -1,4 +1,4 @@
-"""All ranks run the same thing, or every rank says what differs and on which. Must not know: how anything is trained."""
+"""The check that all ranks run the same hooks, parameters, packages and settings. Must not know: how anything is trained."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fabricate.errors import RankError
 def check_alike(
     group: Group, listeners: Mapping[str, Any], module: torch.nn.Module, settings: Mapping[str, Any]
 ) -> None:
-    """Compare what ranks call, train and run with. Raises `RankError`, the same on every rank. All ranks.
+    """Raise `RankError`, the same on every rank, if hooks, parameters, packages or settings differ between ranks. All ranks.
 
-    listeners: the plugins that each hook calls. settings: other values that have to be the same, by name; both as JSON. Ranks
-    compare digests; what is behind one travels only where it differs.
+    listeners: the plugins that each hook calls. settings: other values that have to be the same, by name. Both are JSON. Ranks compare
+    digests, and send values only if their digests differ.
     """
     if group.world_size == 1:
         return
@@ -40,7 +40,7 @@ def check_alike(
 
 
 def _digest(values: Mapping[str, Any]) -> int:
-    """Of 63 bits, so that it has a negative."""
+    """A digest of 63 bits, so that its negative fits into 64 bits."""
     return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True).encode()) >> 1
 
 

@@ -1,6 +1,6 @@
-"""Which device a process computes on, found through `torch.accelerator`, and how ranks on such devices send each other tensors.
+"""The device on which a process computes, found through `torch.accelerator`, and the backend with which ranks on it exchange tensors.
 
-Owns the choice and its refusals: what is there is used, or refused by name, and never left aside for the CPU. Must not know:
+Owns the choice and its errors: an accelerator that exists is used, or named in an error; the CPU never replaces it silently. Must not know:
 strategies, what ranks send each other.
 """
 
@@ -17,7 +17,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.launch.variables import Request
 
 KINDS = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "xpu": "MULTI_XPU", "npu": "MULTI_NPU", "mps": ""}
-"""The kinds of device that are chosen, and what Accelerate calls several ranks on them; empty: torch has no process group there."""
+"""The supported types of device, each with Accelerate's name for several ranks on it; empty: torch has no process group for this type."""
 _NAMES = "give cpu, cuda, cuda:1, xpu, npu or mps, or unset it"
 _ON_CPU = "to compute on the CPU instead, set ACCELERATE_TORCH_DEVICE=cpu"
 
@@ -25,10 +25,10 @@ _ON_CPU = "to compute on the CPU instead, set ACCELERATE_TORCH_DEVICE=cpu"
 def choose_device(
     environ: Mapping[str, str], requested: Mapping[str, Request], local_rank: int
 ) -> tuple[torch.device, str]:
-    """The device of the process with this rank on its host, and where the choice comes from. All ranks, no messages.
+    """The device of the process with this local rank, and the source of the choice. All ranks, no messages.
 
-    The index is the local rank modulo the number of devices that the process sees: one, where the scheduler shows each process its own.
-    Raises `ConfigurationError` for a device that is not there, and for one that fabricate does not compute on.
+    The index is the local rank modulo the number of devices that the process sees (1 if the scheduler shows each process only its own
+    device). Raises `ConfigurationError` for a device that does not exist or that fabricate does not support.
     """
     _refuse_xla(environ, requested)
     available = torch.accelerator.current_accelerator(check_available=True)
@@ -46,7 +46,7 @@ def choose_device(
 
 
 def _requested(requested: Mapping[str, Request], available: torch.device | None, local_rank: int) -> torch.device:
-    """What ACCELERATE_TORCH_DEVICE names."""
+    """The device that ACCELERATE_TORCH_DEVICE names. Raises `ConfigurationError` if it cannot be used."""
     named = f"{requested['device'].source}={requested['device'].value!r}"
     try:
         device = torch.device(requested["device"].value)
@@ -84,7 +84,7 @@ def _refuse_xla(environ: Mapping[str, str], requested: Mapping[str, Request]) ->
 
 
 def note_on(device: torch.device) -> str:
-    """A line for the plan about a kind of device on which fabricate was not tried; empty for the others."""
+    """A note for the plan if fabricate has not been tested on this type of device, else an empty string."""
     if device.type in ("cpu", "cuda"):
         return ""
     return (
@@ -94,26 +94,27 @@ def note_on(device: torch.device) -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Let this process allocate on `device` where only its kind is named, also after the fit. NCCL relies on it."""
+    """Make `device` the current device of this process, so that code that names only the type uses it. It stays so after the fit. NCCL
+    relies on it."""
     if device.index is not None and device.type != "mps":
         torch.accelerator.set_device_index(device.index)
 
 
 def backend(device: torch.device) -> str:
-    """The backends of a process group of ranks on such devices. It carries CPU tensors too."""
+    """The backends of a process group of ranks on such devices, which carries CPU tensors too."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def distributed_type(device: torch.device, in_group: bool) -> str:
-    """What Accelerate calls a process on `device` with or without a process group."""
+    """Accelerate's name for a process on `device`, with a process group (`in_group`) or without."""
     return KINDS.get(device.type, "") if in_group else "NO"
 
 
 def physical_name(device: torch.device) -> str:
-    """A name that two processes have in common exactly if they compute on one physical device; empty where that is not known, and
-    for a CPU."""
+    """A name that is the same in two processes exactly if they compute on the same physical device; empty for a CPU and for an unknown
+    device."""
     if device.type not in ("cuda", "xpu"):
         return ""
     number = str(torch.get_device_module(device).get_device_properties(device).uuid)

@@ -1,7 +1,7 @@
-"""The one door to Accelerate: opens the Accelerator of a fit, prepares the model, and does the few things ranks do together.
+"""The engine of a fit: opens its Accelerator and its process group, prepares the model, and runs its forward.
 
-Owns: the environment while the Accelerator is built, process groups, device, loss scaling, collectives on control data,
-and leaving everything as it was. Must not know: hooks, data, checkpoints, the loop.
+Owns: the environment while the Accelerator is built, process groups, device, loss scaling, collectives on control data, and restoring
+everything afterwards. Must not know: hooks, data, checkpoints, the loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fabricate.strategies.sharding import is_sharded
 
 T = TypeVar("T")
 
-# Accelerate reads these while an Accelerator is built and would act on them behind the strategy's back.
+# Accelerate reads these while it builds an Accelerator, and would act on them without the strategy.
 _HIDDEN = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
@@ -54,19 +54,20 @@ _HIDDEN = (
     "ACCELERATE_DYNAMO_BACKEND",
 )
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Hidden as well where there is no process group: Accelerate would open one."""
+"""Hidden as well if the run has no process group, because Accelerate would open one."""
 _SYNCHRONISED = contextlib.nullcontext()
 _CALL = "call"
-"""The step that runs a function; see `Engine.in_forward`."""
+"""The name of the step that runs a function; see `Engine.in_forward`."""
 _UNUSABLE: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
-"""Stored on a sharded module: strategy, world size, precision, root, prepared model. This value: it cannot be used again."""
+"""The mark on a sharded module: strategy, world size, precision, root, prepared model. With this value the module cannot be used again."""
 
 
 class Root(torch.nn.Module):
-    """What the strategy prepares: its forward runs the module's steps, so that DDP and FSDP see every parameter's use.
+    """The module that the strategy prepares. Its forward runs the steps of the user's module, so that DDP and FSDP see every use of a
+    parameter.
 
-    `config`, `_no_split_modules` and `tp_plan` are those of the one transformers model inside, if there is exactly one:
-    Accelerate and transformers look for them on the prepared model.
+    `config`, `_no_split_modules` and `_tp_plan` are those of the transformers model inside, if there is exactly one: Accelerate and
+    transformers look for them on the prepared model.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class Root(torch.nn.Module):
         moment: Moment,
         keeps_casts: bool,
     ) -> None:
-        """`keeps_casts`: whether autocast may keep a copy of a weight until the forward ends, for its next use. Where parameters are
-        gathered and freed one after the other, the copies would add up to the whole model."""
+        """`keeps_casts`: whether autocast may keep the cast copy of a weight until the forward ends. If parameters are gathered and freed
+        one after the other, these copies would add up to the whole model."""
         super().__init__()
         self._keeps_casts = keeps_casts
         self.module = module
@@ -97,14 +98,14 @@ class Root(torch.nn.Module):
                 return self.steps[stage](batch, batch_idx)
             with self._context:
                 if not self._keeps_casts:
-                    torch.set_autocast_cache_enabled(False)  # the context puts it back
+                    torch.set_autocast_cache_enabled(False)  # the context restores it
                 return self.steps[stage](batch, batch_idx)
         finally:
             self._moment.forward = False
 
 
 class Engine(Group):
-    """An open Accelerator with one strategy and one precision. Use as a context manager; every rank opens its own."""
+    """A context manager that opens the Accelerator with one strategy and one precision. Every rank opens its own."""
 
     def __init__(
         self,
@@ -129,16 +130,16 @@ class Engine(Group):
         self.in_group = strategy.in_group(launch.world_size)
         self.trackers = Trackers(log_with, logging_dir)
         self.ranks_per_row = ranks_per_row(strategy, launch.world_size)
-        """How many successive ranks read the same rows: 1 unless they divide a layer's arithmetic."""
+        """The number of successive ranks that read the same rows: 1 unless ranks share the computation of a layer."""
         self.data_rank = self.rank // self.ranks_per_row
         self.data_world_size = self.world_size // self.ranks_per_row
         self.device = device
         self.scaler: torch.amp.GradScaler | None = None
         self.context: contextlib.AbstractContextManager[object] | None = None
         self._settings = contextlib.ExitStack()
-        """Of the process, as the precision wants them."""
+        """Restores the settings of the process that the precision changes."""
         self._module: TrainModule | None = None
-        """What the strategy holds, from `prepare` on."""
+        """The module that the strategy has prepared; None before `prepare`."""
         self._accumulation = accumulation
         self._compile = compile
         self._recompute = recompute
@@ -147,7 +148,7 @@ class Engine(Group):
         """Lines for the plan about how the module was prepared."""
 
     def check(self) -> None:
-        """Refuse what cannot run here, before anything is built."""
+        """Raise `ConfigurationError` if the strategy, the precision or `compile` cannot run here, before anything is built."""
         problems = [
             *reasons(self.strategy, self.strategy.check(self.world_size, self.device)),
             *reasons(self.precision, self.precision.check(self.device, self.strategy)),
@@ -195,7 +196,7 @@ class Engine(Group):
         return self
 
     def _build_accelerator(self) -> None:
-        """`RunAccelerator`, beside what Accelerate shares with code outside of the run."""
+        """Set aside the state that Accelerate shares with code outside the run, and build the `RunAccelerator`."""
         self._shared_state.set_aside(distributed_type(self.device, self.in_group))
         try:
             self.accelerator = RunAccelerator(
@@ -216,8 +217,8 @@ class Engine(Group):
         self._gradient_state = self.accelerator.gradient_state
 
     def __exit__(self, *exc: object) -> None:
-        """Take the module out of the strategy and forget Accelerate's shared state; the process group stays for the next fit
-        of this process."""
+        """Release the module from the strategy and restore Accelerate's shared state. The process group stays open for the next fit of this
+        process."""
         failure = exc[1] if any(exc) else None
         self.leave(failure if isinstance(failure, BaseException) else None)
         self._compiled.close()
@@ -229,7 +230,7 @@ class Engine(Group):
             self._shared_state.restore()
 
     def _open_group(self) -> None:
-        """Open torch's default process group, or keep the one that is open: of an earlier fit, or of the user's code. All ranks."""
+        """Open torch's default process group, or keep the one that an earlier fit or the user's code opened. All ranks."""
         if not dist.is_initialized():
             open_process_group(self.rank, self.world_size, self.device, self._timeout)
             leave_at_exit()
@@ -249,7 +250,7 @@ class Engine(Group):
             raise
 
     def topology(self) -> dict[str, Any]:
-        """What a checkpoint says of how it was made."""
+        """The world size, strategy, precision and device, as a checkpoint records them."""
         shared = {"ranks_per_row": self.ranks_per_row} if self.ranks_per_row > 1 else {}
         return {
             "world_size": self.world_size,
@@ -260,8 +261,8 @@ class Engine(Group):
         }
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Sum over ranks what was computed from rows, each row once, in place, while this rank goes on; what is returned gives the
-        sum. `tensor` is on the device. All ranks."""
+        """Start to sum `tensor` over the ranks, in place, so that each row counts once. Does not wait; the returned function waits and
+        returns the sum. `tensor` is on the device. All ranks."""
         sent: Any = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
 
         def finish() -> torch.Tensor:
@@ -273,18 +274,17 @@ class Engine(Group):
 
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:
-        """os.environ as the Accelerator should see it while it is built; exactly as before afterwards."""
+        """A context with the environment variables for building the Accelerator. Afterwards os.environ is exactly as before."""
         before = dict(os.environ)
         for name in (*_HIDDEN, *_RANK):
             os.environ.pop(name, None)
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.device)  # else Accelerate would choose one itself
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.device)  # otherwise Accelerate chooses a device
         if self.in_group:
             launch = self.launch
             places = (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size)
             os.environ.update(launch.environment | {n: str(place) for n, place in zip(_RANK, places, strict=True)})
-            os.environ.setdefault(
-                "OMP_NUM_THREADS", str(torch.get_num_threads())
-            )  # else Accelerate changes torch's threads
+            # Otherwise Accelerate changes torch's number of threads.
+            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
             master = os.environ.get("MASTER_ADDR")
             if master and self.world_size > launch.local_world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
                 interface = interface_towards(master)
@@ -297,7 +297,7 @@ class Engine(Group):
             os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
     def _verify(self) -> None:
-        """What Accelerate really built against what was asked for."""
+        """Raise an error unless Accelerate built the rank of this launch and the distributed type that the strategy needs."""
         built = self.accelerator
         kind = str(getattr(built.distributed_type, "value", built.distributed_type))
         if built.num_processes != self.world_size or built.process_index != self.rank:
@@ -312,7 +312,7 @@ class Engine(Group):
             )
 
     def _verify_precision(self) -> None:
-        """The dtype that autocast really has inside the forward context."""
+        """Raise `ConfigurationError` unless autocast inside the forward context computes in the dtype of the precision."""
         with self.context or contextlib.nullcontext():
             on = torch.is_autocast_enabled(self.device.type)
             autocast = str(torch.get_autocast_dtype(self.device.type)).removeprefix("torch.") if on else "float32"
@@ -327,8 +327,8 @@ class Engine(Group):
     def prepare(self, module: TrainModule, stages: Iterable[str], seed: int) -> torch.nn.Module:
         """Place, convert and wrap `module`; returns the callable that runs `(stage, batch, batch_idx)`. All ranks.
 
-        What is on the meta device gets its initial values from `seed`: before, where a rank holds the whole model, and after
-        the strategy has cut it where it holds a part."""
+        Tensors on the meta device get initial values from `seed`: before the strategy prepares the model if each rank holds all of it, and
+        after the strategy has cut it if ranks hold parts."""
         steps = {stage: step_function(module, stage) for stage in stages}
         self.notes.extend(set_modes(module) if "train" in steps else [])
         refuse_quantised(module, self.strategy.name, self.strategy.quantised)
@@ -364,7 +364,7 @@ class Engine(Group):
         return self._ready(model)
 
     def _converts(self) -> str:
-        """The name of a precision that changes layers; empty for one that leaves them alone."""
+        """The name of the precision if it changes layers, else an empty string."""
         return self.precision.name if type(self.precision).convert is not Precision.convert else ""
 
     def _compile_units(self, module: TrainModule) -> None:
@@ -372,11 +372,13 @@ class Engine(Group):
             self.notes.append(self._compiled.enter_context(compiled(module, self._compile)))
 
     def _recompute_blocks(self, module: TrainModule) -> None:
-        if self._recompute and not getattr(self.strategy, "activation_checkpointing", False):  # else it does so already
+        # A strategy with activation checkpointing recomputes the blocks already.
+        if self._recompute and not getattr(self.strategy, "activation_checkpointing", False):
             self._compiled.callback(recompute_blocks(module))
 
     def _reuse(self, module: TrainModule, steps: dict[str, Callable[[Any, int], Any]]) -> torch.nn.Module:
-        """A module that an earlier fit of this process sharded: the same strategy continues with it, others cannot."""
+        """Prepare a module that an earlier fit of this process sharded. Raises `ConfigurationError` unless the strategy, the world size and
+        the layers are the same."""
         earlier: tuple[str, int, str, Any, Any] = getattr(module, "_sharded", _UNUSABLE)
         name, world_size, converted, root, model = earlier
         if (name, world_size) != (self.strategy.name, self.world_size):
@@ -400,7 +402,7 @@ class Engine(Group):
         return self._ready(model)
 
     def prepare_optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Let the strategy take over the optimizers of a fit. All ranks."""
+        """Let the strategy prepare the optimizers of a fit. All ranks."""
         if len(optimizers) > 1 and not self.strategy.several_optimizers:
             raise ConfigurationError(
                 f"strategy={self.strategy.name!r} trains with one optimizer, but there are {len(optimizers)} "
@@ -411,12 +413,13 @@ class Engine(Group):
         self._ready(model)
 
     def trained_changed(self) -> None:
-        """Let the strategy follow parameters that require gradients from now on, or no longer. Between updates, all ranks."""
+        """Let the strategy adapt to parameters that were frozen or unfrozen. Between updates, all ranks."""
         self._ready(self.strategy.trained_changed(self.model))
 
     def _ready(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Where nothing is wrapped around the root and nothing hooked to it, the loop calls the step itself."""
-        # Accelerate wrapped Root.forward in a second autocast and a cast of every output to fp32; the precision has its own.
+        """Set what the loop runs, and return `model`. If the root is neither wrapped nor hooked, the loop calls the training step
+        directly."""
+        # Remove Accelerate's own autocast and its cast of every output to fp32: the precision has its own context.
         self.root.__dict__.pop("forward", None)
         self.root.__dict__.pop("_original_forward", None)
         self.model = model
@@ -430,12 +433,12 @@ class Engine(Group):
         return model
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int) -> Any:
-        """One step of an evaluation. Outside of the strategy's wrapper, unless its forward has collectives that all ranks run."""
+        """Run one step of an evaluation, without the strategy's wrapper unless its forward has collectives that all ranks run."""
         return (self.model if self.strategy.lockstep else self.root)(stage, batch, batch_idx)
 
     def in_forward(self, function: Callable[[], T]) -> T:
-        """What `function()` returns inside the forward that steps run in: in the precision, with gathered weights. All ranks where the
-        strategy's forward has collectives, which `function` then has to run alike."""
+        """The result of `function()`, called in a forward like that of a step: in the precision, with gathered weights. If the strategy's
+        forward has collectives, all ranks call this, and `function` has to run the same layers on each."""
         self.root.steps[_CALL] = lambda batch, batch_idx: function()
         inside = self.moment.forward
         try:
@@ -443,35 +446,35 @@ class Engine(Group):
             return result
         finally:
             del self.root.steps[_CALL]
-            if (
-                not inside
-            ):  # what was gathered would stay whole, and neither a save nor a hook finds the parameters in it
+            # Otherwise gathered weights may stay in place of the shards, and no save or hook would find the
+            # parameters.
+            if not inside:
                 self.strategy.after_evaluation(self.model)
 
     # -- one update ----------------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Any) -> Any:
-        """`batch` with its tensors on the device, copies not waited for."""
+        """`batch` with its tensors on the device; does not wait for the copies."""
         return batch if self._cpu else self._transfer(batch)
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
-        """The context of one micro-batch: only in the last of a window (`is_last`) are gradients averaged over ranks."""
+        """The context of one micro-batch. Gradients are averaged over ranks only in the last micro-batch of a window (`is_last`)."""
         self._gradient_state.sync_gradients = is_last
         return _SYNCHRONISED if is_last else self.strategy.no_sync(self.model)
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a loss scale is in use, so that an update may be left out on overflow."""
+        """Whether a loss scale is in use, so that an update may be skipped on overflow."""
         return self.scaler is not None or (
             self.strategy.scales_loss and self.precision.loss_scaler(self.device) is not None
         )
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """The state of the loss scale, JSON; None without one."""
+        """The state of the loss scale as JSON values; None without a loss scale."""
         return self.scaler.state_dict() if self.scaler is not None else self.strategy.loss_scale_state()
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `scaler_state` gave, under this strategy or another."""
+        """Load a state that `scaler_state` returned, under this strategy or another."""
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))
         else:

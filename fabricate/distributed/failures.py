@@ -1,5 +1,5 @@
-"""Which rank failed first, or does not answer, and what each was doing then: ranks leave it in torch's store, where the others look
-when they lose a connection.
+"""The search for the rank that failed first or does not answer, and for what each rank was doing. Ranks write this into torch's store, and
+read it when they lose a connection.
 
 Must not know: how connections are opened, what ranks send each other, hooks.
 """
@@ -40,18 +40,19 @@ _NEWLINE = "\n"
 
 
 def is_echo(exc: BaseException) -> bool:
-    """Whether `exc` only follows from what happened on another rank: a broken connection, a message that nobody answered."""
+    """Whether `exc` is only a consequence of a failure on another rank: a broken connection, or a message without an answer."""
     return isinstance(exc, PeerLost | dist.DistError) or (
         isinstance(exc, RuntimeError) and any(word in str(exc) for word in _ECHOES)
     )
 
 
 class Failures:
-    """The failures of one piece of work that ranks do together. `name` is new in the store, `over` the key that ends others' waits."""
+    """The failures of one `Group.join`. `name`: the prefix of its keys in the store, which has no failure yet; `over`: the key that ends
+    the waits of the other ranks."""
 
     def __init__(self, store: Store, name: str, over: str, rank: int, world_size: int) -> None:
-        """Leaves in the store how this rank can be asked what it is doing, and waits for the same of rank 0: an error that names it may
-        have to do without the store. All ranks."""
+        """Write this rank's address into the store, and wait for the address of rank 0, because an error that names rank 0 may have to be
+        raised without the store. All ranks."""
         self._store, self._name, self._over = store, name, over
         self._rank, self._world_size = rank, world_size
         self._addresses = {rank: stacks.here().address}
@@ -59,7 +60,7 @@ class Failures:
         self._address(0)
 
     def tell(self, exc: BaseException) -> None:
-        """Leave this rank's failure where the others find it. One rank, never raises."""
+        """Write this rank's failure into the store, if it is the first, and end the waits of the other ranks. One rank, never raises."""
 
         def leave() -> None:
             text = "".join(traceback.format_exception_only(exc))[-8000:]
@@ -72,9 +73,10 @@ class Failures:
     def ask(
         self, exc: BaseException, break_connections: Callable[[], None], listeners: Sequence[Listener] = ()
     ) -> RankError:
-        """What happened on the other ranks, where `exc` is an echo of it; waits some seconds for it. One rank, never raises.
+        """An error that says what happened on the other ranks, if `exc` is only an echo of it (see `is_echo`). Waits some seconds for their
+        reports. One rank, never raises.
 
-        break_connections: called after some seconds when a rank did not answer, because it may wait for this one. listeners: the code of
+        break_connections: called if a rank has not answered after some seconds, because it may wait for this rank. listeners: the code of
         the hooks, which are the same on every rank."""
         answer: list[RankError] = []
         own = json.dumps(stacks.here().after(exc).to_json())
@@ -93,7 +95,8 @@ class Failures:
         )
 
     def meet(self, place: str) -> bool:
-        """Whether every rank fails at this `place`, within some seconds. The same answer on every rank that gets one; never raises."""
+        """Whether every rank fails at this `place` within some seconds. False if the store is gone; otherwise the same on every rank. Never
+        raises."""
         answer: list[bool] = []
 
         def look() -> None:
@@ -112,21 +115,21 @@ class Failures:
         return bool(answer) and answer[0]
 
     def post(self, name: str) -> None:
-        """Leave a note for the others. Any thread of one rank, never raises."""
+        """Set the flag `name` in the store, for the other ranks. Any thread of one rank, never raises."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._name}/note/{name}", "")
 
     def posted(self, name: str) -> bool:
-        """Whether some rank left the note `name`. Any thread of one rank, never raises."""
+        """Whether a rank has set the flag `name`. Any thread of one rank, never raises."""
         with contextlib.suppress(RuntimeError):
             return bool(self._store.check([f"{self._name}/note/{name}"]))
         return False
 
     def _aside(self, work: Callable[[], None]) -> None:
-        """In a thread, which is left behind where the store is on a host that is gone: it answers nothing and ends no call."""
+        """Run `work` in a thread. If the store's host is gone, calls of the store never end; then the thread is abandoned."""
 
         def run() -> None:
-            with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
+            with contextlib.suppress(RuntimeError):  # the process with the store is gone
                 work()
 
         thread = threading.Thread(target=run, name="fabricate-failures", daemon=True)
@@ -149,7 +152,8 @@ class Failures:
         return error
 
     def _silent(self, reason: str, break_connections: Callable[[], None], listeners: Sequence[Listener]) -> RankError:
-        """Wait until a failure is reported, every rank has answered or another rank has found out; else who has not answered."""
+        """Wait until a failure is reported, every rank has answered or another rank has ended its search. Returns the reported failure, or
+        an error with the ranks that did not answer."""
         silent = set(range(self._world_size)) - {self._rank}
         begin, broken, over = time.monotonic(), False, f"{self._name}/found"
         while (waited := time.monotonic() - begin) < (_ANSWER_SECONDS if silent else _REPORT_SECONDS):
@@ -160,7 +164,7 @@ class Failures:
             silent = {rank for rank in silent if not self._store.check([f"{self._name}/here/{rank}"])}
             if silent and waited > _BREAK_SECONDS and not broken:
                 broken = True
-                self._ask_neighbours(silent)  # before they are released, and are somewhere else
+                self._ask_neighbours(silent)  # before their waits end and their stacks change
                 break_connections()
             time.sleep(0.1)
         report = self._found(silent, listeners)
@@ -177,7 +181,7 @@ class Failures:
         )
 
     def _ask_neighbours(self, silent: Iterable[int]) -> None:
-        """Leave what silent ranks of this host are doing; of the ranks there that answer, one asks each."""
+        """Write what the silent ranks of this host are doing into the store. Each is examined by only one of the ranks that answer."""
         host = self._host(self._rank)
         near = [rank for rank in sorted(silent) if self._host(rank) == host]
         mine = [rank for rank in near if self._claimed(f"asked/{rank}")]
@@ -185,8 +189,8 @@ class Failures:
             self._store.set(f"{self._name}/seen/{rank}", json.dumps(seen.to_json()))
 
     def _found(self, silent: Iterable[int], listeners: Sequence[Listener]) -> dict[str, Any]:
-        """Who did not answer ("silent") whom ("by"), and the text of what each rank was doing ("seen"). One rank finds out for all: the
-        reports of all ranks are read once."""
+        """The ranks that did not answer ("silent"), the rank that found this ("by"), and the text of what each rank was doing ("seen"). One
+        rank reads all reports, and the others read its result."""
         key = f"{self._name}/found"
         finding = {"by": self._rank, "silent": sorted(silent), "seen": ""}
         if self._claimed("finds"):
@@ -199,7 +203,7 @@ class Failures:
         return dict(json.loads(self._store.get(key))) if there else finding
 
     def _seen(self, rank: int) -> Seen:
-        """What a rank reported of itself, or what was seen of it."""
+        """What a rank reported of itself, or what another rank saw of it."""
         for key in (f"{self._name}/here/{rank}", f"{self._name}/seen/{rank}"):
             if self._store.check([key]):
                 return Seen.from_json(json.loads(self._store.get(key)))
@@ -207,7 +211,7 @@ class Failures:
         return Seen(address.host, address.process, "unknown")
 
     def _claimed(self, what: str) -> bool:
-        """Whether it is this rank that does `what`, which one of them does."""
+        """Whether this rank is the first to claim `what`, which only one rank does."""
         mine = str(self._rank)
         return bool(self._store.compare_set(f"{self._name}/{what}", "", mine) == mine.encode())
 
@@ -220,7 +224,7 @@ class Failures:
         return self._address(rank).host
 
     def addresses(self) -> list[Address]:
-        """Where each rank can be asked what it is doing. One rank, while no rank has failed."""
+        """The address of each rank, at which `stacks.ask` finds what it is doing. One rank, while no rank has failed."""
         return [self._address(rank) for rank in range(self._world_size)]
 
 

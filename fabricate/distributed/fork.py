@@ -1,4 +1,5 @@
-"""What a process that was forked from another, as notebooks start ranks, cannot use of what the other one had.
+"""Checks and settings for a forked process, such as a rank started from a notebook: it cannot use the GPU state and the threads of its
+parent.
 
 Must not know: who forked it, strategies, the loop.
 """
@@ -13,9 +14,9 @@ from fabricate.errors import ConfigurationError
 
 
 def settle_fork(device: torch.device) -> str:
-    """Make a forked process fit for computing on `device`: a line for the plan, empty where nothing had to be done.
+    """Prepare a forked process for computing on `device`. Returns a note for the plan, empty if nothing had to be done.
 
-    Raises `ConfigurationError` where the process that forked this one used the GPUs already, which cannot be mended here.
+    Raises `ConfigurationError` if the parent process has used the GPUs already, because then this process cannot use them.
     """
     if getattr(multiprocessing.current_process(), "_start_method", None) != "fork":
         return ""
@@ -28,5 +29,5 @@ def settle_fork(device: torch.device) -> str:
     threads = torch.get_num_threads()
     if threads == 1:
         return ""
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and the first operation that asks for them hangs
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: the first operation that uses them would hang
     return f"one thread per rank instead of {threads}: a forked process does not have the threads of its parent"

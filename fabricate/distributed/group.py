@@ -1,7 +1,7 @@
-"""The ranks of a run as one group: what they agree on and send each other, and how a process leaves.
+"""The ranks of a run as one group: the messages between them, and how a process leaves the group.
 
-Must not know: strategies, hooks, the loop, how connections are opened and broken (`fabricate.distributed.connections`). No pickle
-travels between ranks.
+Must not know: strategies, hooks, the loop, how connections are opened and broken (`fabricate.distributed.connections`). No pickle is sent
+between ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fabricate.strategies.sharding import broadcast
 
 _exit_handlers: list[object] = []
 _reported: list[str] = []
-"""Failures of this process since ranks last began to work together."""
+"""The failures of this process since the last `Group.join`."""
 _MOST_NUMBERS = 16
 _VALUES, _VALUE, _BYTES, _BARRIER, _END = range(-1, -6, -1)
 _ROUNDS = {
@@ -40,23 +40,24 @@ _ROUNDS = {
     _BARRIER: "a barrier",
     _END: "the end of its process",
 }
-"""The kinds of round among ranks; the kind of one that agrees on numbers is their count."""
+"""The kinds of round among ranks. A round that agrees on numbers has no entry: its kind is their count."""
 _BUFFER_BYTES = 2**26
 _FEW = 64
-"""Up to so many ranks each gets what all have: that takes fewer messages one after the other than the way over rank 0."""
+"""Up to this number of ranks, each rank gets the values of all: that takes fewer successive messages than the way over rank 0."""
 _TASKS, _QUIET_LOOKS, _REST_SECONDS = Path("/proc/self/task"), 3, 10.0
 
 
 def leave_at_exit() -> None:
-    """Close the process group when the interpreter ends, once: left open, a rank may be torn down while it is in use."""
+    """Register, once, that the process group is closed when the interpreter ends. Otherwise the process could end while the group is in
+    use."""
     if dist.is_initialized() and not _exit_handlers:
         _exit_handlers.append(atexit.register(_leave))
 
 
 @contextlib.contextmanager
 def looking_alone() -> Iterator[None]:
-    """While open, libraries that ask torch whether ranks work together see one process: torchmetrics would wait in `compute` for ranks that
-    do not compute. For the user's code that runs on one rank only; torch's own functions are not changed."""
+    """A context for user code that runs on one rank only: inside, `torch.distributed.is_initialized()` is False for libraries. Otherwise
+    torchmetrics would wait in `compute` for ranks that do not compute. torch's own functions are not changed."""
     before = dist.is_initialized
     dist.is_initialized = lambda: False
     try:
@@ -69,31 +70,31 @@ def _leave() -> None:
     if dist.is_initialized():
         connections = opened().connections.get("main")
         if connections is not None and not connections.closed:
-            # A rank that closes while another still sends to it aborts that one.
-            with contextlib.suppress(RankError):  # one that is gone sends nothing
+            # If a rank closes while another rank still sends to it, the other process aborts.
+            with contextlib.suppress(RankError):  # a rank that is gone sends nothing
                 Group(dist.get_rank(), dist.get_world_size(), connections).wait_for_the_end()
         opened().close()
-        if not _reported:  # after a failure others may be gone, and closing could wait for them
+        if not _reported:  # after a failure other ranks may be gone, and closing could wait for them
             dist.destroy_process_group()
     _let_threads_rest()
 
 
 def _let_threads_rest() -> None:
-    """Wait until the threads of gloo sleep. One that lets go of a tensor needs the interpreter, and aborts the process where
-    that is ending. They cannot be joined: a DistributedDataParallel keeps its process group for ever."""
+    """Wait until gloo's threads sleep. A thread that releases a tensor needs the interpreter, and aborts the process if the interpreter is
+    ending. The threads cannot be joined, because a DistributedDataParallel keeps its process group for ever."""
     if not _TASKS.is_dir():
-        time.sleep(0.1)  # no Linux: the moment that it takes on an idle machine
+        time.sleep(0.1)  # not on Linux: the time that this takes on an idle machine
         return
     quiet, deadline = 0, time.monotonic() + _REST_SECONDS
     while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
-        time.sleep(0.005)  # one that waits for the interpreter's lock sleeps too, and gets it now
+        time.sleep(0.005)  # a thread that waits for the interpreter's lock sleeps too; it gets the lock now
         quiet = 0 if _gloo_works() else quiet + 1
 
 
 def _gloo_works() -> bool:
-    """Whether a thread of gloo runs, or would if it got a core."""
+    """Whether a thread of gloo runs, or is ready to run."""
     for task in _TASKS.iterdir():
-        with contextlib.suppress(OSError):  # ended since
+        with contextlib.suppress(OSError):  # it has ended
             name, _, state = (task / "stat").read_text().partition("(")[2].rpartition(") ")
             if name.startswith("pt_gloo") and state[0] != "S":
                 return True
@@ -101,11 +102,11 @@ def _gloo_works() -> bool:
 
 
 class Group:
-    """This rank among `world_size`; one process is a group too. Every method is called by all ranks, in the same order, unless its
-    text says otherwise.
+    """This rank and the other ranks of a run; a single process is a group too. All ranks call the methods, in the same order, unless a
+    docstring says otherwise.
 
-    Whatever ranks send each other begins with a round: rank 0 gathers a row of each, which says what that rank is about to do, and
-    broadcasts its answer. Where ranks are about to do different things, every one raises `RankError`.
+    Every exchange begins with a round: rank 0 gathers a row from each rank with the kind of its exchange, and broadcasts the result. If the
+    kinds differ, every rank raises `RankError`.
     """
 
     def __init__(self, rank: int, world_size: int, connections: Connections | None = None) -> None:
@@ -114,13 +115,14 @@ class Group:
         self._failures: Failures | None = None
 
     def join(self, timeout: datetime.timedelta) -> None:
-        """Begin a piece of work that ranks do together. `timeout`: how long a rank waits for the others."""
+        """Connect the ranks for a fit or another piece of work that they do together. `timeout`: how long a rank waits for the others."""
         _reported.clear()
         if self.world_size == 1 or not dist.is_initialized():
             return
         leave_at_exit()
         self._timeout = timeout
-        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # one that an earlier fit opened had another
+        # A group that an earlier fit opened may have another timeout.
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
         self._connections = self._connect("main")
         try:
             self._failures = self._exchange_hosts(self._connections)
@@ -144,17 +146,17 @@ class Group:
             ) from exc
 
     def _exchange_hosts(self, connections: Connections) -> Failures:
-        """Leave this rank's host and process in the store, for errors that name them; all of them are read only then."""
+        """Write this rank's host and process into the store. Only errors that name ranks read those of all ranks."""
         store, name = dist.distributed_c10d._get_default_store(), f"fabricate/{connections.group.group_name}"
         return Failures(store, name, connections.watched, self.rank, self.world_size)
 
     def addresses(self) -> list[Address]:
-        """Where each rank can be asked what it is doing. One rank, after `join`."""
+        """The address of each rank, at which `stacks.ask` finds what it is doing. One rank, after `join`."""
         return [here().address] if self._failures is None else self._failures.addresses()
 
     def leave(self, exc: BaseException | None = None) -> None:
-        """End what `join` began. After a failure `exc` the connections are closed, and ranks that still wait for this one notice. One
-        rank."""
+        """After a failure `exc`, report it and close the connections, so that ranks that wait for this rank notice. Without a failure, do
+        nothing. One rank."""
         if exc is None or self.world_size == 1 or not dist.is_initialized():
             return
         if not _reported:
@@ -168,12 +170,12 @@ class Group:
         return self._round(len(flags), flags)[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.world_size > 1:
             self._round(_BARRIER, [])
 
     def wait_for_the_end(self) -> None:
-        """Wait until every rank is about to end."""
+        """Wait until the process of every rank is about to end."""
         self._round(_END, [])
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -186,19 +188,20 @@ class Group:
         return [json.loads(row.numpy().tobytes()) for row in rows]
 
     def gather_if(self, wanted: bool, value: Any) -> list[Any]:
-        """As `gather_json` where some rank wants it; else nothing, after one short round."""
+        """`gather_json(value)` if `wanted` is true on any rank; else an empty list, after one short round."""
         return self.gather_json(value) if self.agree([int(wanted)])[0] else []
 
     def all_have(self, value: Any) -> bool:
-        """Whether every rank has this JSON value. Digests travel."""
-        digest = xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) >> 1  # so that it has a negative
+        """Whether every rank has the same JSON value. Ranks compare digests."""
+        # 63 bits, so that its negative fits into 64 bits too.
+        digest = xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) >> 1
         most, least = self.agree([digest, -digest])
         return most == -least
 
     def combine_json(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """What `combine` makes of every rank's JSON value, in rank order, on every rank: JSON too. Among many ranks it runs on rank 0
-        alone, and its `ConfigurationError` or `RankError` is raised on every rank, so that no other rank gets more the more ranks
-        there are."""
+        """The result of `combine` (JSON) for the list of every rank's JSON value, in rank order, on every rank. With many ranks `combine`
+        runs on rank 0 only, and its `ConfigurationError` or `RankError` is raised on every rank; so the other ranks do not receive the
+        values of all."""
         if self.world_size <= _FEW:
             return combine(self.gather_json(value))
         everyone, answer = self.send_json(value), [None, "", ""]
@@ -213,13 +216,13 @@ class Group:
         return made
 
     def send_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on rank 0; nothing elsewhere. No pickle."""
+        """Every rank's JSON value, in rank order, on rank 0; an empty list on the other ranks. No pickle."""
         return (
             [value] if self.world_size == 1 else [json.loads(bytes(p)) for p in self.send(json.dumps(value).encode())]
         )
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank. What the others give is not used. No pickle."""
+        """Rank 0's JSON value on every rank; `value` is not used on the others. No pickle."""
         if self.world_size == 1:
             return value
         data = json.dumps(value).encode() if self.rank == 0 else b""
@@ -227,8 +230,8 @@ class Group:
         return json.loads(self._links.broadcast(_row(data, size)).numpy().tobytes())
 
     def send(self, data: bytes | memoryview) -> list[memoryview]:
-        """Every rank's bytes, in rank order, on rank 0; nothing elsewhere. They travel in pieces, so that rank 0 needs little more
-        memory than for what it returns."""
+        """Every rank's bytes, in rank order, on rank 0; an empty list on the other ranks. They are sent in pieces, so that rank 0 needs
+        little more memory than the result takes."""
         mine = memoryview(data).cast("B")
         if self.world_size == 1:
             return [mine]
@@ -248,7 +251,8 @@ class Group:
         return self._connections
 
     def _round(self, kind: int, numbers: list[int]) -> tuple[list[int], torch.Tensor | None]:
-        """The maximum of each number over ranks that are all about to do the same; on rank 0 also every rank's row: kind, numbers."""
+        """The maximum of each number over the ranks, and on rank 0 also every rank's row: kind, numbers. Raises `RankError` if the kinds
+        differ."""
         assert len(numbers) <= _MOST_NUMBERS
         row = torch.tensor([kind, *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])
         rows = self._links.gather(row)
@@ -264,8 +268,8 @@ class Group:
         return largest[: len(numbers)], rows
 
     def counterparts(self, number: int) -> Any:
-        """The process group of the ranks that stand where this one does among `number` successive ones; kept as long as the
-        process group."""
+        """The process group of the ranks with the same place as this rank among `number` successive ranks. It stays open as long as the
+        default group."""
         known = opened().counterparts
         if number not in known:
             for place in range(number):
@@ -277,8 +281,8 @@ class Group:
 
     @contextlib.contextmanager
     def opening_groups(self) -> Iterator[None]:
-        """Process groups that a strategy opens meanwhile have the time-out of this piece of work, and so have those that strategies opened
-        in earlier ones: torch gives new ones its own. This rank alone."""
+        """A context in which a strategy opens process groups. Afterwards these, and the groups that strategies opened earlier, have the
+        timeout of `join` instead of torch's default. This rank alone."""
         if not dist.is_initialized():
             yield
             return
@@ -288,28 +292,28 @@ class Group:
             yield
         finally:
             known |= set(every) - before
-            known &= set(every)  # without those that were closed
+            known &= set(every)  # without groups that were closed
             for group in known:
                 dist.distributed_c10d._set_pg_timeout(self._timeout, group)
 
     def beside(self) -> Group:
-        """The same ranks once more, for a thread of each: its messages do not meet those of the main thread."""
+        """A second group of the same ranks, for a thread of each rank, whose messages are separate from those of the main thread."""
         if self.world_size == 1:
             return Group(self.rank, self.world_size)
         return Group(self.rank, self.world_size, self._connect("beside", self._links.watched))
 
     def post(self, name: str) -> None:
-        """Leave a note where every rank finds it, beside all messages. `name`: new in the store. Any thread of one rank, never raises."""
+        """Set the flag `name`, which must be new, in the store, where every rank can read it. Any thread of one rank, never raises."""
         if self._failures is not None:
             self._failures.post(name)
 
     def posted(self, name: str) -> bool:
-        """Whether some rank posted `name`. Any thread of one rank, never raises."""
+        """Whether a rank has set the flag `name`. Any thread of one rank, never raises."""
         return self._failures is not None and self._failures.posted(name)
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Give every rank rank 0's buffers (running statistics differ between ranks); the returned function puts this
-        rank's own back, so that evaluating changes nothing."""
+        """Copy rank 0's buffers to every rank, because running statistics differ between ranks. Returns a function that restores this
+        rank's own buffers, so that an evaluation changes nothing."""
         if self.world_size == 1:
             return lambda: None
         buffers = list(module.buffers())
@@ -324,9 +328,9 @@ class Group:
         return restore
 
     def report_failure(self, exc: BaseException, listeners: Sequence[Listener] = ()) -> RankError | None:
-        """Leave this rank's failure where the others find it. When `exc` is only an echo of what happened elsewhere (a broken
-        connection, a collective that nobody answered), returns an error that says what did and what each rank was doing, waiting some
-        seconds for it. listeners: the code of the hooks, which the error names. One rank, never raises."""
+        """Write this rank's failure into the store, for the other ranks. If `exc` is only an echo of a failure on another rank (see
+        `is_echo`), wait some seconds for reports instead, and return an error that says what happened and what each rank was doing.
+        listeners: the code of the hooks, which the error names. One rank, never raises."""
         if self._failures is None:
             return None
         _reported.append(type(exc).__name__)
@@ -335,24 +339,24 @@ class Group:
             self._failures.tell(exc)
             self._links.close()
             return None
-        self._links.close()  # the others notice as well, and ask while this rank does
+        self._links.close()  # so that the other ranks notice as well, and report while this rank waits
         kept.broken = kept.broken or not isinstance(exc, PeerLost)
 
         def release_others() -> None:
-            """Those that wait in a sum of gradients."""
+            """Break the connections over which ranks wait for the sum of gradients."""
             kept.broken = True
             break_connections(dist.distributed_c10d._get_default_group())
 
         return self._failures.ask(exc, release_others, listeners)
 
     def all_failed(self, place: str) -> bool:
-        """While a failure is handled, before it is reported: whether every rank fails at the same `place` and comes here within some
-        seconds, so that they can still work together. The same answer on every rank; never raises."""
+        """Whether every rank fails at the same `place` within some seconds, so that the ranks can still work together. Called while a
+        failure is handled, before it is reported. The same on every rank; never raises."""
         return self.world_size == 1 or (self._failures is not None and self._failures.meet(place))
 
 
 def _row(data: bytes | memoryview, size: int) -> torch.Tensor:
-    """`size` bytes as a tensor, which begin with `data`."""
+    """A tensor of `size` bytes that begins with `data`."""
     row = np.zeros(size, np.uint8)
     row[: len(data)] = np.frombuffer(data, np.uint8)
     return torch.from_numpy(row)

@@ -1,6 +1,6 @@
-"""What ranks were doing, as text: which of them wait in which collective, in which hook, after how many updates, and their stacks.
+"""What ranks are doing, as text: the collective in which a rank waits, the hook, the number of updates, and the stack.
 
-Must not know: how processes are asked (`fabricate.distributed.stacks`), how ranks wait for each other; imports no torch.
+Must not know: how stacks are read (`fabricate.distributed.stacks`), how ranks wait for each other; imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fabricate.distributed.stacks import Frame, Reached, Seen
 
 Listener = tuple[str, int, int, str]
-"""The file, the first and the last line of code that reports name, and its name."""
+"""A piece of code that reports can name: its file, its first and last line, and its name."""
 
 _GROUP = ("/fabricate/distributed/group.py", "/fabricate/distributed/connections.py")
 _OF_TORCH = ("/torch/distributed/", "/torch/nn/parallel/")
@@ -23,7 +23,7 @@ _ACTIVITIES = (
     ("/training/evaluations/", "in an evaluation"),
     ("/torch/utils/data/", "reading data"),
 )
-"""By a part of a file's path, what a rank does that is in it."""
+"""Parts of the paths of files, each with what a rank does while it runs code of that file."""
 _STATES = {
     "answers": "waited in vain",
     "runs": "runs code",
@@ -38,7 +38,8 @@ _STATES = {
 
 
 def report(seen: Mapping[int, Seen], listeners: Sequence[Listener] = ()) -> str:
-    """One paragraph for each state in which ranks are, and a line that says where to begin. listeners: the code of the hooks."""
+    """The report: one paragraph for the ranks in the same state, and a line that names where to look first. listeners: the code of the
+    hooks."""
     alike: dict[str, list[int]] = {}
     for rank, each in sorted(seen.items()):
         alike.setdefault(_paragraph(each, listeners), []).append(rank)
@@ -47,7 +48,7 @@ def report(seen: Mapping[int, Seen], listeners: Sequence[Listener] = ()) -> str:
 
 
 def awaited(frames: Sequence[Frame], runs: bool = False) -> str:
-    """The collective in which a stack ends; empty where it ends elsewhere. runs: whether the thread was seen to compute."""
+    """The collective in which a stack ends, or an empty string if it does not end in one. runs: whether the thread was seen to compute."""
     inner = list(reversed(frames))
     if not inner or runs:
         return ""
@@ -63,7 +64,7 @@ def awaited(frames: Sequence[Frame], runs: bool = False) -> str:
 
 
 def _paragraph(seen: Seen, listeners: Sequence[Listener]) -> str:
-    """What a rank is doing, without its number, and its stack."""
+    """What a rank is doing, and its stack; without the number of the rank."""
     facts = [_STATES[seen.state]]
     if name := awaited(seen.frames, seen.state == "runs"):
         facts[0] += f" for {name}" if seen.state == "answers" else f" in {name}"
@@ -96,12 +97,12 @@ def numbers(ranks: Iterable[int]) -> str:
 
 
 def _activity(frames: Sequence[Frame]) -> str:
-    """What of a fit the innermost known file is about."""
+    """The activity of the innermost frame whose file is in `_ACTIVITIES`, else an empty string."""
     return next((text for f in reversed(frames) for part, text in _ACTIVITIES if part in f.file), "")
 
 
 def _listener(frames: Sequence[Frame], listeners: Sequence[Listener]) -> str:
-    """The hook and plugin in which a stack is, the innermost of them."""
+    """The innermost hook and plugin of a stack."""
     for frame in reversed(frames):
         for file, first, last, name in listeners:
             if frame.file == file and first <= frame.line <= last:
@@ -120,13 +121,13 @@ def _reached(reached: Reached | None) -> str:
 
 
 def _stack(frames: Sequence[Frame]) -> list[str]:
-    """With the lines of the source, where the files are on this host."""
+    """The lines of a stack, with the source lines if the files are on this host."""
     summary = [traceback.FrameSummary(file, line, function) for file, line, function in frames]
     return [line for entry in traceback.format_list(summary) for line in entry.splitlines()]
 
 
 def _where_to_begin(seen: Mapping[int, Seen]) -> str:
-    """Which ranks the others wait for; empty where that is not known."""
+    """A line with the ranks for which the others wait, or with the different collectives in which all wait; else an empty string."""
     waiting = {rank: name for rank, each in seen.items() if (name := awaited(each.frames, each.state == "runs"))}
     others = [rank for rank in seen if rank not in waiting]
     if waiting and others:

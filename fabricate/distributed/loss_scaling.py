@@ -14,27 +14,27 @@ from fabricate.strategies.base import Strategy
 
 
 class Unscaled:
-    """No loss scale, or one that the strategy's own engine keeps."""
+    """Backward and the update without a loss scale, or with a loss scale of the strategy's own engine."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.backward: Callable[[torch.Tensor], None] = strategy.backward
         """Backward of one micro-batch."""
         self.step: Callable[[torch.optim.Optimizer], bool] = strategy.step
-        """Apply the update; False if the strategy left it out."""
+        """Apply the update. Returns False if the strategy skipped it."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale; here there is none."""
+        """Do nothing: there is no scale by which gradients have to be divided."""
 
 
 class Scaled:
-    """The loss is scaled up before backward, and the gradients down before anything reads them (fp16)."""
+    """Backward of the scaled loss (fp16), and an update whose gradients are divided by the scale before anything reads them."""
 
     def __init__(self, strategy: Strategy, scaler: torch.amp.GradScaler) -> None:
         self._backward = strategy.backward
         self._scaler = scaler
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch, of the scaled loss."""
+        """Backward of one micro-batch, with the scaled loss."""
         self._backward(self._scaler.scale(loss))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -42,7 +42,7 @@ class Scaled:
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the update; False if a gradient overflowed. Waits for the device once."""
+        """Apply the update. Returns False if a gradient overflowed. Waits for the device once."""
         overflow = _Overflow()
         hook = optimizer.register_step_post_hook(overflow)
         self._scaler.step(optimizer)
@@ -52,11 +52,10 @@ class Scaled:
 
 
 class _Overflow:
-    """A hook of an optimizer's step, from which it is known whether the update was applied."""
+    """A hook after an optimizer's step that finds whether the update was applied."""
 
-    found: Any = 1.0  # unless the optimizer is called
+    found: Any = 1.0  # the value if the optimizer is not called
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.found = getattr(
-            optimizer, "found_inf", 0.0
-        )  # a fused one is called always, and leaves the update out itself
+        # A fused optimizer is always called, and skips the update itself.
+        self.found = getattr(optimizer, "found_inf", 0.0)

@@ -1,4 +1,4 @@
-"""Before ranks can send each other anything: where they meet, whether they are built of the same, opening torch's process group.
+"""The first contact of the ranks: they meet at an address, compare their packages and devices, and open torch's process group.
 
 Must not know: strategies, hooks, what ranks send each other.
 """
@@ -28,8 +28,8 @@ _GROUPS, _OTHER_FILES = 3, 512
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface through which this host reaches `host`; None when that is itself, or not known. gloo would take
-    the interface of this host's name, which on many hosts is the loopback."""
+    """The network interface through which this host reaches `host`; None if that is this host, or if it is unknown. gloo would use the
+    interface of this host's name, which is the loopback on many hosts."""
     address = _address_towards(host)
     if address is None or address.startswith("127."):
         return None
@@ -37,7 +37,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address_towards(host: str) -> str | None:
-    """This host's own address on the way to `host`; None when that is not known."""
+    """The address from which this host reaches `host`; None if it is unknown."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a datagram socket sends nothing when it connects
         address: str = probe.getsockname()[0]
@@ -46,10 +46,10 @@ def _address_towards(host: str) -> str | None:
 
 
 def open_process_group(rank: int, world_size: int, device: torch.device, timeout: datetime.timedelta) -> None:
-    """Open torch's default process group on devices of the kind of `device`, after `meet`. Accelerate keeps it. All ranks.
+    """Open torch's default process group for the type of `device`, after `meet`. Accelerate uses this group. All ranks.
 
-    It carries CPU tensors too, and a device other than the CPU is bound to it, so that NCCL need not guess it. One process needs no
-    address to meet at.
+    The group carries CPU tensors too. A device other than the CPU is bound to it, so that NCCL need not guess the device. A single process
+    needs no address.
     """
     store: Store = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
@@ -72,8 +72,8 @@ def open_process_group(rank: int, world_size: int, device: torch.device, timeout
 
 
 def allow_connections(world_size: int) -> None:
-    """Let this process open as many files as connections to `world_size` ranks take: gloo connects each two ranks of a group, and there
-    are up to three groups of all. Shells allow 1,024 by default, and more on request. Raises `RankError` where it is too few for good."""
+    """Raise this process's limit of open files, if connections to `world_size` ranks need more: gloo connects every two ranks of a group,
+    and up to three groups have all ranks. The default limit is often 1,024. Raises `RankError` if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _GROUPS * world_size + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -87,11 +87,11 @@ def allow_connections(world_size: int) -> None:
 
 
 def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.timedelta, device: str = "") -> Store:
-    """Compare what ranks are built of before they open a process group, in which they would wait for each other without a
-    word. Returns the store at MASTER_ADDR, which rank 0 has to hold until the group is open. All ranks.
+    """Compare packages and devices of the ranks before they open a process group, because ranks that differ would hang in it. Returns the
+    store at MASTER_ADDR, which rank 0 has to hold until the group is open. All ranks.
 
-    built: what has to be the same everywhere, by what it is called. device: the name of the physical device of this rank, which has to
-    be its own; empty: not compared. Raises `RankError`, the same on every rank.
+    built: the values that have to be the same on all ranks, by name. device: the name of this rank's physical device, which no other rank
+    may use; empty: not compared. Raises `RankError`, the same on every rank.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
@@ -109,8 +109,8 @@ def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.ti
 
 
 def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, str], device: str = "") -> None:
-    """See `meet`. Needs nothing but the store, where each rank reads what rank 0 is built of, and the last one to have compared
-    leaves the result. All ranks."""
+    """The comparison of `meet`, through the store alone: each rank reads the values of rank 0, and the last rank to compare writes the
+    result. All ranks."""
     name = "fabricate/built"
     own = {"rank": rank, "host": socket.gethostname(), **built}
     if rank == 0:
@@ -126,14 +126,14 @@ def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, st
         return
     if store.add(f"{name}/read", 1) == world_size:
         store.set(f"{name}/all have read", "")
-    if rank == 0:  # with whose process the store would go
+    if rank == 0:  # the store ends with rank 0's process
         with contextlib.suppress(dist.DistError):
             store.wait([f"{name}/all have read"], _READ_TIMEOUT)
     raise RankError(result)
 
 
 def _difference(zero: Mapping[str, object], own: Mapping[str, object], topics: Iterable[str]) -> str:
-    """What this rank is built of and rank 0 is not."""
+    """The text of the error if a value of this rank differs from rank 0's, else an empty string."""
     topic = next((topic for topic in topics if zero[topic] != own[topic]), None)
     if topic is None:
         return ""
@@ -145,7 +145,7 @@ def _difference(zero: Mapping[str, object], own: Mapping[str, object], topics: I
 
 
 def _shared_device(store: Store, name: str, rank: int, device: str) -> str:
-    """That another rank computes on the physical device of this one."""
+    """The text of the error if another rank uses this rank's physical device, else an empty string."""
     if not device:
         return ""
     first = store.compare_set(f"{name}/device/{device}", "", str(rank)).decode()

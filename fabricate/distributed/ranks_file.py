@@ -1,6 +1,6 @@
-"""RUN_DIR/ranks.json: which processes are the ranks of the newest fit there, so that they can be asked what they are doing.
+"""RUN_DIR/ranks.json: the processes of the ranks of the newest fit there, so that another process can see what they are doing.
 
-Must not know: how they are asked; imports no torch.
+Must not know: how stacks are read; imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = "ranks.json"
 
 
 def write_ranks(run_dir: Path, fit: str, addresses: Sequence[Address], listeners: Sequence[Listener]) -> None:
-    """Write the file. `fit`: what only this fit is called; listeners: the code of its hooks. One rank."""
+    """Write the file. `fit`: the unique name of this fit; listeners: the code of its hooks. One rank."""
     content = {"fit": fit, "ranks": [dataclasses.asdict(each) for each in addresses], "listeners": listeners}
     temporary = run_dir / f".{_NAME}"
     temporary.write_text(json.dumps(content))
@@ -26,7 +26,7 @@ def write_ranks(run_dir: Path, fit: str, addresses: Sequence[Address], listeners
 
 
 def read_ranks(run_dir: Path) -> tuple[list[Address], list[Listener]]:
-    """What `write_ranks` wrote. Raises FabricateError where there is nothing of it."""
+    """The addresses and listeners that `write_ranks` wrote. Raises FabricateError if the file is missing or damaged."""
     file = run_dir / _NAME
     try:
         content = json.loads(file.read_text())
@@ -43,7 +43,7 @@ def read_ranks(run_dir: Path) -> tuple[list[Address], list[Listener]]:
 
 
 def is_written_by(run_dir: Path, fit: str) -> bool:
-    """Whether the file that is seen here is the one that `fit` wrote; reads its beginning only."""
+    """Whether this process sees the file that `fit` wrote. Reads only the beginning of the file."""
     try:
         with (run_dir / _NAME).open() as file:
             return file.read(100).startswith(json.dumps({"fit": fit})[:-1])

@@ -1,7 +1,7 @@
-"""What Accelerate shares within a process, put aside while a run has its own and put back afterwards.
+"""The state that Accelerate shares within a process: set aside during a run, which has its own, and restored afterwards.
 
-Accelerate keeps its facts about the process in the class dictionaries of `PartialState`, `AcceleratorState` and `GradientState`.
-User code or a library (`TrainingArguments`, `accelerate.logging`) may have filled them before a fit. Owns: whether that agrees with the
+Accelerate keeps its facts about the process in the class dictionaries of `PartialState`, `AcceleratorState` and `GradientState`. User code
+or a library (`TrainingArguments`, `accelerate.logging`) may have filled them before a fit. Owns: the check that this state agrees with the
 fit. Must not know: how the Accelerator of a run is built.
 """
 
@@ -28,7 +28,7 @@ class SharedState:
         self._before = [dict(kind._shared_state) for kind in _KINDS]
 
     def check(self, launch: Launch, device: torch.device, mixed_precision: str, accumulation: int) -> None:
-        """Raise `ConfigurationError` where something that exists already says other than what runs. All ranks, no messages."""
+        """Raise `ConfigurationError` if the state that existed before the run contradicts the fit. All ranks, no messages."""
         process, accelerator, gradients = self._before
         if process:
             _check_process(process, launch, device)
@@ -42,15 +42,15 @@ class SharedState:
                 )
 
     def set_aside(self, distributed_type: str) -> None:
-        """Leave what is known about the process, which a new Accelerator adopts; forget the rest until `restore`. `distributed_type`: what
-        Accelerate calls the process in this run."""
+        """Keep the state of the process, which a new Accelerator uses, and clear the rest until `restore`. `distributed_type`: Accelerate's
+        name for the process in this run."""
         AcceleratorState._shared_state.clear()
         GradientState._shared_state.clear()
-        if PartialState._shared_state:  # in one process some strategies have a process group of one, and some have none
+        if PartialState._shared_state:  # with one process, some strategies have a process group and some have none
             PartialState._shared_state["distributed_type"] = DistributedType(distributed_type)
 
     def restore(self) -> None:
-        """As it was before the run."""
+        """Restore the state from before the run."""
         for kind, before in zip(_KINDS, self._before, strict=True):
             kind._shared_state.clear()
             kind._shared_state.update(before)

@@ -1,9 +1,9 @@
-"""Where a process is, for another process of the same host that asks: the stacks of its threads, and how far its fit has come. Linux.
+"""The stacks of a process's threads and the progress of its fit, for another process on the same host. Linux only.
 
-A process that shows itself (`here`) has Python's faulthandler write the stacks of its threads when SIGURG arrives. This happens in C, in
-the handler of the signal: it works while a thread waits in a collective, sleeps, or never returns to Python. The stacks go into memory that
-has no name in any file system, and another process of the same user reads them through /proc. Until somebody asks this costs nothing: there
-is no thread, no port and no file. Must not know: ranks, hooks, the loop; imports no torch.
+In a process that has called `here`, Python's faulthandler writes the stacks of all threads when SIGURG arrives. It does so in C, in the
+signal handler, and therefore also while a thread waits in a collective, sleeps, or never returns to Python. It writes into an anonymous
+memory file, which another process of the same user reads through /proc. Without a signal this costs nothing: there is no thread and no
+port. Must not know: ranks, hooks, the loop; imports no torch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import psutil  # type: ignore[import-untyped]
 
 _SIGNAL = signal.SIGURG
-"""Ignored by a process that does not handle it, so that one which comes too late ends nothing."""
+"""A process without a handler ignores this signal, so it does no harm if it arrives too late."""
 _MEMORY = "fabricate-stacks"
 _PAGE_BYTES = 4096
-"""At the beginning of the memory: what this process writes of itself. The stacks follow."""
+"""The size of the first page of the memory file, in which a process writes its progress. The stacks follow."""
 _THREAD, _REACHED = struct.Struct("3q"), struct.Struct("3q")
 _SAMPLES, _SAMPLE_SECONDS = 10, 0.05
-"""How often, and how far apart, it is looked at whether a thread runs."""
+"""The number of samples that find whether a thread runs, and the time between two of them."""
 _WRITE_SECONDS = 2.0
 """How long a process may take to write its stacks."""
 _MOST_WORKERS = 16
@@ -55,8 +55,8 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """How a process can be asked. `began`: when it did, in ticks of its host's clock; `memory`: the number of the open file that holds its
-    stacks, -1 where it cannot be asked."""
+    """The address of a process, for `ask`. `began`: its start time, in clock ticks of its host; `memory`: the descriptor of its memory
+    file, -1 if it has none."""
 
     host: str
     process: int
@@ -66,8 +66,9 @@ class Address:
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a process has come. `running`: whether a fit or an evaluation is running; `update`: the one
-    at work, or the last; `micro_step`: micro-batches of its rank in this epoch before the one at work; `batch`: of an evaluation, or -1."""
+    """The progress of a process. `running`: whether a fit or an evaluation is running; `update`: the current update, or the last one;
+    `micro_step`: the number of micro-batches of its rank in this epoch before the current one; `batch`: the current batch of an evaluation,
+    or -1."""
 
     running: bool
     update: int
@@ -77,7 +78,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a process. Frames begin with the outermost.
+    """What is known of a process. Frames begin with the outermost call.
 
     state: "answers" (it reported itself), "runs", "waits", "stopped" (by a signal), "gone", "mute" (it writes no stacks: it waits for a
     disk or a device), "foreign" (of another user), "elsewhere" (on another host), "unknown"."""
@@ -88,17 +89,17 @@ class Seen:
     frames: tuple[Frame, ...] = ()
     reached: Reached | None = None
     workers: tuple[Seen, ...] = ()
-    """The worker processes of its DataLoader, where it waits for one."""
+    """The worker processes of its DataLoader, if it is waiting for one of them."""
     save: tuple[Frame, ...] = ()
-    """Of the thread that writes a checkpoint in the background."""
+    """The frames of the thread that writes a checkpoint in the background."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` takes it."""
+        """The JSON value for `from_json`."""
         return dataclasses.asdict(self) | {"workers": [worker.to_json() for worker in self.workers]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Seen:
-        """What `to_json` gave."""
+        """The object from which `to_json` made `value`."""
         stacks = {name: tuple(Frame(*frame) for frame in value[name]) for name in ("frames", "save")}
         reached = None if value["reached"] is None else Reached(**value["reached"])
         workers = tuple(map(cls.from_json, value["workers"]))
@@ -106,11 +107,11 @@ class Seen:
 
 
 class Here:
-    """What this process shows of itself, from now until it ends."""
+    """The address and the memory file of this process, from now until it ends."""
 
     def __init__(self) -> None:
         memory = _memory()
-        self._page = mmap.mmap(memory, _PAGE_BYTES)  # of -1: memory that nobody else sees
+        self._page = mmap.mmap(memory, _PAGE_BYTES)  # with -1: memory that no other process sees
         status = _status(os.getpid())
         self.address = Address(socket.gethostname(), os.getpid(), status[1] if status else 0, memory)
         self._reached = memoryview(self._page)[_THREAD.size : _THREAD.size + _REACHED.size].cast("q")
@@ -118,17 +119,17 @@ class Here:
         self._note()
 
     def reached(self, update: int, micro_step: int, batch: int) -> None:
-        """Note `Reached.update`, `micro_step` and `batch`."""
+        """Set `Reached.update`, `micro_step` and `batch`."""
         noted = self._reached  # a Struct's pack_into costs 1.4 us more, in each micro-batch
         noted[0], noted[1], noted[2] = update, micro_step, batch
 
     def begun(self) -> None:
-        """A fit or an evaluation is running, in this thread; perhaps inside of another one."""
+        """Record that a fit or an evaluation begins in this thread, perhaps inside another one."""
         self._depth += 1
         self._note()
 
     def ended(self) -> None:
-        """It is over; what comes next is expected in the same thread."""
+        """Record that it has ended. The next one is expected in the same thread."""
         self._depth -= 1
         self._note()
 
@@ -136,7 +137,7 @@ class Here:
         _THREAD.pack_into(self._page, 0, self._depth, threading.get_ident(), threading.get_native_id())
 
     def after(self, exc: BaseException) -> Seen:
-        """This process, in which `exc` was raised and is being handled."""
+        """The `Seen` of this process, which is handling `exc`."""
         _, reached = _page(self._page[:])
         return Seen(self.address.host, self.address.process, "answers", _frames_of(exc), reached)
 
@@ -145,15 +146,15 @@ _here: list[Here] = []
 
 
 def here() -> Here:
-    """What this process shows of itself. The first call begins with it; a forked process starts over."""
+    """The `Here` of this process. The first call makes it; a forked process makes its own."""
     if not _here or _here[0].address.process != os.getpid():
         _here[:] = [Here()]
     return _here[0]
 
 
 def _memory() -> int:
-    """A file of memory to which the stacks are written when the signal arrives; -1 where the system has none, or where the signal is
-    handled already."""
+    """The descriptor of a memory file to which the stacks are written when the signal arrives; -1 if the system has no such files, or if
+    the signal already has a handler."""
     if sys.platform != "linux" or signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
         return -1
     memory = os.memfd_create(_MEMORY)
@@ -164,7 +165,7 @@ def _memory() -> int:
 
 
 def _frames_of(exc: BaseException) -> tuple[Frame, ...]:
-    """From the outermost call to where `exc` was raised."""
+    """The frames from the outermost call to the place where `exc` was raised."""
     if exc.__traceback__ is None:
         return ()
     inner = list(traceback.walk_tb(exc.__traceback__))
@@ -178,8 +179,8 @@ def _frames_of(exc: BaseException) -> tuple[Frame, ...]:
 
 
 def ask(addresses: Sequence[Address]) -> list[Seen]:
-    """What each process is doing. Those of this host are asked, all at once: it takes half a second, and longer only where one writes
-    nothing or waits for its data."""
+    """What each process is doing. All processes of this host are examined at once: this takes half a second, and longer only if one of them
+    writes nothing or waits for its data."""
     addressees = [_Asked(address) for address in addresses]
     for _ in range(_SAMPLES):
         time.sleep(_SAMPLE_SECONDS)
@@ -189,7 +190,7 @@ def ask(addresses: Sequence[Address]) -> list[Seen]:
 
 
 class _Asked:
-    """A process to which the signal was sent."""
+    """A process that `ask` examines."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -200,11 +201,11 @@ class _Asked:
             self._state = self._send()
         except PermissionError:
             self._state = "foreign"
-        except OSError:  # it ended just now
+        except OSError:  # it has just ended
             self._state = "gone"
 
     def _send(self) -> str:
-        """Send the signal; "" if stacks will follow, else the state of the process."""
+        """Send the signal. Returns "" if stacks will follow, else the state of the process."""
         address = self._address
         if address.host != socket.gethostname():
             return "elsewhere"
@@ -224,13 +225,13 @@ class _Asked:
         return ""
 
     def sample(self) -> None:
-        """See whether the thread of the fit runs at this moment, or would if it got a core."""
+        """Count whether the thread of the fit runs, or is ready to run, at this moment."""
         if not self._state:
             status = _status(self._address.process, self._thread)
             self._running += status is not None and status[0] == "R"
 
     def seen(self) -> Seen:
-        """What came of it."""
+        """What the process is doing, after all samples."""
         if self._state:
             return self._result(self._state)
         stacks = _stacks(self._address, self._size)
@@ -256,8 +257,8 @@ class _Asked:
 
 
 def _workers(address: Address, ident: int) -> Iterator[Seen]:
-    """The processes that the thread `ident` of one that shows itself has forked, and that so write their stacks where it does. One after
-    the other."""
+    """The forked child processes of the process at `address`, one after the other; they write their stacks into its memory file. ident: its
+    thread that forked them."""
     for process in _children(address.process)[:_MOST_WORKERS]:
         try:
             status = _status(process)
@@ -270,23 +271,23 @@ def _workers(address: Address, ident: int) -> Iterator[Seen]:
             os.kill(process, _SIGNAL)
             stacks = _stacks(address, size)
             state = "runs" if (status := _status(process)) and status[0] == "R" else "waits"
-            frames = stacks.get(ident, ())  # a forked process has the number of the thread that forked it
+            frames = stacks.get(ident, ())  # a forked process keeps the number of the thread that forked it
             yield Seen(address.host, process, state if stacks else "mute", frames)
-        except OSError:  # it ended just now
+        except OSError:  # it has just ended
             continue
 
 
 def _stacks(address: Address, size: int) -> dict[int, tuple[Frame, ...]]:
-    """By thread, what a process writes behind the first `size` bytes of its memory; nothing if it writes nothing."""
+    """The stacks, by thread, that a process writes after the first `size` bytes of its memory file; empty if it writes nothing."""
     deadline, before = time.monotonic() + _WRITE_SECONDS, -1
     while True:
         try:
             written = _read(address)[size:]
-        except OSError:  # it ended just now
+        except OSError:  # it has just ended
             return {}
         if len(written) == before or time.monotonic() > deadline:
             break
-        before = len(written) or -1  # what has begun is complete when it grows no more
+        before = len(written) or -1  # the text is complete when it no longer grows
         time.sleep(_SAMPLE_SECONDS)
     text = written.decode(errors="replace")
     stacks: dict[int, tuple[Frame, ...]] = {}
@@ -300,7 +301,8 @@ def _stacks(address: Address, size: int) -> dict[int, tuple[Frame, ...]]:
 
 
 def _page(content: bytes) -> tuple[tuple[int, int, int], Reached]:
-    """Whether a fit is running, in which thread by Python's and by the system's number; how far it has come."""
+    """From the first page: the number of nested fits that are running, Python's and the system's number of their thread, and the
+    progress."""
     running, ident, thread = _THREAD.unpack_from(content, 0)
     return (running, ident, thread), Reached(bool(running), *_REACHED.unpack_from(content, _THREAD.size))
 
@@ -310,7 +312,7 @@ def _read(address: Address) -> bytes:
 
 
 def _shows_itself(process: int, memory: int) -> bool:
-    """Whether this open file of a process is what `_memory` made."""
+    """Whether the descriptor `memory` of a process is a file that `_memory` made."""
     try:
         return os.readlink(f"/proc/{process}/fd/{memory}").startswith(f"/memfd:{_MEMORY}")
     except FileNotFoundError:
@@ -318,7 +320,7 @@ def _shows_itself(process: int, memory: int) -> bool:
 
 
 def _status(process: int, thread: int = 0) -> tuple[str, int] | None:
-    """The state of a process or of one of its threads, a letter of proc(5), and when it began; None if there is none."""
+    """The state of a process or of one of its threads (a letter of proc(5)) and its start time; None if it does not exist."""
     try:
         text = Path(f"/proc/{process}/task/{thread}/stat" if thread else f"/proc/{process}/stat").read_text()
     except OSError:
@@ -328,7 +330,7 @@ def _status(process: int, thread: int = 0) -> tuple[str, int] | None:
 
 
 def _children(process: int) -> list[int]:
-    """The processes that one has started."""
+    """The child processes of a process."""
     try:
         return sorted(child.pid for child in psutil.Process(process).children())
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Trackers: which of Accelerate's and the user's run beside a fit, when they start, and when they end.
+"""The trackers of a fit, from Accelerate and from the user: their names and options, how they start and how they end.
 
 Must not know: process groups, the loop, what is logged (`fabricate.training.reports`).
 """
@@ -19,12 +19,12 @@ class Trackers:
     """The trackers of one fit."""
 
     def __init__(self, log_with: Sequence[Any], directory: str | None) -> None:
-        """`log_with`: as `check_trackers` returns them."""
+        """`log_with`: the result of `check_trackers`."""
         self.named = [tracker for tracker in log_with if not inspect.isfunction(tracker)]
-        """What Accelerate takes as its `log_with`: names and objects."""
+        """The value for Accelerate's `log_with`: names and objects."""
         self._made_later = [tracker for tracker in log_with if inspect.isfunction(tracker)]
         self.directory = directory
-        """Where those write that need a place."""
+        """The directory of trackers that write files."""
 
     def __bool__(self) -> bool:
         return bool(self.named or self._made_later)
@@ -37,13 +37,13 @@ class Trackers:
         options: Mapping[str, Mapping[str, Any]],
         configured: Collection[str],
     ) -> Sequence[Any]:
-        """Start Accelerate's trackers, `trackers` as the user named them, with `config` as theirs: hyper-parameters by name. Returns
-        them. All ranks; they act on rank 0. options: by the name of a tracker; those of the user come before them. configured: trackers
-        that have their hyper-parameters."""
+        """Start `trackers` (as the user named them) with the hyper-parameters `config`, and return them. All ranks; trackers act on rank 0.
+        options: by the name of a tracker; options of the user override them. configured: the names of trackers that already have their
+        hyper-parameters."""
         flat = {n: value if isinstance(value, int | float | str | bool) else str(value) for n, value in config.items()}
         project, given = tracker_options(trackers)
         together = {name: {**options.get(name, {}), **given.get(name, {})} for name in {*options, *given}}
-        if accelerator.is_main_process:  # a tracker may ask Accelerate for its rank while it is made: not before now
+        if accelerator.is_main_process:  # made only now, because a tracker may read the rank from Accelerate
             os.makedirs(self.directory or ".", exist_ok=True)
             accelerator.log_with += [_checked_tracker(make(project, self.directory)) for make in self._made_later]
         with accelerator.building():
@@ -56,7 +56,7 @@ class Trackers:
 
 
 def library_object(accelerator: RunAccelerator, name: str) -> Any:
-    """The object of the library behind the tracker `name`, on rank 0; elsewhere, and while validation is tried before training, one
+    """The library's own object of the tracker `name`, on rank 0. On other ranks, and while validation is tried before training, an object
     that does nothing."""
     if not accelerator.is_main_process:
         return Silent()
@@ -70,7 +70,7 @@ def library_object(accelerator: RunAccelerator, name: str) -> Any:
 
 
 def finish_trackers(accelerator: RunAccelerator) -> None:
-    """Let the trackers finish. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
+    """Finish the trackers. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
     for tracker in accelerator.trackers:
         tracker.finish()
 
@@ -87,14 +87,14 @@ def _checked_tracker(made: Any) -> Any:
 
 
 def tracker_names() -> list[str]:
-    """The trackers that Accelerate brings along, installed or not."""
+    """The names of Accelerate's trackers, whether their packages are installed or not."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return sorted(str(getattr(n, "value", n)) for n in LOGGER_TYPE_TO_CLASS)
 
 
 def needs_directory(tracker: Any) -> bool:
-    """Whether a tracker, as `check_trackers` returns it, writes into the run directory."""
+    """Whether a tracker from the result of `check_trackers` writes into the run directory."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
     if isinstance(tracker, str):
@@ -120,8 +120,8 @@ def tracker_options(trackers: Sequence[Any]) -> tuple[str, dict[str, dict[str, s
 def check_trackers(
     trackers: Sequence[Any], find: Callable[[str, Sequence[str]], Callable[[str, str], Any]]
 ) -> list[Any]:
-    """What an `Engine` takes as `log_with`: names of Accelerate's trackers, objects, and functions that make registered
-    ones, by `find`. Accelerate drops what is not installed without a word; this refuses."""
+    """The `log_with` of an `Engine`: names of Accelerate's trackers, tracker objects, and functions from `find` that make registered
+    trackers. Raises `ConfigurationError` for a tracker whose package is not installed; Accelerate would silently drop it."""
     from accelerate.tracking import GeneralTracker, get_available_trackers
 
     chosen: list[Any] = []

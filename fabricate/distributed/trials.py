@@ -1,6 +1,6 @@
-"""Work that every rank tries in a process forked for it, so that an error costs nothing, above all one for lack of memory.
+"""Work that every rank tries in a forked process, so that an error does no harm; above all, an error for lack of memory.
 
-Owns the forked processes, where they meet, and that all ranks learn how it ended. Must not know what is tried.
+Owns the forked processes, the port at which they meet, and the exchange of results between ranks. Must not know what is tried.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from fabricate.errors import ConfigurationError, FabricateError, RankError, firs
 from fabricate.launch.ranks import Launch
 
 NO_ROOM = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "STATUS_ALLOC_FAILED")
-"""What torch and the libraries below say when there is no memory left."""
+"""Words in the errors of torch and of the libraries below it when there is no memory left."""
 _DONE, _NO_ROOM, _FAILED = "done", "no room", "failed"
 _kept: list[Store] = []
-"""For as long as the process: other ranks still read from what rank 0 keeps, and meet there again when the process group is opened."""
+"""The stores, kept until the process ends: other ranks still read from rank 0's store, and meet there again when the process group is
+opened."""
 _END_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of <linux/prctl.h>."""
 _GRACE_SECONDS, _LOOK_SECONDS = 15.0, 0.05
@@ -51,9 +52,10 @@ def out_of_memory(exc: BaseException) -> bool:
 
 
 class Trials:
-    """What one process cannot risk. Every method is called by all ranks, in the same order, before they open a process group.
+    """Runs work in forked processes. All ranks call the methods, in the same order, before they open a process group.
 
-    Raises `ConfigurationError` where a forked process could not compute: after the first use of a GPU or of a process group."""
+    Raises `ConfigurationError` if a forked process could not compute: outside Linux, or after the first use of a GPU or of a process
+    group."""
 
     def __init__(self, launch: Launch, timeout: datetime.timedelta) -> None:
         self._launch = launch
@@ -74,13 +76,13 @@ class Trials:
             _kept.append(self._store)
 
     def ask(self, work: Callable[[], Any]) -> Any:
-        """The JSON value that `work` returns in a forked process of rank 0, on every rank; None where it raised."""
+        """The JSON value that `work` returns in a forked process of rank 0, on every rank; None if it raised."""
         kind, value = self._forked(work, {}, "") if self._launch.rank == 0 else (_DONE, None)
         return self._exchange(value if kind == _DONE else None)[0]
 
     def fits(self, work: Callable[[], None]) -> bool:
-        """Whether `work` ends well in a forked process of every rank; False where one of them has no memory left. The processes are ranks
-        like these, and meet at a port of their own. Raises `FabricateError`, on every rank, where one failed for another reason."""
+        """Whether `work` succeeds in a forked process of every rank; False if one of them runs out of memory. The forked processes have the
+        same ranks, and meet at another port. Raises `FabricateError`, on every rank, if one fails for another reason."""
         port = self._exchange(_free_port() if self._launch.rank == 0 else None)[0]
         name = f"fabricate/trial/{self._count}"
         ended = self._exchange(self._forked(work, {"MASTER_PORT": str(port)}, name))
@@ -105,7 +107,7 @@ class Trials:
             raise RankError(f"rank {self._launch.rank} lost another rank during a trial: {first_line(exc)}") from exc
 
     def _forked(self, work: Callable[[], Any], variables: dict[str, str], name: str) -> tuple[str, Any]:
-        """How `work` ends in a forked process, and what it returns, or what it printed last."""
+        """How `work` ends in a forked process, and its result, or the end of its output if it fails."""
         with tempfile.TemporaryDirectory(prefix="fabricate-trial-") as directory:
             arguments = (work, {**self._launch.environment, **variables}, Path(directory))
             process = multiprocessing.get_context("fork").Process(target=_run, args=arguments, name="fabricate-trial")
@@ -124,7 +126,7 @@ class Trials:
         return kind, value
 
     def _wait(self, process: ForkProcess, name: str) -> bool:
-        """Until it ends, or until that of another rank has failed and this one does not notice. Whether it ended."""
+        """Wait until `process` ends, but only some seconds after the process of another rank has failed. Returns whether it ended."""
         deadline = None
         while process.exitcode is None and (deadline is None or time.monotonic() < deadline):
             process.join(_LOOK_SECONDS)
@@ -169,14 +171,15 @@ def _free_port() -> int:
 
 
 def _run(work: Callable[[], Any], variables: dict[str, str], directory: Path) -> None:
-    """In the forked process: do `work`, and leave in `directory` how it ended and what it printed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that forked this one handles it, and ends this one
+    """Run `work` in the forked process, and write into `directory` how it ended and what it printed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it, and ends this process
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     file = os.open(directory / "printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # should the host's memory end, this process does
+        # If the host runs out of memory, the kernel ends this process first.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     os.environ.update(variables)
     if variables:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 of the trial opens a store at the port
@@ -193,7 +196,7 @@ def _run(work: Callable[[], Any], variables: dict[str, str], directory: Path) ->
 
 
 def _ended(directory: Path, code: int) -> tuple[str, Any]:
-    """What `_run` left. What the kernel ended for lack of memory left nothing."""
+    """The result that `_run` wrote. If the kernel ended the process for lack of memory, there is none, and this is `_NO_ROOM`."""
     file, text = directory / "ended", directory / "printed"
     printed = text.read_text(encoding="utf-8", errors="replace")[-4000:].strip() if text.exists() else ""
     if file.exists():
