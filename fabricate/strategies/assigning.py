@@ -1,4 +1,4 @@
-"""`parameter.data = value` for parameters in shards, and for those that a strategy is going to cut. Must not know: hooks."""
+"""`parameter.data = value` for sharded parameters, and contiguous memory for parameters that a strategy will cut. Must not know: hooks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def lay_out(module: torch.nn.Module, strategy: Strategy) -> list[str]:
-    """Make the parameters contiguous of which `strategy` computes with copies, because those are cut from a flat tensor: convolutions in
-    `channels_last`, transposed weights. Values stay. Returns a note about them, or nothing."""
+    """Make parameters contiguous if `strategy` computes with copies of them, because it cuts the copies from a flat tensor. Convolutions in
+    `channels_last` and transposed weights are not contiguous. Values stay the same. Returns a list with a note, or an empty list."""
     names = []
     for name, parameter in module.named_parameters():
         if not parameter.is_contiguous() and not is_wrapper(parameter) and not strategy.keeps_written(parameter):
@@ -29,9 +29,9 @@ def lay_out(module: torch.nn.Module, strategy: Strategy) -> list[str]:
 
 
 class Assigning(TorchFunctionMode):
-    """While entered, `parameter.data = value` writes `value` into the shard. torch itself does nothing there, without an error.
+    """A context in which `parameter.data = value` writes `value` into the shard of the parameter; torch alone would silently do nothing.
 
-    part_of: what this rank holds of a parameter. All ranks assign alike.
+    part_of: returns the part of a parameter that this rank holds. All ranks must assign the same values.
     """
 
     def __init__(self, part_of: Callable[[torch.Tensor], Part]) -> None:

@@ -1,4 +1,4 @@
-"""What a strategy is: how parameters, gradients and optimizer state lie on the ranks. Abstract.
+"""The interface of strategies: how parameters, gradients and optimizer state are placed on the ranks. Abstract.
 
 The loop calls the methods below and uses nothing else of a strategy. A strategy is a plugin object: it may implement hooks and keep
 state. Options are the fields of a `@dataclass(eq=False)`, so that "name:option=value" and the constructor take the same options.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 GROUPS = ("MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
-"""What Accelerate calls the ranks of a process group, by the kind of their devices."""
+"""Accelerate's names for the ranks of a process group, one for each type of device."""
 CAST_COPIES = "half-precision copies"
 """The kind of memory that autocast takes: copies of weights in the dtype in which they are multiplied, kept for backward."""
 
@@ -202,7 +202,7 @@ class Strategy(Listener):
         grads = [p.grad for p in parameters if p.grad is not None]
         kinds = {(type(g), g.layout, g.dtype) for g in grads}
         if len(kinds) == 1 and next(iter(kinds))[:2] == (torch.Tensor, torch.strided):
-            # What torch's function computes, without sorting by device and type: a third of the time of a small model's.
+            # The result of torch's function without its sorting, which takes two thirds of the time for a small model.
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0)))
             return total
         norm = torch.nn.utils.get_total_norm(grads)
@@ -247,8 +247,8 @@ class Strategy(Listener):
         return parts.part_of(tensor)
 
     def numbers_of_weights(self, module: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
-        """By parameter, how many weights it stands for: those of the whole where ranks hold shards, and of quantised weights those of the
-        layer, not of the codes, of which two may lie in a byte. This rank alone."""
+        """The number of weights that each parameter stands for. For a sharded parameter, these are the weights of the whole. For a
+        quantised weight, these are the weights of the layer, not its codes, because a byte may hold two codes. This rank alone."""
         shapes = {each.weight: each.shape for each in quantised_weights(module).values()}
         return {p: math.prod(shapes.get(p) or self.local_part(p).shape) for p in module.parameters()}
 
@@ -350,7 +350,8 @@ class Strategy(Listener):
 
 
 def _uninitialised(optimizer: Any, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """State shaped like `parameter`. A paged optimizer of bitsandbytes allocates it, as in its first step: on a GPU in paged memory."""
+    """An uninitialised state tensor shaped like `parameter`. A paged optimizer of bitsandbytes allocates it itself, on a GPU in paged
+    memory."""
     import torch
 
     if getattr(optimizer, "is_paged", False):
@@ -360,7 +361,7 @@ def _uninitialised(optimizer: Any, parameter: torch.nn.Parameter, dtype: torch.d
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """In place. `factor` is on the device, and gradients that are offloaded are not: they cannot be multiplied by it there."""
+    """Multiply `gradients` by `factor` in place. `factor` is on the device, and has to be copied to the host for offloaded gradients."""
     import torch
 
     if gradients:
@@ -368,10 +369,10 @@ def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def _local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """The memory of this rank's gradients: of a shard, the shard."""
+    """This rank's memory of the gradients; for a DTensor, its local shard."""
     import torch
 
-    tensor = sys.modules.get("torch.distributed.tensor")  # as in `is_sharded`, without a call for each
+    tensor = sys.modules.get("torch.distributed.tensor")  # like `is_sharded`, without a call per gradient
     sharded = () if tensor is None else tensor.DTensor
-    with torch.no_grad():  # else to_local is an operation of its own
+    with torch.no_grad():  # otherwise to_local runs as an autograd function
         return [p.grad.to_local() if isinstance(p.grad, sharded) else p.grad for p in parameters if p.grad is not None]

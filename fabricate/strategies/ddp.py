@@ -23,21 +23,21 @@ UNUSED = (
     "strategy='ddp' does not look for such parameters: use strategy='ddp:find_unused_parameters=true', use them in every "
     "training_step, or freeze them with requires_grad_(False)"
 )
-"""What is wrong about a parameter that receives no gradient, and what to do."""
+"""The end of the error about parameters that receive no gradient: why this is an error, and what to do."""
 
 
 @dataclasses.dataclass(eq=False)
 class DDP(Strategy):
     """A full replica on every rank; gradients are averaged while backward runs.
 
-    find_unused_parameters: look after each forward for parameters that receive no gradient, so that a module which does not
-    use all of them trains; costs a walk over the autograd graph per update. Without it such a parameter is an error.
+    find_unused_parameters: after each forward, look for parameters that receive no gradient, so that a module may leave parameters
+    unused; costs a walk over the autograd graph per update. Without it, such a parameter is an error.
     static_graph: the same parameters are used in every micro-batch, in the same order; DDP learns it once.
     bucket_cap_mb: size of a gradient bucket in MiB. gradient_as_bucket_view: gradients live in the buckets, which takes less memory
     without accumulation; a gradient that a hook keeps then changes with the next backward.
     communication_hook: what is sent instead of float32 gradients: "bf16" or "fp16".
-    sync_batchnorm: batch norm layers take their statistics over the rows of all ranks while the run lasts (`torch.nn.SyncBatchNorm`, on
-    a GPU); one micro-batch at a time, as batch norm does everywhere. On one process there is nothing to take them over.
+    sync_batchnorm: during the run, batch norm layers compute their statistics over the rows of all ranks, for each micro-batch
+    (`torch.nn.SyncBatchNorm`, on GPUs only). No effect in a single process.
     """
 
     find_unused_parameters: bool = False
@@ -84,7 +84,7 @@ class DDP(Strategy):
         return {"kwargs_handlers": [DistributedDataParallelKwargs(**self._options())]}
 
     def _options(self) -> dict[str, Any]:
-        """The arguments of `DistributedDataParallel`, as torch and Accelerate call them."""
+        """The arguments of `DistributedDataParallel`, which have the same names in torch and in Accelerate."""
         return {
             "bucket_cap_mb": self.bucket_cap_mb,
             "find_unused_parameters": self.find_unused_parameters,
@@ -94,7 +94,7 @@ class DDP(Strategy):
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
         gradients = whole.get("gradients", 0)
-        # Until the last micro-batch of a window gradients lie beside the buckets in any case.
+        # Until the last micro-batch of a window, gradients take memory in addition to the buckets in any case.
         within = self.gradient_as_bucket_view and not self._accumulates
         more = {} if within or not gradients else {"gradient buckets": gradients}
         return {**whole, **more}
@@ -104,28 +104,29 @@ class DDP(Strategy):
         if self.sync_batchnorm and accelerator.num_processes > 1:
             self._undo = synchronise_batch_norm(module)
         placed = super().prepare(accelerator, root, module)
-        self._parameters = dict(module.named_parameters())  # on their device, where they may be other objects
+        # After the move to the device, which may replace the objects.
+        self._parameters = dict(module.named_parameters())
         wrappers = any(is_wrapper(parameter) for parameter in self._parameters.values())
-        if wrappers:  # torch does not broadcast them; ranks have loaded the same ones
+        if wrappers:  # torch does not broadcast these; every rank has loaded the same values
             for tensor in (*self._parameters.values(), *module.buffers()):
                 if not is_wrapper(tensor):
                     self.broadcast(tensor)
         return self._wrap(placed, init_sync=not wrappers)
 
     def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
-        # DDP knows the parameters that required a gradient when it was made, no others.
+        # DDP handles only parameters that required a gradient when it was created.
         return self._wrap(model if self._model is None else self._model.module, init_sync=False)
 
     def _wrap(self, placed: torch.nn.Module, init_sync: bool) -> torch.nn.Module:
-        """`placed`, or DDP around it, which averages the gradients of what is trained now."""
+        """`placed` inside DDP, which averages the gradients of the parameters that are trained now; `placed` itself if there are none."""
         from torch.nn.parallel import DistributedDataParallel
 
         self._first_update = True
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._model: DistributedDataParallel | None = None
         if not self._trained:
-            return placed  # DDP refuses a module of which nothing is trained
-        # Not Accelerate's wrapper: that leaves one process as it is, and takes the local rank for the index of the device.
+            return placed  # DDP refuses a module without trained parameters
+        # Not Accelerate's wrapper, which does nothing in a single process and uses the local rank as the device index.
         model = self._model = DistributedDataParallel(placed, init_sync=init_sync, **self._options())
         if not self.find_unused_parameters and not self.static_graph:
             _arrange_buckets(model, self._trained.values())
@@ -133,7 +134,7 @@ class DDP(Strategy):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
             rounded = getattr(default_hooks, f"{self.communication_hook}_compress_hook")
-            # In a function of ours: torch refuses its own by name where there is no GPU, and gloo can send bfloat16.
+            # In our own function: without a GPU torch refuses its own hooks by name, but gloo can send bfloat16.
             model.register_comm_hook(None, lambda state, bucket: rounded(state, bucket))
         return model
 
@@ -153,7 +154,8 @@ class DDP(Strategy):
             self._refuse_unused()
 
     def _refuse_unused(self) -> None:
-        """DDP itself would notice when the next forward begins, after an update with gradients that were not averaged."""
+        """Raise `ConfigurationError` for parameters without a gradient. DDP would notice only in the next forward, after an update with
+        gradients that were not averaged."""
         missed = [name for name, parameter in self._trained.items() if parameter.grad is None]
         if missed and not self.find_unused_parameters and not self.static_graph:
             named = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
@@ -185,7 +187,7 @@ class DDP(Strategy):
 
 
 def sparse_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The layers whose gradients are sparse, by name, with their weights."""
+    """The weights of the layers with sparse gradients, by the name of the layer."""
     import torch
 
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -195,9 +197,9 @@ def sparse_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Run one backward of zeros, so that DDP arranges its buckets before the first update.
 
-    It does so after its first backward, by the order in which gradients arrive, and how a sum over three or more ranks is
-    rounded depends on an element's place in its bucket: the first update of a resumed run would not be bitwise that of a run
-    which never stopped. Here gradients arrive in the reverse order of the parameters, as they do in most modules. All ranks."""
+    DDP arranges them after its first backward, in the order in which gradients arrived. The rounding of a sum over three or more ranks
+    depends on the place of an element in its bucket, so the first update of a resumed run would differ bitwise from that of an
+    uninterrupted run. Here gradients arrive in the reverse order of the parameters, as in most modules. All ranks."""
     import torch
 
     trained, sparse = list(parameters), set(sparse_layers(model).values())
@@ -209,7 +211,7 @@ def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.
 
 
 def _sum(parameter: torch.nn.Parameter, sparse: bool) -> torch.Tensor:
-    """One number of a parameter, with a gradient of the layout that its layer gives."""
+    """The sum of `parameter`, or of its first row if `sparse`, so that the gradient has the layout that the layer gives it."""
     import torch
 
     if not sparse:
@@ -219,8 +221,8 @@ def _sum(parameter: torch.nn.Parameter, sparse: bool) -> torch.Tensor:
 
 
 def synchronise_batch_norm(module: torch.nn.Module) -> Callable[[], None]:
-    """Put a `torch.nn.SyncBatchNorm` with the same parameters and buffers into the place of each batch norm layer inside `module`.
-    Returns what puts the layers back, with what became of both. Raises `ConfigurationError` where there is none."""
+    """Replace each batch norm layer inside `module` by a `torch.nn.SyncBatchNorm` with the same parameters and buffers. Returns a function
+    that restores the layers and gives them the current parameters and buffers. Raises `ConfigurationError` if there are no such layers."""
     import torch
 
     batch_norm = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)

@@ -1,5 +1,5 @@
-"""A model that is larger than a device: layers on devices, in host memory and on disk, loaded one after the other (Accelerate's big-model
-inference). Must not know: other strategies, ranks, checkpoints."""
+"""A model larger than the device: its layers are on devices, in host memory and on disk, and are loaded one after the other (Accelerate's
+big-model inference). Must not know: other strategies, ranks, checkpoints."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class DeviceMap(Strategy):
-    """One process, and a model that need not fit on its device. A layer that lies in host memory or on disk is loaded when it runs and
-    freed after it. A model that transformers loaded with a `device_map` stays as it was placed.
+    """One process, and a model that need not fit on its device. A layer in host memory or on disk is loaded when it runs and freed
+    afterwards. A model that transformers loaded with a `device_map` keeps its placement.
 
-    max_memory: the most that weights may take, by device: "0:20GB+1:20GB+cpu:60GB", where a number is a GPU. What fits nowhere goes to
-    the disk. Unset: what is free on each device.
-    offload_folder: where weights on disk are written, in a folder that is removed with the module. Required where some go to the disk.
+    max_memory: the most memory that weights may take on each device: "0:20GB+1:20GB+cpu:60GB", where a number is a GPU. Weights that fit
+    nowhere are written to disk. Unset: the free memory of each device.
+    offload_folder: the folder for weights on disk, in a subfolder that is removed with the module. Required if weights are written to disk.
 
-    What is trained stays on the device, as long as it fits beside the largest layer; a fit that would train what does not is refused.
+    Trained parameters stay on the device if they fit there together with the largest layer; a fit raises an error if some do not.
     """
 
     max_memory: str | None = None
@@ -55,7 +55,7 @@ class DeviceMap(Strategy):
     def __post_init__(self) -> None:
         self._limits = _limits(self.max_memory)
         self._outside: dict[int, Outside] = {}
-        """What does not lie in the module's own memory, by the id of its parameter or buffer."""
+        """The weights outside of the module's own memory, by the id of their parameter or buffer."""
         self._placed = ""
 
     def check(self, world_size: int, device: torch.device) -> Iterable[str]:
@@ -133,7 +133,7 @@ class DeviceMap(Strategy):
     # -- placing ----------------------------------------------------------------------------------------------------------
 
     def _budget(self, main: int | str) -> dict[int | str, int]:
-        """Bytes by device; what is free where `max_memory` is unset."""
+        """The bytes for weights on each device: `max_memory`, or the free memory if that is unset."""
         from accelerate.utils import get_max_memory
 
         if self._limits:
@@ -142,16 +142,15 @@ class DeviceMap(Strategy):
         return {"cpu": free["cpu"]} if main == "cpu" else free
 
     def _dispatch(self, module: torch.nn.Module, main: int | str, placed: dict[str, int | str]) -> None:
-        """Give every tensor of `module` its memory where `placed` says, and let Accelerate load layers as they run."""
+        """Move every tensor of `module` to its place in `placed`, and let Accelerate load layers when they run."""
         from accelerate import dispatch_model
 
         folder = self._folder(module, placed)
         hosted = put_outside(module, main, placed, folder)
         skipped = {key for child in module.modules() for key in _listed(child, "_skip_keys_device_placement")}
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "The following device_map keys do not match"
-            )  # parameters beside the layers
+            # The keys of single parameters match no submodule.
+            warnings.filterwarnings("ignore", "The following device_map keys do not match")
             dispatch_model(
                 module,
                 device_map=placed,
@@ -163,7 +162,7 @@ class DeviceMap(Strategy):
             )
 
     def _folder(self, module: torch.nn.Module, placed: Mapping[str, int | str]) -> Path | None:
-        """A new folder for the weights on disk, with room for them; removed with `module`."""
+        """A new folder with room for the weights on disk, which is removed with `module`; None if no weights are written to disk."""
         count = sum(p.nbytes for name, p in module.named_parameters() if where(placed, name) == "disk")
         if not count:
             return None
@@ -188,7 +187,7 @@ class DeviceMap(Strategy):
         return folder
 
     def _adopt(self, module: torch.nn.Module, how: str) -> None:
-        """Take over the hooks of Accelerate that are on `module`."""
+        """Find the weights that Accelerate's hooks on `module` load, and describe the placement."""
         self._outside = found_outside(module)
         missing = [name for name, p in module.named_parameters() if p.is_meta and id(p) not in self._outside]
         if missing:
@@ -205,7 +204,7 @@ class DeviceMap(Strategy):
 
 
 def _limits(text: str | None) -> dict[int | str, int]:
-    """What `max_memory` says, in bytes."""
+    """The limits in `max_memory`, in bytes, by device."""
     from accelerate.utils import convert_file_size_to_int
 
     limits: dict[int | str, int] = {}
@@ -223,7 +222,7 @@ def _limits(text: str | None) -> dict[int | str, int]:
 
 
 def _key(device: torch.device) -> int | str:
-    """What Accelerate calls `device` in a device map."""
+    """Accelerate's name for `device` in a device map."""
     return device.type if device.type in ("cpu", "mps") else device.index or 0
 
 
@@ -233,7 +232,7 @@ def _listed(module: torch.nn.Module, name: str) -> Iterable[str]:
 
 
 def _device_map(module: torch.nn.Module, main: int | str, budget: dict[int | str, int]) -> dict[str, int | str]:
-    """Where each part of `module` goes, by name. What is trained stays on `main` if it fits there beside the largest layer."""
+    """The place of each part of `module`, by name. Trained parameters are on `main` if they fit there together with the largest layer."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import compute_module_sizes, get_balanced_memory, get_max_layer_size
 
@@ -258,8 +257,8 @@ def _device_map(module: torch.nn.Module, main: int | str, budget: dict[int | str
 def _settled(
     module: torch.nn.Module, placed: Mapping[str, int | str], main: int | str, stay: set[int]
 ) -> Iterator[tuple[str, int | str]]:
-    """`placed`, with those parameters on `main` that have to be there: what lies outside is loaded layer by layer, so not what the
-    module holds itself, beside its layers, and not what is trained (`stay`, by id)."""
+    """`placed`, with all parameters on `main` that have to be there: trained parameters (`stay`, by id), and parameters that are placed
+    without a layer, because only layers are loaded when they run."""
     parts = dict(module.named_modules())
     for name, place in placed.items():
         if name and name not in parts:
@@ -283,8 +282,8 @@ def _refuse_quantised(module: torch.nn.Module, placed: Mapping[str, int | str], 
 
 
 def _loaded_whole(module: torch.nn.Module) -> list[str]:
-    """The classes whose layers are loaded together when they run, because some compute with the weights of their layers without running
-    these. Not where something inside is trained: that stays where it is."""
+    """The classes whose submodules are loaded all at once, because some compute with the weights of their submodules without running these.
+    Classes with trained weights, which stay on the device, are left out."""
 
     units = _units(module)
     mixed = {type(unit).__name__ for unit in units if len({p.is_meta for p in unit.parameters()}) > 1}
@@ -292,7 +291,8 @@ def _loaded_whole(module: torch.nn.Module) -> list[str]:
 
 
 def _units(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is not divided: what repeats in `module`, and attention of torch, which computes with the weights of its layers itself."""
+    """The submodules that are not divided: the repeated blocks of `module`, and torch's attention, which computes with the weights of its
+    submodules without running these."""
     import torch
 
     attention = [child for child in module.modules() if isinstance(child, torch.nn.MultiheadAttention)]
@@ -300,7 +300,8 @@ def _units(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _place_rest(module: torch.nn.Module, device: torch.device) -> None:
-    """Move what no hook of Accelerate loads or moves to `device`: layers beside a model that transformers placed, and adapters in it."""
+    """Move to `device` the tensors that no hook of Accelerate loads or moves: layers outside of a model that transformers placed, and
+    adapters inside it."""
     layers: Iterable[Any] = module.modules()
     for layer in layers:
         for name in getattr(layer, "lora_A", ()):
@@ -316,7 +317,8 @@ def _place_rest(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def _give_values(module: torch.nn.Module, layer: Any, name: str, device: torch.device) -> None:
-    """Initialise the adapter `name` of a LoRA layer of peft again: peft moved it to where its base layer seems to be, the meta device."""
+    """Initialise the adapter `name` of a peft LoRA layer again, on `device`. peft has moved it to the meta device, where the base layer
+    seems to be."""
     configurations = (getattr(child, "peft_config", None) for child in module.modules())
     how = next(found[name].init_lora_weights for found in configurations if isinstance(found, dict) and name in found)
     if how not in (True, "gaussian"):

@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""By torch's default process group, the meshes of its fits so far: each opens groups that stay open as long as that group."""
+"""The meshes made so far, by torch's default process group. The groups that a mesh opens stay open as long as that group."""
 
 
 @dataclasses.dataclass(eq=False)
 class FSDP(Strategy):
-    """Parameters, gradients and optimizer state in shards over the ranks (PyTorch's FSDP2, `fully_shard`).
+    """Parameters, gradients and optimizer state sharded over the ranks (PyTorch's FSDP2, `fully_shard`).
 
-    wrap: what is gathered as one unit. "auto": the transformer blocks that a transformers model names, else the children
-    of every `ModuleList`; "none": the whole module at once; "size:100M": submodules from so many parameters on; else class
-    names joined by "+".
+    wrap: the units, whose parameters are gathered together. "auto": the transformer blocks that a transformers model names, else
+    the children of every `ModuleList`; "none": the whole module at once; "size:100M": submodules with at least so many parameters;
+    otherwise class names joined by "+".
     reshard_after_forward: free gathered units between forward and backward. offload: "cpu" keeps shards, gradients and
     optimizer state in host memory, where the update runs.
-    shard: ranks that share one copy of the model, a divisor of their number, or "node": those of a node; gradients are
-    averaged over the copies. Unset: all ranks share one.
-    tp: ranks that share the arithmetic of each layer, as the `tp_plan` of a transformers model says, and read the same rows; what
-    each of them has left of a layer lies in shards over the others (1: layers are not divided).
-    param_dtype: the dtype in which parameters are gathered; shards stay as they are. Unset: "bf16" or "fp16" where `precision`
-    computes in it, which halves the traffic and leaves autocast no weights to copy; layers that need float32 parameters keep them.
-    "fp32": gathered as they are. reduce_dtype: "bf16" or "fp16" sums gradients in it over the ranks; unset: float32, or
-    bfloat16 where all parameters are in it ("bf16-true").
-    activation_checkpointing: keep each unit's input only and compute the unit again in backward.
-    accumulate: "shards" averages the gradients of every micro-batch over the ranks, so that shards are all that is kept;
-    "whole" does so once per update, with a whole gradient on every rank meanwhile.
+    shard: the number of ranks that share one copy of the model, a divisor of the number of ranks, or "node": the ranks of a node;
+    gradients are averaged over the copies. Unset: all ranks share one copy.
+    tp: the number of ranks that share the computation of each layer, according to the `tp_plan` of a transformers model, and read the
+    same rows; each rank's part of a layer is sharded over the corresponding ranks of the other groups (1: layers are not divided).
+    param_dtype: the dtype in which parameters are gathered; shards keep their dtype. Unset: "bf16" or "fp16" if `precision`
+    computes in it, which halves the traffic and saves autocast's copies of weights; layers that need float32 parameters keep them.
+    "fp32": gathered in float32. reduce_dtype: the dtype in which gradients are summed over the ranks, such as "bf16"; unset: float32,
+    or bfloat16 if all parameters are bfloat16 ("bf16-true").
+    activation_checkpointing: keep only the input of each unit, and compute the unit again in backward.
+    accumulate: "shards" averages the gradients of every micro-batch over the ranks, so that a rank keeps only shards of them;
+    "whole" averages once per update, and until then every rank keeps whole gradients.
     """
 
     wrap: str = "auto"
@@ -89,15 +89,15 @@ class FSDP(Strategy):
                 "fsdp: activation_checkpointing=true with wrap='none' would run the whole module twice; choose units with wrap="
             )
         self._gathered = self.param_dtype
-        """In which dtype parameters are gathered; None: as they are."""
+        """The dtype in which parameters are gathered; None: their own."""
         self._summed = self.reduce_dtype
-        """In which dtype gradients are summed over the ranks; None: in their own."""
+        """The dtype in which gradients are summed over the ranks; None: their own."""
         self._units: list[str] | None = None
         self._ran: list[int] = []
         self._watched: list[torch.nn.Parameter] = []
         self._world_size, self._local_world_size, self._accumulation = 0, 0, 1
         self._over: Any = None
-        """The mesh of the shards of one copy; `_ways`: of the ranks that divide layers."""
+        """The mesh of the ranks that share one copy; `_ways`: the mesh of the ranks that divide layers."""
         self._ways: Any = None
         self._division: Division | None = None
         self._undo: list[Callable[[], None]] = []
@@ -122,7 +122,7 @@ class FSDP(Strategy):
         return self.tp
 
     def _shards(self, world_size: int) -> int:
-        """Into how many shards a parameter is cut, after the cut of `tp`, in one copy of the model."""
+        """The number of shards of a parameter in one copy of the model, after the division by `tp`."""
         if self.shard == "node":
             return (self._local_world_size or world_size) // self.tp
         return int(self.shard or world_size // self.tp)
@@ -131,7 +131,7 @@ class FSDP(Strategy):
         self._world_size, self._local_world_size = settled.world_size, settled.local_world_size
         self._accumulation = settled.gradient_accumulation_steps
         computes = settled.precision.mixed_precision.replace("no", "fp32")
-        if self.tp > 1 and settled.scales_loss:  # torch's scaler would look at each rank's columns by themselves
+        if self.tp > 1 and settled.scales_loss:  # torch's scaler would look only at this rank's columns
             raise ConfigurationError(
                 f"fsdp: tp={self.tp} and precision={settled.precision.name!r}: the ranks that divide a layer do not "
                 "exchange whether gradients overflowed, so only some of them might update; use precision='bf16' or "
@@ -143,12 +143,13 @@ class FSDP(Strategy):
                 f"{settled.precision.compute_dtype}: use precision={self.param_dtype!r}, or leave param_dtype out"
             )
         self._gathered = self.param_dtype or (computes if computes != "fp32" else None)
-        widened = self._gathered and settled.precision.name != "bf16-true"  # until `prepare` sees the parameters
+        widened = self._gathered and settled.precision.name != "bf16-true"  # preliminary: `prepare` sees the parameters
         self._summed = self.reduce_dtype or ("fp32" if widened else None)
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
-        """The first rank's shards, which are the largest, and what is gathered at once: the largest unit and the rest of the
-        module, which stays gathered; everything without `reshard_after_forward`. With accumulate="whole", whole gradients too."""
+        """The bytes of the first rank's shards, which are the largest, and of the parameters that are gathered at once: the largest unit
+        and the rest of the module, which stays gathered; all parameters without `reshard_after_forward`. With accumulate="whole", whole
+        gradients too."""
         parameters = list(module.parameters())
         division = self._divide(module)
         cuts = division.cuts(module) if division is not None else {}
@@ -158,7 +159,8 @@ class FSDP(Strategy):
         whole = dict(whole)
         copies, scales = whole.pop(CAST_COPIES, 0), whole.pop(SCALES, 0)
         sizes = {f"{place}{kind}": -(-count * part // (every or 1)) for kind, count in whole.items()}
-        if copies and self._gathered in (None, "fp32"):  # kept for backward, and not FSDP's to free
+        # Autocast keeps these copies for backward, and FSDP does not free them.
+        if copies and self._gathered in (None, "fp32"):
             sizes[CAST_COPIES] = copies
         if scales:
             sizes[SCALES] = scales
@@ -169,11 +171,12 @@ class FSDP(Strategy):
         return sizes
 
     def _bytes(self, parameter: torch.nn.Parameter, cuts: Mapping[int, int], width: int) -> int:
-        """Of what tensor parallelism leaves a rank of `parameter`, at `width` bytes an element. `cuts`: dimensions by id."""
+        """The bytes of `parameter` on one rank after tensor parallelism, with `width` bytes per element. `cuts`: cut dimensions by id."""
         return parameter.numel() // (self.tp if id(parameter) in cuts else 1) * width
 
     def _shard_bytes(self, parameters: Sequence[torch.nn.Parameter], cuts: Mapping[int, int], shards: int) -> int:
-        """Dimension 0 is cut into equal parts, rounded up. From shapes only: to slice a DTensor gathers it, on all ranks."""
+        """The bytes of one shard: dimension 0 is cut into equal parts, rounded up. Reads only shapes, because slicing a DTensor gathers it
+        on all ranks."""
         count = 0
         for p in (p for p in parameters if p.numel()):
             rows = (len(p) if p.ndim else 1) // (self.tp if cuts.get(id(p)) == 0 else 1)
@@ -190,7 +193,7 @@ class FSDP(Strategy):
         return rest + (max(by_unit.values(), default=0) if self.reshard_after_forward else sum(by_unit.values()))
 
     def _divide(self, module: torch.nn.Module) -> Division | None:
-        """Which layers `tp` divides, and how."""
+        """The layers that `tp` divides, with their styles; None if it divides none."""
         if self.tp == 1:
             return None
         from fabricate.strategies.tensor_parallel import division
@@ -227,7 +230,7 @@ class FSDP(Strategy):
         self._broadcast_values(module)
         if self._division is not None:
             self._division.apply(module, self._ways)
-        # FSDP cuts dimension 0: what has none is whole on every rank.
+        # FSDP cuts dimension 0, so 0-dim parameters are whole on every rank.
         scalars = {p for p in module.parameters() if not p.ndim}
         for scalar in scalars:
             if not scalar.is_meta:
@@ -245,7 +248,7 @@ class FSDP(Strategy):
             fully_shard(layer, **options | {"mp_policy": self._dtypes(None)})
         for _, unit in units:
             fully_shard(unit, **options)
-        # Backward begins with what is in no unit: freed after forward, it would be gathered again at once.
+        # Parameters outside of units are not freed after forward, because backward begins with them.
         fully_shard(root, **options | {"reshard_after_forward": False})
         home = torch.device("cpu") if self.offload else self._device
 
@@ -256,11 +259,11 @@ class FSDP(Strategy):
         root._apply(memory)  # type: ignore[no-untyped-call]
         vars(root)["fsdp"] = (self._choices(), [name for name, _ in units])
         self._attach(root, module, units)
-        # Placement is done; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
+        # Only registers the model with Accelerate: it is placed already, and evaluation mode adds no wrapper.
         return cast("torch.nn.Module", accelerator.prepare_model(root, device_placement=False, evaluation_mode=True))
 
     def _refuse_quantised(self, module: torch.nn.Module) -> None:
-        """Refuse quantised weights whose codes would be cast, or cut by columns."""
+        """Raise `ConfigurationError` for quantised weights whose codes would be cast or cut by columns."""
         weights = quantised_weights(module)
         if weights and self.tp > 1:
             raise ConfigurationError(
@@ -276,12 +279,12 @@ class FSDP(Strategy):
                 )
 
     def _broadcast_values(self, module: torch.nn.Module) -> None:
-        """Give every rank the values of rank 0: fully_shard keeps each rank's own."""
+        """Copy rank 0's values to every rank, because fully_shard keeps each rank's own values."""
         import torch
 
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
-                values = tensor.detach().to(self._device)  # one at a time: fully_shard moves one unit at a time as well
+                values = tensor.detach().to(self._device)  # one at a time, because the device may not hold all of them
                 torch.distributed.broadcast(values, src=0)
                 tensor.detach().copy_(values)
 
@@ -290,7 +293,7 @@ class FSDP(Strategy):
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy
 
-        # Parameters that are in half precision themselves have gradients in it, which are summed as they are.
+        # Parameters in half precision have gradients in half precision, which are summed in that dtype.
         rounded = self._gathered and any(p.dtype == torch.float32 for p in module.parameters())
         self._summed = self.reduce_dtype or ("fp32" if rounded else None)
         shards = self._shards(world_size)
@@ -319,18 +322,18 @@ class FSDP(Strategy):
         param_dtype, reduce_dtype = (
             getattr(torch, _DTYPES[name]) if name else None for name in (gathered, self._summed)
         )
-        # Inputs stay as they are: autocast casts what has to be, and a target or a time step must not be rounded.
+        # Inputs are not cast: autocast casts where a layer needs it, and a target or a time step must not be rounded.
         return MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
 
     def _choices(self) -> dict[str, Any]:
-        """The options that a sharded module keeps for good."""
+        """The options that cannot change after a module is sharded."""
         kept = {
             n: v for n, v in dataclasses.asdict(self).items() if n not in ("activation_checkpointing", "accumulate")
         }
         return {**kept, "param_dtype": self._gathered}
 
     def _attach(self, root: torch.nn.Module, module: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]) -> None:
-        """What is on the units for as long as a run lasts."""
+        """Register the hooks and the recomputation that the units have during a run."""
         from fabricate.strategies.fsdp_timing import Communication
         from fabricate.strategies.recomputing import recompute
 
@@ -347,7 +350,7 @@ class FSDP(Strategy):
             undo.append(recompute(module, units))
         self._undo = undo
         self._communication = Communication(module)
-        if self._device.type == "cpu":  # elsewhere a call returns before its work is done
+        if self._device.type == "cpu":  # on other devices, a call returns before its work is done
             self._communication.watch(root)
 
     def prepare_optimizers(
@@ -370,7 +373,7 @@ class FSDP(Strategy):
 
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
-                unit.unshard()  # looks anew at the dtypes of what is trained: of a unit that was frozen none is known
+                unit.unshard()  # finds the dtypes of trained parameters again, which are unknown for a frozen unit
                 unit.reshard()
         return model
 
@@ -397,17 +400,17 @@ class FSDP(Strategy):
         return False
 
     def on_epoch_start(self, module: torch.nn.Module) -> None:
-        """Refuse hooks on gradients that came since the module was sharded, in on_fit_start, say."""
+        """Raise `ConfigurationError` for hooks on gradients that were added after the module was sharded, for example in on_fit_start."""
         _refuse_hooks(module)
 
     def during_hook(self, hook: str) -> AbstractContextManager[object] | None:
         from fabricate.strategies.assigning import Assigning
 
-        # Those left out have a forward or a save inside.
+        # The excluded hooks run a forward or a save inside.
         return None if hook in ("train_step", "eval_step", "write_checkpoint") else Assigning(self.local_part)
 
     def keeps_written(self, parameter: torch.nn.Parameter) -> bool:
-        return not parameter.ndim  # what is gathered for a step is freed after it
+        return not parameter.ndim  # the tensor that is gathered for a step is freed after the step
 
     # -- one update -----------------------------------------------------------------------------------------------------
 
@@ -436,10 +439,11 @@ class FSDP(Strategy):
         super().clear_gradients(parameters)
 
     def _average_scalars(self) -> None:
-        """Once per window, as FSDP averages what it shards."""
+        """Average the gradients of 0-dim parameters once per window; FSDP averages only those of sharded parameters."""
         import torch
 
-        gradients = [p.grad for p in self._scalars if p.grad is not None]  # the same on every rank: see `route`
+        # The ranks have gradients for the same parameters; see `route`.
+        gradients = [p.grad for p in self._scalars if p.grad is not None]
         if gradients:
             together = torch.stack([gradient.float() for gradient in gradients])
             torch.distributed.all_reduce(together)
@@ -447,8 +451,8 @@ class FSDP(Strategy):
                 gradient.copy_(total)
 
     def _forgets(self, unit: torch.nn.Module, given: object) -> None:
-        """Before the first backward of a window, forget gradients of gathered parameters: of a backward in a validation, which FSDP does
-        not see."""
+        """Before the first backward of a window, clear gradients of gathered parameters. A backward in a validation leaves them, and FSDP
+        does not know of it."""
         if not self._in_window:
             for parameter in unit.parameters():
                 if not is_sharded(parameter) and parameter.ndim:
@@ -458,7 +462,7 @@ class FSDP(Strategy):
         self._ran.append(number)
 
     def route(self) -> int:
-        # Shards of unlike layers or gradients would be gathered and added up as if they were one: wrong, without an error.
+        # If ranks run different layers, FSDP mixes shards of different parameters, without an error.
         ran, self._ran = self._ran, []
         self._communication.updates += 1
         return hash((*ran, -1, *(p.grad is not None for p in self._watched))) & (2**62 - 1)
@@ -476,7 +480,7 @@ class FSDP(Strategy):
         every = [cast("Any", p.grad) for p in parameters if p.grad is not None]
         gradients = [gradient for gradient in every if is_sharded(gradient)]
         square = self._square([g for g in gradients if self.tp == 1 or not self._is_divided(g)])
-        if self.tp > 1:  # what all of its ranks hold counts once
+        if self.tp > 1:  # gradients that are the same on all `tp` ranks count once
             divided = self._square([g for g in gradients if self._is_divided(g)])
             torch.distributed.all_reduce(divided, group=self._ways.get_group())
             square = square + divided
@@ -494,14 +498,14 @@ class FSDP(Strategy):
         return torch.nn.utils.get_total_norm(local).to(self._device).square()
 
     def _is_divided(self, tensor: Any) -> bool:
-        """Whether `tp` cut it, and not only shards."""
+        """Whether `tensor` is divided by `tp`, and not only into shards."""
         names = tensor.device_mesh.mesh_dim_names
         return "tp" in names and tensor.placements[names.index("tp")].is_shard()
 
     def local_part(self, tensor: torch.Tensor) -> Strategy.Part:
         part = super().local_part(tensor)
         if self.tp > 1 and not part.replicated and "tp" not in cast("Any", tensor).device_mesh.mesh_dim_names:
-            # Each rank that divides layers holds the same shard of what is in none of them.
+            # All ranks that divide layers hold the same shard of a parameter that is not divided.
             part.copy, part.copies = part.copy * self.tp + self._ways.get_local_rank(), part.copies * self.tp
         return part
 
@@ -509,7 +513,7 @@ class FSDP(Strategy):
         here: Any = tensor.to(self._device)
         if self.tp == 1 or not is_sharded(tensor) or not self._is_divided(tensor):  # buffers are not sharded
             return super().gather(here)
-        # One cut after the other, the last one first: both at once, torch warns of what it does.
+        # Undo one cut after the other, the last one first, because torch warns if both are undone at once.
         import torch
         from torch.distributed.tensor import DTensor, Shard
 
@@ -529,7 +533,7 @@ class FSDP(Strategy):
     def after_evaluation(self, model: torch.nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        for unit in model.modules():  # without a backward, units that keep what they gathered would stay whole
+        for unit in model.modules():  # without a backward, units that are not freed after forward would stay gathered
             if isinstance(unit, FSDPModule):
                 unit.reshard()
 
@@ -556,7 +560,7 @@ class FSDP(Strategy):
 
 
 def _mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    """The mesh of all ranks in these dimensions, made once per process group. All ranks."""
+    """The mesh of all ranks with these dimensions, created once per process group. All ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -567,7 +571,7 @@ def _mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> A
 
 
 def _refuse_hooks(module: torch.nn.Module) -> None:
-    """FSDP puts other tensors in the place of parameters, and their gradients there itself."""
+    """Raise `ConfigurationError` for hooks on gradients, which FSDP would not call: it replaces parameters and sets gradients itself."""
     registers = {
         "register_hook": "_backward_hooks",
         "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",

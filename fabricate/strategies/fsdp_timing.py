@@ -1,4 +1,4 @@
-"""How long FSDP's collectives keep a rank waiting, where they do: on a CPU each call returns when it is done.
+"""The time that a rank waits for FSDP's collectives. Measured on a CPU only, where each call returns when it is done.
 
 Must not know: units, options, what is trained.
 """
@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Communication:
-    """Seconds that gathering parameters and averaging gradients took on this rank while `module` trained; evaluations, which
-    gather too, are left out. What copies of a sharded model exchange among them (`shard=`) is not in it."""
+    """The seconds that gathering parameters and averaging gradients took on this rank while `module` trained. Evaluations, which gather
+    too, are left out, and so is the averaging between copies of a sharded model (`shard=`)."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -30,19 +30,19 @@ class Communication:
                 unit.set_custom_reduce_scatter(_ReduceScatter(self))  # type: ignore[arg-type]
 
     def since(self, began: float) -> None:
-        """A collective that began at `began` of the performance counter has ended."""
+        """Add the time of a collective that began at `began` (performance counter) and has just ended."""
         if self._module.training:
             self.seconds += time.perf_counter() - began
 
     def per_update(self) -> float | None:
-        """Seconds per update since this was asked last; None if there was none."""
+        """The seconds per update since the last call; None if there was no update."""
         seconds, updates = self.seconds, self.updates
         self.seconds, self.updates = 0.0, 0
         return seconds / updates if updates else None
 
 
 class _Timed:
-    """What torch's own collectives of FSDP do, with memory from the same place."""
+    """A collective for FSDP that works and allocates memory like torch's own."""
 
     def __init__(self, communication: Communication) -> None:
         self._communication = communication

@@ -1,4 +1,4 @@
-"""Which submodules FSDP gathers as one unit. Must not know: shards, ranks."""
+"""The units of FSDP: submodules whose parameters are gathered together. Must not know: shards, ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FACTORS = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 
 
 def read_size(wrap: str) -> int | None:
-    """The number of parameters in "size:100M"; None for another way to choose units."""
+    """The number of parameters in "size:100M"; None if `wrap` does not begin with "size:"."""
     if not wrap.startswith("size:"):
         return None
     match = _SIZE.fullmatch(wrap)
@@ -28,8 +28,8 @@ def read_size(wrap: str) -> int | None:
 
 
 def select(module: torch.nn.Module, wrap: str) -> Units:
-    """The units of `module` by `wrap`, inner ones first. Raises `ConfigurationError` where there are none of a name, and
-    where two would hold one parameter."""
+    """The units of `module` by `wrap`, inner ones first. Raises `ConfigurationError` if a class name has none, or if two units would hold
+    the same parameter."""
     if wrap == "none":
         return []
     size = read_size(wrap)
@@ -56,9 +56,9 @@ def _kind(module: torch.nn.Module) -> str:
 
 
 def _below(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Everything inside `module` that has parameters and a forward. `module` itself is run by its steps."""
+    """The submodules of `module` that have parameters and a forward. `module` itself is left out: its steps run instead of its forward."""
     for name, child in module.named_modules():
-        runs = type(child).forward is not torch.nn.Module.forward  # else a container, as ModuleList is
+        runs = type(child).forward is not torch.nn.Module.forward  # otherwise a container, such as a ModuleList
         if name and runs and next(child.parameters(), None) is not None:
             yield name, child
 
@@ -83,7 +83,7 @@ def _named(module: torch.nn.Module, wrap: str) -> Units:
 
 
 def _of_size(module: torch.nn.Module, size: int) -> Units:
-    """From the inside out, a submodule is a unit as soon as what no unit inside it holds comes to `size` parameters."""
+    """The submodules with at least `size` parameters, from the inside out, where the parameters of units inside them do not count."""
     units: Units = []
     taken: set[int] = set()
     inside_out = sorted(_below(module), key=lambda pair: -pair[0].count("."))
@@ -96,8 +96,8 @@ def _of_size(module: torch.nn.Module, size: int) -> Units:
 
 
 def kept_in_float32(module: torch.nn.Module, device: torch.device) -> list[torch.nn.Module]:
-    """The layers whose kernels take no parameters in half precision: those that keep running statistics want parameters of the
-    statistics' dtype; on a CPU, where autocast leaves their input as it is, other normalisations want those of a float32 input."""
+    """The layers whose kernels take no parameters in half precision. Layers with running statistics need parameters in the dtype of the
+    statistics. On a CPU, where autocast does not cast their input, other normalisations need float32 parameters too."""
     normalisations = (torch.nn.LayerNorm, torch.nn.GroupNorm) if device.type == "cpu" else ()
     return [
         child
@@ -108,14 +108,14 @@ def kept_in_float32(module: torch.nn.Module, device: torch.device) -> list[torch
 
 
 def _shares(name: str, module: torch.nn.Module) -> bool:
-    """Whether the submodule `name` has a parameter that lies elsewhere too (tied weights): then it cannot be a unit."""
+    """Whether the submodule `name` shares a parameter with another one (tied weights), so that it cannot be a unit."""
     every = list(module.named_parameters(remove_duplicate=False))
     inside = {id(p) for n, p in every if n.startswith(f"{name}.")}
     return any(id(p) in inside for n, p in every if not n.startswith(f"{name}."))
 
 
 def _check_shared(module: torch.nn.Module, wrap: str, units: list[str]) -> None:
-    """A parameter that two units hold would become two, each gathered and updated by itself."""
+    """Raise `ConfigurationError` if two units hold the same parameter, which would become two parameters with separate updates."""
     homes: dict[int, tuple[str, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         unit = _home(name, units)
@@ -128,7 +128,8 @@ def _check_shared(module: torch.nn.Module, wrap: str, units: list[str]) -> None:
 
 
 def check_dtypes(module: torch.nn.Module, groups: Iterable[torch.nn.Module]) -> None:
-    """Refuse trained parameters of several dtypes in what FSDP gathers together: each of `groups`, without those before it."""
+    """Raise `ConfigurationError` if FSDP would gather trained parameters of several dtypes together. Each of `groups` is gathered together,
+    without the parameters of groups before it."""
     left = {parameter: name for name, parameter in module.named_parameters()}
     for group in groups:
         own = [(p, left.pop(p)) for p in group.parameters() if p in left]
@@ -143,7 +144,7 @@ def check_dtypes(module: torch.nn.Module, groups: Iterable[torch.nn.Module]) -> 
 
 
 def refuse_sparse(module: torch.nn.Module) -> None:
-    """Refuse layers whose gradients are sparse: FSDP sums dense ones."""
+    """Raise `ConfigurationError` for layers with sparse gradients, because FSDP sums only dense ones."""
     if sparse := sparse_layers(module):
         raise ConfigurationError(
             f"strategy='fsdp' cannot add up sparse gradients, those of {', '.join(sparse)}: set sparse=False in these layers, or "

@@ -1,7 +1,7 @@
-"""Weights that lie outside of their layers, in host memory or in files, until the layers run: hooks of Accelerate load and free them.
+"""Offloaded weights: they stay in host memory or in files until their layers run, and hooks of Accelerate load and free them.
 
-Owns: giving weights such a place, and reading and writing them there, so that checkpoints and exports find their values. Must not know:
-which weight goes where, and why.
+Owns: moving weights there, and reading and writing them there, so that checkpoints and exports find their values. Must not know: how the
+place of a weight is chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def refuse_offloaded(module: torch.nn.Module, strategy: Strategy) -> None:
-    """`ConfigurationError` for weights that Accelerate loads layer by layer, under a strategy that needs them in their layers."""
+    """Raise `ConfigurationError` for weights that Accelerate loads when their layers run, if `strategy` needs all weights on a device."""
     if strategy.takes_offloaded or not any(hasattr(child, "_hf_hook") for child in module.modules()):
         return
     names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
@@ -35,12 +35,12 @@ def refuse_offloaded(module: torch.nn.Module, strategy: Strategy) -> None:
 
 
 def few_of(names: Sequence[str]) -> str:
-    """Many names for a reader: the first two, and how many more there are."""
+    """The first two of `names` and the number of the others, as text."""
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def size_of(count: float) -> str:
-    """Bytes for a reader, in the units of `max_memory`: "1.5 GB"."""
+    """A number of bytes as text, in the units of `max_memory`: "1.5 GB"."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -49,22 +49,23 @@ def size_of(count: float) -> str:
 
 
 def is_outside(place: int | str, main: int | str) -> bool:
-    """Whether what is placed there has to be loaded to run on `main`."""
+    """Whether weights at `place` have to be loaded before their layer can run on `main`."""
     return place == "disk" or (place == "cpu" and main not in ("cpu", "mps"))
 
 
 def where(placed: Mapping[str, int | str], name: str) -> int | str:
-    """The place of the tensor `name`: that of the longest name in `placed` that it begins with."""
+    """The place of the tensor `name`: the value in `placed` of the longest key that is a prefix of `name`."""
     while name not in placed:
         name = name.rpartition(".")[0]
     return placed[name]
 
 
 class Outside(Part):
-    """The whole of a weight that is loaded when its layer runs. `memory` is a copy of it if it lies in a file, made whenever it is read."""
+    """The whole of an offloaded weight, as a part. If the weight is in a file, each access to `memory` reads a new copy."""
 
     def __init__(self, tensor: torch.Tensor, weights: Any, name: str) -> None:
-        """`tensor`: what stands in for it, on the meta device. `weights`: of Accelerate's hook, where it lies under `name`."""
+        """`tensor`: the placeholder on the meta device. `weights`: the mapping of Accelerate's hook, which holds the weight under
+        `name`."""
         from accelerate.utils import PrefixedDataset
 
         while isinstance(weights, PrefixedDataset):
@@ -74,7 +75,7 @@ class Outside(Part):
 
     @property
     def memory(self) -> torch.Tensor:  # type: ignore[override]
-        """Its values on the host."""
+        """The values, in host memory."""
         value: torch.Tensor = self._weights[self.name]
         return value.detach().to(self.tensor.dtype)
 
@@ -96,7 +97,7 @@ class Outside(Part):
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
+        """The bytes of the values."""
         return self.tensor.nbytes
 
     @property
@@ -125,7 +126,7 @@ class Outside(Part):
 
 
 def _mapped(path: Path, like: torch.Tensor) -> torch.Tensor:
-    """The file as a tensor of the shape and dtype of `like`; what is written to it is written to the file."""
+    """The file as a tensor of the shape and dtype of `like`; writing to the tensor writes to the file."""
     import torch
 
     flat = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
@@ -135,15 +136,15 @@ def _mapped(path: Path, like: torch.Tensor) -> torch.Tensor:
 def put_outside(
     module: torch.nn.Module, main: int | str, placed: Mapping[str, int | str], folder: Path | None
 ) -> dict[str, torch.Tensor]:
-    """Give each tensor of `module` memory on its device, with its values where it has some. Of parameters that lie outside, a stand-in on
-    the meta device remains, and their values go to `folder`, or to the tensors in host memory that are returned, by name. One tensor at
-    a time exists twice."""
+    """Move each tensor of `module` to its place in `placed`, with its values if it has any. An offloaded parameter is replaced by a
+    placeholder on the meta device; its values are written to `folder`, or are among the returned tensors in host memory, by name. Only one
+    tensor at a time exists twice."""
     import torch
 
     hosted: dict[str, torch.Tensor] = {}
     index: dict[str, dict[str, Any]] = {}
     done: dict[int, tuple[str, torch.Tensor]] = {}
-    """What was placed, by the id of what was there before, which a tied tensor has a second time: its first name."""
+    """The first name and the new tensor, by the id of the old tensor, which a tied tensor has a second time."""
     for name, table, key, tensor in list(_tensors(module)):
         place = where(placed, name)
         outside = isinstance(tensor, torch.nn.Parameter) and is_outside(place, main)
@@ -163,7 +164,7 @@ def put_outside(
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Each parameter and buffer under each of its names, and where its layer holds it."""
+    """Each parameter and buffer under each of its names, with the table and the key under which its layer holds it."""
     for path, layer in module.named_modules(remove_duplicate=False):
         tables: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
         for table in tables:
@@ -173,16 +174,15 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str
 
 
 def _write(folder: Path, name: str, tensor: torch.Tensor, tied: str | None) -> dict[str, Any]:
-    """A file for `tensor` as Accelerate reads them, with its values if it has some; one of a tied tensor leads to that of the other name.
-    Returns what the index says of it."""
+    """Write a file for `tensor` in Accelerate's format, with its values if it has any; for a tied tensor, a link to the file of the other
+    name. Returns its entry for the index."""
     path = folder / f"{name}.dat"
     if tied is not None:
         path.symlink_to(f"{tied}.dat")
     else:
         try:
-            with path.open(
-                "wb"
-            ) as file:  # all of its room now: what is written through memory later could not report a full disk
+            # Reserve the whole size now, because later writes through memory could not report a full disk.
+            with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))
         except OSError as exc:
             raise ConfigurationError(
@@ -195,14 +195,14 @@ def _write(folder: Path, name: str, tensor: torch.Tensor, tied: str | None) -> d
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for `tensor` on `device`, with its values if it has some."""
+    """A tensor like `tensor` on `device`, with its values if it has any."""
     import torch
 
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on `device`; the same object if it is there."""
+    """`tensor` on `device`; the same object if it is there already."""
     import torch
 
     if tensor.device == device:
@@ -212,7 +212,7 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def found_outside(module: torch.nn.Module) -> dict[int, Outside]:
-    """What hooks of Accelerate on `module` load, by the id of what stands in for it."""
+    """The weights that hooks of Accelerate on `module` load, by the ids of their placeholders."""
     from accelerate.hooks import SequentialHook
 
     outside: dict[int, Outside] = {}
@@ -231,8 +231,8 @@ def found_outside(module: torch.nn.Module) -> dict[int, Outside]:
 
 
 class _StandIns:
-    """A hook of Accelerate, called after those that load: when the layer has run, what stood in for its weights does so again. Accelerate
-    itself makes new parameters each time, which nothing that remembers a parameter would recognise."""
+    """A hook for Accelerate that is called after the hooks that load: when the layer has run, it restores the placeholders. Accelerate
+    would create new parameters each time, which code that remembers a parameter would not recognise."""
 
     no_grad = False
 
@@ -240,7 +240,7 @@ class _StandIns:
         from accelerate.utils import named_module_tensors
 
         self.loaded: list[tuple[str, Any, torch.Tensor]] = []
-        """Each with its name under which the hook's weights hold it."""
+        """The name of each weight, the mapping of the hook that holds it under this name, and its placeholder."""
         self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for hook in loading:
             options = {"include_buffers": hook.offload_buffers, "recurse": hook.place_submodules}

@@ -1,7 +1,7 @@
-"""Quantised weights: frozen parameters of few bits with scales beside them, as bitsandbytes (4-bit, 8-bit) and torchao make them.
+"""Quantised weights: frozen parameters of few bits with scales, as bitsandbytes (4-bit, 8-bit) and torchao create them.
 
-Owns: which parameters of a module are quantised, what each is made of, and where strategies refuse them. Neither library is imported for
-this. Must not know: checkpoints, adapters, who trains what.
+Owns: which parameters of a module are quantised, the tensors of each, and the error of strategies that do not support them. Neither library
+is imported for this. Must not know: checkpoints, adapters, who trains what.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 SCALES = "scales of quantised weights"
-"""The kind of memory that lies whole on every rank, also where the weights themselves are in shards."""
+"""The kind of memory that is whole on every rank, even if the weights themselves are sharded."""
 FOUR_BIT, EIGHT_BIT, TORCHAO = "bitsandbytes 4-bit", "bitsandbytes 8-bit", "torchao"
 EVERY_KIND = (FOUR_BIT, EIGHT_BIT, TORCHAO)
 
@@ -29,16 +29,16 @@ class Quantised:
 
     kind: str
     weight: torch.nn.Parameter
-    """The codes; those of torchao have their scales inside."""
+    """The codes; with torchao, they contain the scales."""
     scales: tuple[torch.Tensor, ...]
-    """What is kept beside them, whole on every rank."""
+    """The tensors outside of the codes, whole on every rank."""
     form: str
-    """What of it is not a tensor, and decides what the codes mean."""
+    """The settings that determine the meaning of the codes, as text."""
     shape: tuple[int, ...]
-    """Of the weight that they stand for."""
+    """The shape of the weight that the codes stand for."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """The plain tensors that hold its values, on this rank. Codes in shards: this rank's part of them."""
+        """The plain tensors that hold the values on this rank; for sharded codes, this rank's part of them."""
         weight: Any = self.weight
         local = weight.to_local() if is_sharded(weight) else weight
         return [*inner_tensors(local.detach()), *self.scales]
@@ -61,7 +61,7 @@ def _quantised(layer: Any, weight: torch.nn.Parameter) -> Quantised | None:
         form = f"{state.quant_type} {state.blocksize} {state.dtype} {tuple(state.shape)}"
         return Quantised(FOUR_BIT, weight, tuple(_of_state(state)), form, tuple(state.shape))
     if own and isinstance(layer, library.Linear8bitLt | library.Embedding8bit):
-        # The first forward of a linear layer moves them from the weight to the layer.
+        # The first forward of a linear layer moves the scales from the weight to the layer.
         scales = getattr(weight, "SCB", None)
         scales = layer.state.SCB if scales is None and hasattr(layer, "state") else scales
         return None if scales is None else Quantised(EIGHT_BIT, weight, (scales,), "", tuple(weight.shape))
@@ -92,7 +92,7 @@ def _of_state(state: Any) -> Iterator[torch.Tensor]:
 
 
 def refuse_quantised(module: torch.nn.Module, strategy: str, taken: tuple[str, ...]) -> None:
-    """`ConfigurationError` for quantised weights of other kinds than `strategy` has `taken`, and for those that cannot be trained over."""
+    """Raise `ConfigurationError` for quantised weights of kinds that are not in `taken`, and for packed weights, which give no gradient."""
     weights = quantised_weights(module)
     for kind in dict.fromkeys(each.kind for each in weights.values()):
         if kind not in taken:
@@ -122,8 +122,8 @@ def _is_packed(weight: Quantised) -> bool:
 
 
 def kept_unpacked(module: torch.nn.Module) -> Callable[[], None]:
-    """Keep bitsandbytes from packing 4-bit weights for inference on a CPU, which a validation would start and no training survives: what
-    it packs gives no gradient. Returns what allows it again."""
+    """Prevent bitsandbytes from packing 4-bit weights for inference on a CPU. A validation would start this, and packed weights give no
+    gradient. Returns a function that allows it again."""
     name = "support_avx512bf16_for_cpu"
     layers: list[Any] = [layer for layer in module.modules() if getattr(layer, name, False)]
     for layer in layers:

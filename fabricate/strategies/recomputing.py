@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward computes again what a submodule computed, instead of keeping it. Must not know: shards, ranks."""
+"""Activation checkpointing: backward computes a submodule's activations again instead of keeping them. Must not know: shards, ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricate.strategies.base import Strategy
 
 
 def recompute_blocks(module: torch.nn.Module) -> Callable[[], None]:
-    """`recompute` for what repeats in `module`: the blocks of transformers models, and the children of every ModuleList."""
+    """Call `recompute` for the outermost repeated blocks of `module`; see `Strategy.blocks`."""
     blocks = Strategy.blocks(module)
     outer = [(name, block) for name, block in blocks if not any(name.startswith(f"{other}.") for other, _ in blocks)]
     if not outer and not any(getattr(child, "supports_gradient_checkpointing", False) for child in module.modules()):
@@ -27,8 +27,8 @@ def recompute_blocks(module: torch.nn.Module) -> Callable[[], None]:
 
 
 def recompute(module: torch.nn.Module, units: Sequence[tuple[str, torch.nn.Module]]) -> Callable[[], None]:
-    """Let backward recompute what `units` compute, with the dropout of the first time, instead of keeping it. Models of
-    transformers do so themselves, block by block, because their caches have to be off then. Returns what undoes it."""
+    """Let backward compute the activations of `units` again, with the same dropout, instead of keeping them. Models of transformers do this
+    themselves, block by block, because their caches have to be off. Returns a function that undoes it."""
     own: list[Any] = []
     theirs: set[int] = set()
     for child in module.modules():
@@ -48,21 +48,22 @@ def recompute(module: torch.nn.Module, units: Sequence[tuple[str, torch.nn.Modul
         for unit, forward in before:
             if forward is None:
                 vars(unit).pop("forward", None)
-            else:  # one of the user's, in the place of its class's
+            else:  # a forward of the user, which replaced that of the class
                 unit.forward = forward
 
     return undo
 
 
 class _Again:
-    """Stands in for a unit's `forward`: as it is, and once more in backward. Buffers that it changes (running statistics of a batch norm,
-    say) are changed once: the second time it begins with what they were, and leaves what they are. What it logs is logged once."""
+    """A replacement of a unit's `forward` that runs it again in backward. Buffers that the forward changes (running statistics of a batch
+    norm, for example) are changed only once: the second run uses copies of their earlier values. Values that it logs are logged only
+    once."""
 
     def __init__(self, unit: torch.nn.Module, logged: list[Any]) -> None:
         """`logged`: the list to which `TrainModule.log` adds."""
         self._unit, self._forward, self._logged = unit, unit.forward, logged
         self._changing: list[str] | None = None
-        """The names of those buffers, known after the first call."""
+        """The names of the buffers that the forward changes; None before the first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -87,7 +88,7 @@ class _Again:
 
     @contextlib.contextmanager
     def _as_before(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """While inside, `buffers` are in their place; afterwards nothing is left of what was logged meanwhile."""
+        """A context in which the unit uses copies of `buffers`; values that are logged inside are removed afterwards."""
         count = len(self._logged)
         try:
             with _in_the_place_of_buffers(self._unit, buffers):
@@ -110,7 +111,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 @contextlib.contextmanager
 def _in_the_place_of_buffers(unit: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """While inside, `unit` has copies of `values` in the place of the buffers of these names."""
+    """A context in which copies of `values` replace the buffers of `unit` with these names."""
     own = []
     for path, value in values.items():
         owner, _, name = path.rpartition(".")

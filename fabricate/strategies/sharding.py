@@ -1,7 +1,7 @@
-"""What a rank holds of a logical tensor, as a range of its elements: what initial values and checkpoints are made of.
+"""The part of a logical tensor that a rank holds, as a range of elements. Initial values and checkpoints use such parts.
 
-Owns: where the shard of a DTensor lies in the whole, and the exchange between ranks that hold columns of the same rows. Must
-not know: strategies, checkpoints, which parameter is cut how and why.
+Owns: the position of a DTensor's shard in the whole, and the exchange between ranks that hold columns of the same rows. Must not know:
+strategies, checkpoints, how a strategy chooses the cut of a parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """What this rank holds of a logical tensor: a range of its elements in row-major order."""
+    """The part of a logical tensor that this rank holds: a range of its elements in row-major order."""
 
     memory: torch.Tensor
     """The detached tensor in which this rank holds its elements, of any shape. Use it for element-wise computation."""
@@ -81,7 +81,8 @@ class Part:
 
 
 class Columns(Part):
-    """Of a tensor whose rows several ranks hold by columns: a share of these rows, whole, which the ranks exchange.
+    """A share of the rows of a tensor that is also cut by columns: the ranks that hold columns of the same rows exchange values, so that
+    each has whole rows.
 
     `block` is this rank's memory (rows, columns, ...); rank t of the `group` owns the t-th share of the rows, which begin at
     row `first_row` of the whole.
@@ -147,8 +148,8 @@ class Columns(Part):
         return Columns(memory, self._first_row, self.shape, self._group, self.copy, self.copies)
 
     def _exchange(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> list[torch.Tensor]:
-        """Give rank t of the group `sent[t]` elements of `flat`, in order; returns what each one gave. As bytes: not every backend
-        exchanges every dtype. Over the group's own device: shards may be in host memory."""
+        """Send `sent[t]` elements of `flat`, in order, to rank t of the group; return the elements from each rank. Sends bytes, because not
+        every backend sends every dtype, and uses the device of the group, because shards may be in host memory."""
         import torch
         import torch.distributed as dist
 
@@ -162,8 +163,8 @@ class Columns(Part):
 
 
 def part_of(tensor: torch.Tensor) -> Part:
-    """The part of a DTensor, cut in dimension 0 and in at most one mesh dimension in dimension 1; of any other tensor the
-    whole. ValueError for other placements. This rank alone."""
+    """This rank's part of a DTensor that is cut in dimension 0, and in dimension 1 by at most one mesh dimension; for any other tensor, the
+    whole. Raises ValueError for other placements. This rank alone."""
     if not is_sharded(tensor):
         return Part(tensor.detach(), 0, tuple(tensor.shape), replicated=True)
     from torch.distributed.tensor import Replicate
@@ -190,14 +191,15 @@ def part_of(tensor: torch.Tensor) -> Part:
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor. Nothing can be one before its module is there, and importing that takes half a second."""
+    """Whether `value` is a DTensor. Does not import the module of DTensor, which takes half a second: before it is imported, no DTensor
+    exists."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def broadcast(tensor: torch.Tensor) -> None:
-    """Give every rank rank 0's values of `tensor`, in place. All ranks. They travel as contiguous bytes: NCCL takes neither every dtype
-    nor every layout."""
+    """Copy rank 0's values of `tensor` to every rank, in place. All ranks. Sends contiguous bytes, because NCCL does not support every
+    dtype and layout."""
     import torch
     import torch.distributed as dist
 
@@ -208,15 +210,15 @@ def broadcast(tensor: torch.Tensor) -> None:
 
 
 def is_wrapper(value: object) -> bool:
-    """Whether `value` is a tensor subclass that is made of other tensors, as those of low-bit optimizers are. Its shape is not that of
-    what it holds."""
+    """Whether `value` is a tensor subclass that consists of other tensors, such as the state of low-bit optimizers. Its shape differs from
+    that of these tensors."""
     return hasattr(value, "__tensor_flatten__") and not is_sharded(value)
 
 
 def inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that hold the values of `tensor`: itself, or what a tensor subclass is made of."""
+    """The plain tensors that hold the values of `tensor`: itself, or the tensors of which a tensor subclass consists."""
     if not is_wrapper(tensor):
-        if tensor is not None:  # what a kind of subclass may leave out
+        if tensor is not None:  # None: a subclass may leave out some of its tensors
             yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:

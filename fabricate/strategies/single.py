@@ -11,7 +11,7 @@ from fabricate.strategies.quantised import EVERY_KIND
 
 @dataclasses.dataclass(eq=False)
 class Single(Strategy):
-    """One process, one device, nothing around the step."""
+    """One process on one device, without a wrapper around the step."""
 
     name: ClassVar[str] = "single"
     max_world_size: ClassVar[int | None] = 1

@@ -1,7 +1,8 @@
-"""Layers whose arithmetic several ranks share: the `tp_plan` of a transformers model, carried out with torch's `parallelize_module`.
+"""Tensor parallelism: the `tp_plan` of a transformers model, applied with torch's `parallelize_module`.
 
-Owns: which layers a plan cuts and how, what of a plan cannot be followed, the layers' cut itself. Not through Accelerate, whose
-installed version asks transformers for a name that is gone. Must not know: who shards what is left of a layer, strategies, ranks.
+Owns: which layers a plan cuts and how, the errors for plans that cannot be followed, and the cut itself. Accelerate's function is not used,
+because its installed version imports a name that transformers no longer has. Must not know: how parts of a layer are sharded, strategies,
+ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from fabricate.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Style:
-    """How a layer is cut: its weight in `dimension`, by ranks that each have a part of its input or output, or all of both."""
+    """How a layer is cut: its weight in `dimension`. `whole_input`, `whole_output`: whether each rank has the whole input or output, or a
+    part."""
 
     kind: type[torch.nn.Module]
     dimension: int
@@ -29,8 +31,8 @@ class Style:
     whole_output: bool
 
     def made(self) -> ParallelStyle:
-        """torch's word for it."""
-        columns = (self.dimension == 0) == (self.kind is torch.nn.Linear)  # a Linear's weight lies transposed
+        """The style as an object of torch."""
+        columns = (self.dimension == 0) == (self.kind is torch.nn.Linear)  # the weight of a Linear is transposed
         if columns:
             return ColwiseParallel(output_layouts=Replicate() if self.whole_output else None)
         return RowwiseParallel(input_layouts=Replicate() if self.whole_input else None)
@@ -48,20 +50,20 @@ STYLES = {
     "embedding_rowwise": Style(torch.nn.Embedding, 0, whole_input=True, whole_output=True),
     "embedding_colwise": Style(torch.nn.Embedding, 1, whole_input=True, whole_output=True),
 }
-"""By transformers' names."""
+"""The supported styles, by their names in transformers."""
 _LEFT_ALONE = "replicate"
 
 
 @dataclass(frozen=True)
 class Division:
-    """What `ways` ranks do together: the style of each layer that is cut, by name, and why others of the plan stay whole."""
+    """A division of layers over `ways` ranks: the style of each layer that is cut, and why other layers of the plan stay whole, by name."""
 
     ways: int
     layers: Mapping[str, Style]
     whole: Mapping[str, str]
 
     def cuts(self, module: torch.nn.Module) -> dict[int, int]:
-        """By id of each parameter of `module` that is cut, the dimension. `module`: cut already, or not."""
+        """The cut dimension of each parameter of `module` that is cut, by id. `module` may be cut already."""
         by_parameter = {}
         for name, style in self.layers.items():
             layer: Any = module.get_submodule(name)
@@ -71,8 +73,8 @@ class Division:
         return by_parameter
 
     def apply(self, module: torch.nn.Module, mesh: DeviceMesh) -> None:
-        """Cut the layers of `module` over the ranks of `mesh`. Values that are there are the same on all of them. Parameters
-        become new ones; those that were one stay one. No rank sends anything."""
+        """Cut the layers of `module` over the ranks of `mesh`. Values, if there are any, must be the same on all of them. Parameters are
+        replaced; tied parameters stay tied. No communication."""
         tied = [names for names in _tied(module).values() if self.layers.keys() & {n.rpartition(".")[0] for n in names}]
         for name, style in self.layers.items():
             parallelize_module(module.get_submodule(name), mesh, style.made(), src_data_rank=None)
@@ -95,8 +97,8 @@ class Division:
 
 
 def division(module: torch.nn.Module, ways: int) -> Division:
-    """How the plan of the transformers model inside `module` divides it over `ways` ranks. Raises `ConfigurationError` for what
-    cannot be divided so. Reads shapes only: `module` may be on the meta device, or cut already."""
+    """The division over `ways` ranks by the plans of the transformers models inside `module`. Raises `ConfigurationError` if a plan cannot
+    be followed. Reads only shapes: `module` may be on the meta device, or cut already."""
     layers: dict[str, Style] = {}
     whole: dict[str, str] = {}
     models = list(_planned(module))
@@ -122,7 +124,8 @@ def division(module: torch.nn.Module, ways: int) -> Division:
             if rule in (None, _LEFT_ALONE, "replicated_with_grad_allreduce"):
                 continue
             layers[f"{prefix}{name}"] = style = _checked(f"{prefix}{name}", layer, str(rule), ways)
-            if getattr(layer, "padding_idx", None) is not None:  # DTensor would look for it in every rank's part
+            # DTensor would apply a padding_idx to every rank's part.
+            if getattr(layer, "padding_idx", None) is not None:
                 whole[f"{prefix}{name}"] = "because it has a padding_idx"
             elif reason := _uneven(layer, style, ways):
                 if not (style.whole_input and style.whole_output):
@@ -136,7 +139,7 @@ def division(module: torch.nn.Module, ways: int) -> Division:
 
 
 def _planned(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models inside `module` that have a plan, each with what its names begin with. A model's plan holds those of
+    """The outermost models inside `module` that have a plan, each with the prefix of its names. The plan of a model includes the plans of
     its parts."""
     planned: list[str] = []
     for name, child in module.named_modules():
@@ -147,7 +150,7 @@ def _planned(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _rule(plan: Mapping[str, str], name: str) -> str | None:
-    """What `plan` says of the layer or parameter `name`, or of those with a * for the numbers of layers."""
+    """The style in `plan` of the layer or parameter `name`, or of the pattern with * for the numbers in `name`; None if there is none."""
     return plan.get(name, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))
 
 
@@ -198,7 +201,7 @@ def _other(ways: int, name: str, why: str) -> ConfigurationError:
 
 
 def _tied(module: torch.nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each parameter that has several names, by its id."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -210,7 +213,8 @@ def _shared(owner: str, owners: Sequence[str], between: str) -> str:
 
 
 def _leave_tied(module: torch.nn.Module, layers: Mapping[str, Style], whole: dict[str, str], ways: int) -> None:
-    """What two layers share stays whole in both unless both are cut alike."""
+    """Add to `whole` the layers that share a weight, unless all of them are cut in the same dimension. Raises `ConfigurationError` if one
+    cannot stay whole."""
     for names in _tied(module).values():
         owners = [name.rpartition(".")[0] for name in names]
         styles = {owner: layers[owner] for owner in owners if owner in layers}
