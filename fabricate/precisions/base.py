@@ -1,4 +1,4 @@
-"""What a precision is: the dtypes in which a module computes, and what that needs around the step. Abstract.
+"""The interface of precisions: the dtypes in which a module computes, and the contexts that it needs for that. Abstract.
 
 A precision is a plugin object: it may implement hooks and keep state. It must not depend on the strategy of the fit, except to
 refuse one in `check`. Strategies import precisions, not the other way round.

@@ -1,5 +1,5 @@
-"""The built-in precisions: fp32 (TF32 on request), fp16 with loss scaling and bf16 by autocast over fp32 parameters, and pure
-bf16 for optimizers that make up for its rounding."""
+"""The built-in precisions: fp32 (TF32 on request), fp16 with loss scaling and bf16 by autocast over fp32 parameters, and pure bf16 for
+optimizers that compensate for its rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class FP32(Precision):
-    """Parameters, gradients and compute in the dtype they have, float32 by default.
+    """Parameters, gradients and computation in the parameters' own dtype, float32 by default.
 
     tf32: true lets NVIDIA GPUs round the inputs of float32 matrix products and convolutions to TF32 (10 bits of mantissa, several
     times faster), false forbids it; unset leaves torch's own settings, which allow it in convolutions.
@@ -53,15 +53,15 @@ class FP32(Precision):
 
 
 def _tf32_parts() -> dict[str, Any]:
-    """What of torch has a switch for TF32."""
+    """The modules of torch with a switch for TF32, by the operations that it affects."""
     import torch
 
     return {"matrix products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn}
 
 
 def _new_switches(part: Any) -> list[Any]:
-    """Where torch has its newer switch, `fp32_precision`, for `part`; nowhere in versions that have `allow_tf32` only. Once a
-    script has set the newer one, reading the other is an error."""
+    """The objects with torch's newer switch, `fp32_precision`, for `part`; none in versions that have only `allow_tf32`. Once a script has
+    set the newer switch, reading the older one is an error."""
     owners = [part.conv, part.rnn] if hasattr(part, "conv") else [part]
     return [owner for owner in owners if hasattr(owner, "fp32_precision")]
 
@@ -137,11 +137,11 @@ class FP16(Precision):
 
 @dataclasses.dataclass(eq=False)
 class BF16True(Precision):
-    """Parameters, gradients and optimizer state in bfloat16 too: half the memory. Compute as with "bf16".
+    """Parameters, gradients and optimizer state in bfloat16, in half the memory. Computes like "bf16".
 
-    An update smaller than 1/256 of a weight is lost when it is rounded to bfloat16, so the optimizer has to make up for that,
-    by Kahan summation (package torch-optimi) or stochastic rounding (torchao.optim); others are refused. Gradients are
-    accumulated and averaged in bfloat16. Layers that keep running statistics stay as they are.
+    An update smaller than 1/256 of a weight is lost when it is rounded to bfloat16, so the optimizer has to compensate for that, by Kahan
+    summation (package torch-optimi) or stochastic rounding (torchao.optim); other optimizers are refused. Gradients are accumulated and
+    averaged in bfloat16. Layers with running statistics keep their dtype.
     """
 
     name: ClassVar[str] = "bf16-true"
@@ -156,18 +156,19 @@ class BF16True(Precision):
 
         for child in module.modules():
             if any(b.is_floating_point() for b in child.buffers(recurse=False)):
-                continue  # its kernels want parameters and statistics of one dtype
+                continue  # its kernels need parameters and statistics in the same dtype
             for parameter in child.parameters(recurse=False):
                 if parameter.dtype == torch.float32:
                     self._before[parameter] = parameter.data
                     parameter.data = parameter.data.to(torch.bfloat16)
 
     def on_fit_start(self) -> None:
-        """From here on the weights are trained: the ones from before are not needed."""
+        """Drop the weights from before the fit, which are not needed once training begins."""
         self._before = dict.fromkeys(self._before)
 
     def on_teardown(self, trainer: Any) -> None:
-        """Back to float32; after an evaluation to the last bit. A sharded module stays prepared, for the next fit."""
+        """Convert the parameters back to float32; after an evaluation, they are bitwise as before. A sharded module stays prepared for the
+        next fit."""
         if not trainer.strategy.shards_parameters:
             for parameter, data in self._before.items():
                 parameter.data = parameter.data.float() if data is None else data.to(parameter.device)
@@ -175,7 +176,8 @@ class BF16True(Precision):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterable[str]:
         stochastic = getattr(optimizer, "bf16_stochastic_round", False) is True  # torchao's name for it
-        kahan = all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)  # optimi's
+        # `kahan_sum` is an option of optimi.
+        kahan = all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)
         if not (stochastic or kahan):
             yield (
                 f"precision='bf16-true': {type(optimizer).__name__} loses updates that are small compared with their weights. "
