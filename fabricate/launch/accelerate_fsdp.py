@@ -1,4 +1,4 @@
-"""What Accelerate's settings for FSDP, most of them of its version 1, mean for strategy="fsdp".
+"""Accelerate's settings for FSDP (most are for its version 1) as options of strategy="fsdp".
 
 `docs/strategies/fsdp.md` shows the same as a table. Must not know launchers, files, or how the strategy works.
 """
@@ -23,7 +23,7 @@ _HONOURED = (
     "fsdp_ignored_modules",
 )
 VARIABLES = {f"fsdp_config.{key}": _SPELLED.get(key, key.upper()) for key in _HONOURED}
-"""Keys of an Accelerate YAML and the variable that `accelerate launch` makes of each."""
+"""Keys of an Accelerate YAML, each with the variable that `accelerate launch` sets for it."""
 
 MEANINGLESS = tuple(
     f"fsdp_config.{key}"
@@ -38,17 +38,16 @@ MEANINGLESS = tuple(
         "fsdp_sync_module_states",
     )
 )
-"""Keys that shaped how version 1 worked, and have no effect here."""
+"""Keys that changed how version 1 worked, and that have no effect here."""
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
 def fsdp_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """Options of the strategy, as text, from the variables of `accelerate launch`. What it exports by default
-    has no effect.
+    """Options of the strategy, as text, from the variables of `accelerate launch`. Values that it exports by default have no effect.
 
-    Raises ConfigurationError for what the strategy does not do, naming the setting and what to use.
+    Raises ConfigurationError for a setting that the strategy does not support, with what to use instead.
 
         fsdp_options({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}) == {"shard": "node"}
     """

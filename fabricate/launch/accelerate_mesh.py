@@ -17,19 +17,19 @@ VARIABLES = {
     f"parallelism_config.parallelism_config_{word}_size": f"PARALLELISM_CONFIG_{word.upper()}_SIZE"
     for word in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 } | {"use_parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG"}
-"""Keys of an Accelerate YAML and the variable that `accelerate launch` makes of each."""
+"""Keys of an Accelerate YAML, each with the variable that `accelerate launch` sets for it."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`replicate` copies of a model, each in `shard` shards of what `tp` ranks divide; 1 where nothing is requested."""
+    """A requested mesh: `replicate` copies of a model, each in `shard` shards, with layers that `tp` ranks divide; 1: not requested."""
 
     replicate: int
     shard: int
     tp: int
 
     def options(self, node: str | None) -> dict[str, str]:
-        """FSDP's options `shard` and `tp`, where its own settings said `node` for `shard` (or nothing)."""
+        """FSDP's options `shard` and `tp`. `node`: the value of `shard` from FSDP's own settings, or None."""
         ways = {"tp": str(self.tp)} if self.tp > 1 else {}
         if self.shard < 2 and self.replicate < 2 and ways:
             return ways | ({"shard": node} if node else {})
@@ -51,7 +51,7 @@ class Mesh:
 
 
 def mesh(environ: Mapping[str, str]) -> Mesh:
-    """The requested mesh. Raises ConfigurationError for a dimension that no strategy has, and for what is not a number."""
+    """The requested mesh. Raises ConfigurationError for a dimension that no strategy has, and for a value that is not a number."""
     for word in ("cp", "sp"):
         name = f"PARALLELISM_CONFIG_{word.upper()}_SIZE"
         if (size := _size(environ, name)) > 1:

@@ -1,4 +1,4 @@
-"""What Accelerate's environment variables request: a strategy, a precision, numbers.
+"""The strategy, precision and numbers that Accelerate's environment variables request.
 
 Owns which of their values are defaults that `accelerate launch` always exports. Must not know fabricate's own variables, ranks
 or plugins; `accelerate_fsdp` and `accelerate_mesh` read the variables of FSDP and of the device mesh.
@@ -17,12 +17,12 @@ _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def from_notebook(environ: Mapping[str, str]) -> bool:
-    """Whether Accelerate's `notebook_launcher` started this process; its variables have names of their own."""
+    """Whether Accelerate's `notebook_launcher`, which uses other names of variables, started this process."""
     return "NPROC" in environ and "MIXED_PRECISION" in environ
 
 
 def precision(environ: Mapping[str, str]) -> Request | None:
-    """The mixed precision; None for "no", which is exported without being requested."""
+    """The mixed precision; None for "no", which is exported by default."""
     name = "MIXED_PRECISION" if from_notebook(environ) else "ACCELERATE_MIXED_PRECISION"
     value = environ.get(name, "no").strip().lower()
     if value not in _PRECISIONS:
@@ -32,7 +32,7 @@ def precision(environ: Mapping[str, str]) -> Request | None:
 
 
 def number(environ: Mapping[str, str], name: str, kind: type[int] | type[float], default: str) -> Request | None:
-    """A positive number; None for `default`, "auto" and nothing."""
+    """The positive number in a variable; None if it is `default`, "auto" or unset."""
     value = environ.get(name, "").strip().lower()
     if value in ("", "auto", default):
         return None
@@ -47,7 +47,7 @@ def number(environ: Mapping[str, str], name: str, kind: type[int] | type[float],
 
 
 def strategy(environ: Mapping[str, str]) -> Request | None:
-    """The strategy, with options; None where Accelerate is to choose between one process and replicas."""
+    """The strategy, with options; None if the variables leave Accelerate the choice between one process and replicas."""
     fsdp, deepspeed = flag(environ, "ACCELERATE_USE_FSDP"), flag(environ, "ACCELERATE_USE_DEEPSPEED")
     if fsdp and deepspeed:
         raise ConfigurationError("ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both true; unset one of them")
@@ -70,14 +70,14 @@ def _fsdp(environ: Mapping[str, str], mesh: accelerate_mesh.Mesh | None, source:
 
 
 def _mesh_without_fsdp(environ: Mapping[str, str], mesh: accelerate_mesh.Mesh, deepspeed: bool) -> Request | None:
-    """A mesh of copies, or of ranks that divide layers. What needs shards of FSDP is refused."""
+    """The strategy for a mesh of copies, or of ranks that divide layers. Raises ConfigurationError for a mesh that needs FSDP."""
     if mesh.shard > 1:
         raise ConfigurationError(
             f"{accelerate_mesh.SHARD}={mesh.shard} shards a model, but ACCELERATE_USE_FSDP is not true; use strategy='fsdp', or "
             "unset this variable if you use DeepSpeed's zero3"
         )
     if mesh.tp > 1:
-        # Accelerate allows no copies beside it; where its ranks are all there are, there are none.
+        # Accelerate allows no copies together with tp. If all ranks are in tp, there are none.
         if deepspeed or environ.get("WORLD_SIZE", str(mesh.tp)) != str(mesh.tp) or mesh.replicate > 1:
             raise ConfigurationError(
                 f"{accelerate_mesh.TENSOR}={mesh.tp} divides layers, which works only together with FSDP: use "
@@ -91,7 +91,7 @@ def _mesh_without_fsdp(environ: Mapping[str, str], mesh: accelerate_mesh.Mesh, d
 
 def _deepspeed(environ: Mapping[str, str], source: str) -> Request:
     file = text(environ, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if file:  # Accelerate reads every option from the file then, and none from its own variables
+    if file:  # Accelerate then reads all options from the file, and none from its variables
         return Request(deepspeed_strategy(file.value, read_file(file.value)), file.source)
     stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")  # Accelerate's own default
     options = {}

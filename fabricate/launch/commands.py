@@ -1,6 +1,6 @@
-"""Starting one process per rank: the command line, its environment, and what a fit reports to its launcher at the end.
+"""The start of one process per rank: the command line, its environment, and the report of a fit to its launcher at the end.
 
-Must not know how a rank finds its place again (`ranks`), nor devices; `fabricate.cli.runner` is what is started.
+Must not know how a rank finds its place (`ranks`), nor devices. The command starts `fabricate.cli.runner`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 from fabricate.errors import ConfigurationError
 
 PREEMPTED_FILE = "FABRICATE_PREEMPTED_FILE"
-"""The variable that names the file by which a fit reports to `fabricate.cli.runner`, its launcher, that a signal ended it."""
+"""The variable with the path of the file in which a fit reports to its launcher, `fabricate.cli.runner`, that a signal ended it."""
 
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""torchrun's variable: the seconds that ranks have to end after the signal to do so, before they are killed."""
+"""torchrun's variable: the seconds that ranks have to end after torchrun's first signal, before it kills them."""
 
 
 def tell_preempted(environ: Mapping[str, str], by: str) -> None:
-    """Leave `by`, the signal that ended a fit, where `fabricate.cli.runner` finds it; empty: no signal ended the last fit.
+    """Write `by`, the signal that ended a fit, into the file for `fabricate.cli.runner`; remove the file if no signal did (`by` is empty).
 
-    Nothing happens under other launchers. One process of each node calls it.
+    Does nothing under other launchers. One process of each node calls this.
     """
     if file := environ.get(PREEMPTED_FILE):
         Path(file).unlink(missing_ok=True)
@@ -43,11 +43,11 @@ def command(
     max_restarts: int = 0,
     python: str = sys.executable,
 ) -> list[str]:
-    """The command line that runs `script` on `nproc` ranks of this node: in one process for one in all, else through torchrun, which
-    counts "gpu" and "auto" itself, binds ranks to the cores near their GPUs as `numa_binding` says, and starts all ranks again up to
-    `max_restarts` times after one failed.
+    """The command line that runs `script` on `nproc` ranks of this node. A run of one rank, without `numa_binding` and `max_restarts`, is
+    one process. Otherwise torchrun starts the ranks: it counts devices for "gpu" and "auto", binds ranks to the cores near their GPUs
+    (`numa_binding`), and after a failure restarts all ranks, up to `max_restarts` times.
 
-    Raises ConfigurationError for counts that cannot be, and for several nodes without the address of the first.
+    Raises ConfigurationError for impossible counts, and for several nodes without the address of the first.
 
         command("train.py", ["--lr", "0.1"], nproc=1)[2:] == ["fabricate.cli.runner", "--alone", "--", "train.py", "--lr", "0.1"]
     """
@@ -62,7 +62,7 @@ def command(
         meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
     given = {"--numa-binding": numa_binding, "--max-restarts": max_restarts or None, "--nproc-per-node": nproc}
     options = [text for option, value in given.items() if value is not None for text in (option, str(value))]
-    # Without "--" torchrun takes an argument of the script for an abbreviation of its own: "ambiguous option: --log".
+    # Without "--", torchrun reads an argument of the script as an abbreviated option: "ambiguous option: --log".
     return [*runner, *meeting, *options, "--module", "--", "fabricate.cli.rank", script, *arguments]
 
 
@@ -78,7 +78,7 @@ def _check_places(nproc: int | str, nnodes: int, node_rank: int, master_addr: st
 
 
 def listed_plugins(text: str) -> list[str]:
-    """The plugins in a value of FABRICATE_PLUGINS: ";" is between plugins, "," between the options of one.
+    """The plugins in a value of FABRICATE_PLUGINS: ";" separates plugins, "," separates the options of a plugin.
 
     listed_plugins("ema:decay=0.9,start=10; no:wandb") == ["ema:decay=0.9,start=10", "no:wandb"]
     """
@@ -104,9 +104,9 @@ def environment(
     plan_only: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """`base` plus the variables that carry these settings to the ranks; `base` itself stays as it is.
+    """`base` plus the variables that pass these settings to the ranks; `base` itself is not changed.
 
-    Plugins add to those in `base`. Raises ConfigurationError where `base` already holds another value.
+    `plugins` are added to those in `base`. Raises ConfigurationError if `base` has another value for a setting.
 
         environment(os.environ, strategy="zero3")["FABRICATE_STRATEGY"] == "zero3"
     """
@@ -130,7 +130,7 @@ def environment(
     if plan_only:
         result["FABRICATE_PLAN_ONLY"] = "1"
     result["FABRICATE_LAUNCHED"] = "1"
-    # A store shared between the rendezvous and the process group keeps the keys of the ranks before a restart.
+    # If the rendezvous and the process group shared a store, it would keep keys from before a restart.
     result["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if isinstance(nproc, int) and nproc > 1:  # one process keeps torch's own choice, as under plain Python
         result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))

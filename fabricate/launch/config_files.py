@@ -1,6 +1,6 @@
-"""Configuration files: Accelerate's YAML, DeepSpeed's JSON and a YAML of a Trainer's arguments, told apart by what is in them.
+"""Configuration files: Accelerate's YAML, DeepSpeed's JSON and a YAML of a Trainer's arguments, distinguished by their content.
 
-Owns which of their keys fabricate honours, which have no meaning here and which it refuses. Must not know ranks.
+Owns which of their keys fabricate uses, which have no meaning here and which are errors. Must not know ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fabricate.launch.settings import requests
 
 # Keys of an Accelerate YAML that have no effect here: torchrun's rendezvous replaces them.
 _NEUTRAL_KEYS = ("main_training_function", "rdzv_backend", "same_network")
-# Keys that travel as the variable that `accelerate launch` makes of them.
+# Keys that are passed on as the variable that `accelerate launch` sets for them.
 _VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "use_cpu": "ACCELERATE_USE_CPU",
@@ -31,7 +31,7 @@ _VARIABLES = {
     **accelerate_fsdp.VARIABLES,
     **accelerate_mesh.VARIABLES,
 }
-# Those that reach the ranks as they are; the others become the strategy and the precision.
+# Variables that are passed to the ranks unchanged; the others become the strategy and the precision.
 _PASSED_ON = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_GRADIENT_CLIPPING",
@@ -52,15 +52,15 @@ _DEEPSPEED_KEYS = {
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "scheduler"),
     *("fp16", "bf16", "gradient_clipping", "zero_allow_untested_optimizer", "steps_per_print"),
 }
-"""What tells a DeepSpeed file in YAML from arguments of a Trainer: no argument has one of these names."""
+"""Keys that distinguish a DeepSpeed file in YAML from arguments of a Trainer: no argument has one of these names."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What an Accelerate YAML, a DeepSpeed JSON or a YAML of a Trainer's arguments requests; None is unset.
+    """The settings in an Accelerate YAML, a DeepSpeed JSON or a YAML of a Trainer's arguments; None: unset.
 
-    `num_processes` counts the ranks of all nodes. `variables` are for the script's environment. `unused` names settings
-    that shape how Accelerate's own wrappers work and mean nothing here.
+    `num_processes` counts the ranks of all nodes. `variables` are for the script's environment. `unused` names settings for Accelerate's
+    own wrappers, which have no meaning here.
     """
 
     path: str
@@ -74,17 +74,17 @@ class ConfigFile:
     variables: dict[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the Trainer, not checked."""
+    """Arguments of the Trainer, not checked."""
 
     def says(self, key: str, value: Any) -> tuple[str, Any]:
-        """How this file is quoted for `key`, and the value."""
+        """The text that names this file and `key` in messages, and the value."""
         return f"config file {self.path!r} ({key}: {value})", value
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read an Accelerate YAML, a DeepSpeed JSON or another YAML, which holds arguments of a Trainer; told apart by what is in it.
+    """Read an Accelerate YAML, a DeepSpeed JSON, or another YAML, which holds arguments of a Trainer.
 
-    Raises ConfigurationError for a file that is neither, and for a setting in it that fabricate cannot honour.
+    Raises ConfigurationError for any other file, and for a setting that fabricate does not support.
 
         read_config("zero3.json").strategy == "zero3:config=zero3.json"
     """
@@ -97,7 +97,7 @@ def read_config(path: str) -> ConfigFile:
 
 
 def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
-    """An Accelerate YAML, through the variables that `accelerate launch` would export for it."""
+    """The settings in an Accelerate YAML, read through the variables that `accelerate launch` would export."""
     where = f"config file {path!r}"
     kind = _distributed_type(where, content)
     num_processes = _count(where, content, "num_processes")
@@ -128,8 +128,8 @@ def _accelerate_file(path: str, content: dict[str, Any]) -> ConfigFile:
 
 
 def _distributed_type(where: str, content: dict[str, Any]) -> str:
-    """Take the kind of run out of `content`. Raises ConfigurationError for one that `fabricate run` cannot start."""
-    kind = str(content.pop("distributed_type", None) or "NO").upper()  # an unquoted NO is false to YAML
+    """Remove the type of the run from `content`, and return it. Raises ConfigurationError for a type that `fabricate run` cannot start."""
+    kind = str(content.pop("distributed_type", None) or "NO").upper()  # in YAML, an unquoted NO is false
     if kind not in _TYPES:
         raise ConfigurationError(f"{where}: distributed_type {kind} is not one of {', '.join(_TYPES)}")
     place = content.pop("compute_environment", "LOCAL_MACHINE")
@@ -141,7 +141,7 @@ def _distributed_type(where: str, content: dict[str, Any]) -> str:
 
 
 def _variables(where: str, kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The variables of `settings`, and the names of those that have no meaning here."""
+    """The variables for `settings`, and the names of settings that have no meaning here."""
     variables, unused = dict(_TYPES[kind]), []
     for key, value in settings.items():
         section = key.partition(".")[0]
@@ -161,7 +161,7 @@ def _variables(where: str, kind: str, settings: Mapping[str, Any]) -> tuple[dict
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that request something, sections as "section.key"."""
+    """The settings that are not empty or off; those of a section are named "section.key"."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         flat |= (
@@ -177,7 +177,7 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _count(where: str, content: dict[str, Any], key: str) -> int | None:
     value = content.pop(key, None)
-    if value is None or value == -1:  # -1 means "given on the command line" to Accelerate
+    if value is None or value == -1:  # for Accelerate, -1 means "given on the command line"
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigurationError(f"{where}: {key} {value!r} is not a whole number")

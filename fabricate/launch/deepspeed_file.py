@@ -1,4 +1,4 @@
-"""Settings files as mappings, and the strategy that a DeepSpeed JSON stands for.
+"""The content of settings files, and the strategy for a DeepSpeed JSON.
 
 Must not know launchers, Accelerate's files, or the other keys of a DeepSpeed JSON, which its strategy reads.
 """
@@ -33,7 +33,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def deepspeed_strategy(path: str, content: Mapping[str, Any]) -> str:
-    """The strategy that a DeepSpeed JSON stands for."""
+    """The strategy for the DeepSpeed JSON at `path`."""
     zero = content.get("zero_optimization")
     if not isinstance(zero, dict) or "stage" not in zero:
         raise ConfigurationError(
@@ -44,14 +44,14 @@ def deepspeed_strategy(path: str, content: Mapping[str, Any]) -> str:
 
 
 def zero_strategy(source: str, stage: object) -> str:
-    """The strategy of a ZeRO stage; `source` is what errors call it."""
+    """The strategy for a ZeRO stage. `source`: the name of the setting in errors."""
     if str(stage) not in ("0", "1", "2", "3"):
         raise ConfigurationError(f"{source}: stage {stage!r} is not one of 0, 1, 2, 3")
     return f"zero{stage}"
 
 
 def with_options(name: str, options: Mapping[str, str]) -> str:
-    """A strategy's name and its options in one text. Raises ConfigurationError for a value that such a text cannot hold."""
+    """A strategy's name and its options in one text. Raises ConfigurationError for a value with a comma, which separates options."""
     for option, value in options.items():
         if "," in value:
             raise ConfigurationError(

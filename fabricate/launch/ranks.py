@@ -1,6 +1,6 @@
-"""How this process was started: by whom, and its place among the ranks.
+"""How this process was started: its launcher, and its place among the ranks.
 
-Owns the variables that torchrun, `accelerate launch`, `srun`, mpirun and `fabricate run` leave behind. Must not know settings.
+Owns the variables that torchrun, `accelerate launch`, `srun`, mpirun and `fabricate run` set. Must not know settings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fabricate.launch.accelerate_variables import from_notebook
 from fabricate.launch.torchrun_variables import several_ranks
 
 _MPI = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
-_FIRST_INTERNAL_STEP = 0xFFFFFFF0  # SLURM numbers its batch, interactive and extern steps from here: one process each
+# SLURM's batch, interactive and extern steps, with one process each, have numbers from here on.
+_FIRST_INTERNAL_STEP = 0xFFFFFFF0
 _HOW_TO_START = (
     "`fabricate run script.py --nproc N`, `torchrun --nproc-per-node N script.py` or "
     "`accelerate launch --multi_gpu --num_processes N script.py` (on a CPU as well)"
@@ -24,10 +25,10 @@ _HOW_TO_START = (
 
 @dataclass(frozen=True)
 class Launch:
-    """Who started this process, and its place among the ranks.
+    """The launcher of this process, and its place among the ranks.
 
-    `environment` is what torch needs and the launcher did not set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT under `srun`, nothing otherwise. Whoever opens the process group sets it for that long.
+    `environment`: the variables that torch needs and the launcher did not set. These are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT under `srun`, none otherwise. The code that opens the process group sets them meanwhile.
     """
 
     launcher: Literal["python", "torchrun", "accelerate", "fabricate", "slurm", "other"]
@@ -40,9 +41,9 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """The launch that `environ` tells of; every rank calls it with its own.
+    """The launch that `environ` describes. Every rank calls this with its own environment.
 
-    Raises RankError where ranks were asked for and not started, or would not know of each other.
+    Raises RankError if several ranks were requested and not started, or if the ranks could not find each other.
 
         detect(os.environ).world_size
     """
@@ -86,7 +87,7 @@ def _launcher(environ: Mapping[str, str]) -> Literal["fabricate", "accelerate", 
 
 
 def _ranked(environ: Mapping[str, str], launcher: Literal["fabricate", "accelerate", "torchrun", "other"]) -> Launch:
-    """The place that RANK, WORLD_SIZE and their companions give."""
+    """The launch that RANK, WORLD_SIZE and the related variables describe."""
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", least=1)
     if rank >= world_size:
         raise RankError(f"RANK={rank} with WORLD_SIZE={world_size}: ranks count from 0 to {world_size - 1}")
@@ -121,7 +122,7 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """One of several tasks of an `srun`; a batch script or an interactive shell inside an allocation is not."""
+    """Whether this is one of several tasks of an `srun`, and not a batch script or an interactive shell inside an allocation."""
     return (
         "SLURM_PROCID" in environ
         and environ.get("SLURM_STEP_ID", "").isdecimal()
@@ -131,7 +132,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> str:
-    """The tasks of this step; the allocation may have room for more."""
+    """The number of tasks of this step; the allocation may have room for more."""
     return environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
 
 
@@ -142,7 +143,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         raise RankError(
             "srun: neither SLURM_STEP_NODELIST nor SLURM_NODELIST is set; export MASTER_ADDR, the host of rank 0"
         )
-    # One port per job and step, below the range from which the system hands out ports.
+    # One port per job and step, below the range from which the system assigns ports.
     port = 10_000 + (_number(environ, "SLURM_JOB_ID") * 31 + _number(environ, "SLURM_STEP_ID")) % 20_000
     variables = {
         "RANK": environ["SLURM_PROCID"],
@@ -159,13 +160,13 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of SLURM's compressed host names: node003 of "node[003-005,7],login"."""
+    """The first host in SLURM's compressed list: node003 in "node[003-005,7],login"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else nodes
 
 
 def _tasks_on(environ: Mapping[str, str], node_rank: int) -> str:
-    """The tasks of one node: "4(x2),3" means 4, 4 and 3."""
+    """The number of tasks on one node: "4(x2),3" means 4, 4 and 3."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or _slurm_tasks(environ)
     counts: list[str] = []
     for part in text.split(","):

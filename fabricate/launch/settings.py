@@ -1,6 +1,6 @@
 """The settings that a launcher passes on, as text: from Accelerate's variables and fabricate's own.
 
-Owns fabricate's variables, and what happens where both set one. Must not know ranks or plugins.
+Owns fabricate's variables, and the rule for a setting that both set. Must not know ranks or plugins.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from fabricate.launch.variables import Request, flag, text
 def requests(environ: Mapping[str, str]) -> dict[str, Request]:
     """The settings that a launcher passes on in `environ`.
 
-    Keys, those that were set: strategy, precision, gradient_accumulation_steps, max_grad_norm, cpu, device, plugins,
-    plan_only.
-    Values are text, written as for `fabricate run`: a name with options, a number, names joined by commas, "true". What
-    `accelerate launch` exports without a request (precision "no", one accumulation step) is not a request.
+    Keys, if they are set: strategy, precision, gradient_accumulation_steps, max_grad_norm, cpu, device, plugins, plan_only. Values are
+    text, written as for `fabricate run`: a name with options, a number, names joined by commas, "true". Values that `accelerate launch`
+    exports by default (precision "no", one accumulation step) are not requests.
 
-    Raises ConfigurationError for a value that cannot be read, and for two that differ.
+    Raises ConfigurationError for an invalid value, and for two different values of one setting.
 
         requests({"ACCELERATE_MIXED_PRECISION": "BF16"}) == {"precision": Request("bf16", "ACCELERATE_MIXED_PRECISION")}
     """

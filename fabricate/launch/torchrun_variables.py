@@ -1,7 +1,7 @@
-"""torchrun's own variables, `PET_NNODES` and its companions: each is an option of torchrun.
+"""torchrun's own variables, such as `PET_NNODES`: each sets an option of torchrun.
 
-Clusters (Kubeflow's TrainJob) set them in every pod, in which torchrun is meant to be started. `fabricate run` adopts them; a script
-that was started without a launcher does not train alone beside them. Must not know how ranks are started; imports no torch.
+Clusters (Kubeflow's TrainJob) set them in every pod, for a torchrun that is started there. `fabricate run` adopts them. A script that was
+started without a launcher raises an error, because every pod would train alone. Must not know how ranks are started; imports no torch.
 Source: torch.distributed.run reads `PET_<OPTION>` for an option that its command line leaves out.
 """
 
@@ -15,10 +15,10 @@ from fabricate.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class PodRequest:
-    """What the variables request; None is unset."""
+    """The settings in these variables; None: unset."""
 
     nproc: int | str | None = None
-    """Processes per node, or a word with which torchrun counts devices."""
+    """The number of processes per node, or a word for which torchrun counts devices, such as "gpu"."""
     nnodes: int | None = None
     node_rank: int | None = None
     master_addr: str | None = None
@@ -26,13 +26,13 @@ class PodRequest:
 
 
 def several_ranks(environ: Mapping[str, str]) -> bool:
-    """Whether it is certain that `environ` asks for more than one rank; "gpu" and "auto" may be one."""
+    """Whether `environ` certainly requests more than one rank; "gpu" and "auto" may mean one."""
     count = environ.get("PET_NPROC_PER_NODE", "1")
     return environ.get("PET_NNODES", "1") not in ("1", "1:1") or (count.isdecimal() and int(count) > 1)
 
 
 def read_pod(environ: Mapping[str, str]) -> PodRequest:
-    """What `environ` requests. Raises ConfigurationError for a number of nodes that changes, which torchrun alone can start."""
+    """The settings in `environ`. Raises ConfigurationError for a variable number of nodes, which only torchrun can start."""
     nproc = environ.get("PET_NPROC_PER_NODE")
     return PodRequest(
         nproc=int(nproc) if nproc is not None and nproc.isdecimal() else nproc,
@@ -48,7 +48,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     low, colon, high = text.partition(":")
-    if colon and low == high:  # torchrun's way to write a number of nodes that does not change
+    if colon and low == high:  # torchrun's notation for a fixed number of nodes
         text = low
     if not text.isdecimal():
         raise ConfigurationError(

@@ -1,7 +1,7 @@
-"""What several ranks print when an exception ends them: one traceback for all, and what to know of it, in three lines, last.
+"""The output of several ranks when an exception ends them: one traceback per host, and at the end a summary in three lines.
 
-Owns `sys.excepthook` of a rank, and the file in which torchrun, and launchers that are built on it, look for the reason why a rank
-ended. Must not know what the ranks were doing; imports no torch.
+Owns `sys.excepthook` of a rank, and the file in which torchrun and launchers based on it look for the reason why a rank ended. Must not
+know what the ranks were doing; imports no torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from fabricate.errors import ConfigurationError, RankError
 from fabricate.launch.commands import PREEMPTED_FILE
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""torchrun's variable: where a rank leaves the reason of its end. The files of the ranks of one host lie side by side, in folders."""
+"""torchrun's variable: the file into which a rank writes why it ended. The files of the ranks of one host are in neighbouring folders."""
 _PACKAGE = str(Path(__file__).parents[1])
 _WAIT_SECONDS = 2.0
 AGAIN = "correct it and start the same command again"
 
 
 def gist(exc: BaseException, rank: int) -> tuple[str, str, str]:
-    """What to know of the exception that ended `rank`: what happened, where in the user's files, what to do (its last note)."""
+    """A summary of the exception that ended `rank`: what happened, where in the user's files, what to do (its last note)."""
     first, *others = f"{type(exc).__name__}: {exc}".removesuffix(": ").strip().splitlines()
-    what = (
-        f"{first} ... {others[-1].strip()}" if others else first
-    )  # of a worker process torch puts its traceback between
+    # In an error from a data worker, torch puts the traceback of the worker between the first and the last line.
+    what = f"{first} ... {others[-1].strip()}" if others else first
     notes = getattr(exc, "__notes__", [])
     return f"rank {rank} failed: {what}", f"at {_place(exc.__traceback__)}", notes[-1] if notes else AGAIN
 
@@ -50,15 +49,15 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def install(rank: int) -> None:
-    """From here on, what is printed of an exception that ends this process is as the text of this module says. For one of several
-    ranks. torch puts a hook of its own around the one that is there when a process group opens: calling this again takes it off."""
+    """Install the `sys.excepthook` of this module, for one of several ranks. When a process group opens, torch wraps the current hook in
+    its own; call this again to remove torch's."""
     if not _installed:
         _installed.append(_Uncaught(rank, sys.excepthook))
     sys.excepthook = _installed[0]
 
 
 class _Uncaught:
-    """Prints the exception that ends this process. `before`: what printed it so far, a user's own hook perhaps."""
+    """The hook that prints the exception that ends this process. `before`: the hook until now, perhaps the user's own."""
 
     def __init__(self, rank: int, before: Callable[..., object]) -> None:
         self._rank, self._before = rank, before
@@ -94,7 +93,8 @@ class _Uncaught:
         return True
 
     def _wait_for_first(self) -> None:
-        """A launcher ends the others as soon as one rank has ended: the one that prints the traceback should be done with it."""
+        """Wait until the rank that prints the traceback has written its error file, because the launcher ends all ranks as soon as one has
+        ended."""
         deadline = time.monotonic() + _WAIT_SECONDS
         while self._file is not None and time.monotonic() < deadline:
             if any(self._file.parents[1].glob("*/error.json")):
@@ -103,7 +103,7 @@ class _Uncaught:
 
 
 def _leave(file: Path, text: str) -> None:
-    """Write `file` in torch's format; its launcher shows the text as that of the rank that failed first."""
+    """Write `text` to `file` in torch's format. torchrun shows the text of the rank that failed first."""
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
@@ -112,13 +112,14 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _hopeless() -> Path | None:
-    """Where a rank says that it would fail again if `fabricate run --max-restarts` started it again; None under other launchers."""
+    """The file in which a rank reports that it would fail again after a restart by `fabricate run --max-restarts`; None under other
+    launchers."""
     file = os.environ.get(PREEMPTED_FILE)
     return Path(file).with_name("configuration-error") if file else None
 
 
 def end_where_hopeless() -> None:
-    """End this rank at once where it was started again after an error in what the user configured, for the same reason."""
+    """End this rank at once, for the same reason, if it was restarted after a `ConfigurationError`."""
     path = _hopeless()
     if path is None or not path.exists():
         return
@@ -141,5 +142,5 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Where code lies that is not the script or beside it."""
+    """The folders of code that is not the user's: Python, installed packages, fabricate."""
     return (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE, "<")

@@ -1,4 +1,4 @@
-"""The ways to divide a model or a sequence that are no strategy here: how users ask for them, why not, what to use instead.
+"""The ways to divide a model or a sequence that are not strategies here: their names, the reason, and what to use instead.
 
 Must not know: what is registered, launchers, torch.
 """
@@ -35,7 +35,7 @@ _OTHER_WORDS = {
 
 
 def instead(word: str) -> str:
-    """What to do for `word`, a name or an option of a strategy that does not exist; empty where it means nothing here.
+    """The advice for `word`, a name or an option of a strategy that does not exist; empty if there is none.
 
     instead("tp=2").startswith("; that is tensor parallelism, ")
     """

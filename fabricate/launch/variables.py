@@ -1,4 +1,4 @@
-"""One environment variable at a time: its text, or whether it is true.
+"""The value of one environment variable: its text, or whether it is true.
 
 Must not know which variables there are.
 """
@@ -23,13 +23,13 @@ class Request:
 
 
 def text(environ: Mapping[str, str], name: str) -> Request | None:
-    """The value of a variable; None where it is unset or empty."""
+    """The value of a variable; None if it is unset or empty."""
     value = environ.get(name, "").strip()
     return Request(value, name) if value else None
 
 
 def flag(environ: Mapping[str, str], name: str) -> Request | None:
-    """ "true" where the variable is true; None where it is false or unset. Raises ConfigurationError for anything else."""
+    """ "true" if the variable is true; None if it is false or unset. Raises ConfigurationError for anything else."""
     value = environ.get(name, "").strip().lower()
     if value not in _TRUE + _FALSE:
         raise ConfigurationError(f"{name}={environ[name]!r} is neither true nor false; set it to true or unset it")
