@@ -433,7 +433,7 @@ class Engine(Group):
         return model
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int) -> Any:
-        """Run one step of an evaluation, without the strategy's wrapper unless its forward has collectives that all ranks run."""
+        """Run one step of an evaluation. The strategy's wrapper is left out, unless its forward has collectives that all ranks run."""
         return (self.model if self.strategy.lockstep else self.root)(stage, batch, batch_idx)
 
     def in_forward(self, function: Callable[[], T]) -> T:

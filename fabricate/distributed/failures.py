@@ -47,8 +47,8 @@ def is_echo(exc: BaseException) -> bool:
 
 
 class Failures:
-    """The failures of one `Group.join`. `name`: the prefix of its keys in the store, which has no failure yet; `over`: the key that ends
-    the waits of the other ranks."""
+    """The failures of one `Group.join`. `name`: the prefix of its keys in the store, under which no failure is stored yet; `over`: the key
+    that ends the waits of the other ranks."""
 
     def __init__(self, store: Store, name: str, over: str, rank: int, world_size: int) -> None:
         """Write this rank's address into the store, and wait for the address of rank 0, because an error that names rank 0 may have to be

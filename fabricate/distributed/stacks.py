@@ -129,7 +129,7 @@ class Here:
         self._note()
 
     def ended(self) -> None:
-        """Record that it has ended. The next one is expected in the same thread."""
+        """Record that the fit or evaluation has ended. The next one is expected in the same thread."""
         self._depth -= 1
         self._note()
 
