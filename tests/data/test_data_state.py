@@ -171,9 +171,9 @@ def test_a_state_that_is_not_as_it_was_written_is_an_error() -> None:
 
 
 def test_a_stream_of_datasets_is_read_again_since_its_state_forgets_a_shuffle_buffer() -> None:
-    made = datasets.Dataset.from_dict({"row": list(range(8))}).to_iterable_dataset(2)
-    interleaved = datasets.interleave_datasets([made, made.shuffle(seed=1, buffer_size=3)])
-    for data in (made, interleaved):
+    stream = datasets.Dataset.from_dict({"row": list(range(8))}).to_iterable_dataset(2)
+    interleaved = datasets.interleave_datasets([stream, stream.shuffle(seed=1, buffer_size=3)])
+    for data in (stream, interleaved):
         source = opened(data, Loading(2), 0, 1)
         assert source.resumes == "by replay"
         assert any("the epoch is read again" in note for note in source.notes)

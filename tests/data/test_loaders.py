@@ -56,9 +56,9 @@ class Nested(Numbers):
 def test_batches_are_those_of_the_loader(collate: Any) -> None:
     """Without workers and pinning no DataLoader reads: what comes has to be what it would give."""
     loader = DataLoader(Nested(7), batch_size=3, collate_fn=collate)
-    found = [batch for window in opened(loader).windows(0) for batch, _ in window.micro_batches]
-    assert len(found) == 3
-    assert str(found) == str(list(loader))  # values, types, shapes
+    batches = [batch for window in opened(loader).windows(0) for batch, _ in window.micro_batches]
+    assert len(batches) == 3
+    assert str(batches) == str(list(loader))  # values, types, shapes
 
 
 def test_a_shuffled_loader_takes_the_same_order_as_its_data_set() -> None:
@@ -74,7 +74,7 @@ class Backwards(SequentialSampler):
         return iter(range(len(self) - 1, -1, -1))
 
 
-class Told:
+class OwnEpoch:
     """A sampler without random numbers that wants to be told the epoch."""
 
     epoch = -1
@@ -103,11 +103,11 @@ def test_any_other_sampler_gives_one_global_order_that_a_resume_finds_again(samp
     data = [DataLoader(Numbers(10), batch_size=2, sampler=sampler()) for _ in range(3)]
     loaders = iter(data)
     torch.rand(3)  # the global state is elsewhere by now: it must not matter
-    found = updates(ranks(lambda: next(loaders), None, 3), epoch=2)
-    assert len(flat(found)) == len(sampler())
+    steps = updates(ranks(lambda: next(loaders), None, 3), epoch=2)
+    assert len(flat(steps)) == len(sampler())
     again = DataLoader(Numbers(10), batch_size=6, sampler=sampler())
-    assert flat(updates([opened(again)], epoch=2)) == flat(found)
-    assert flat(updates([opened(again)], epoch=3)) != flat(found)
+    assert flat(updates([opened(again)], epoch=2)) == flat(steps)
+    assert flat(updates([opened(again)], epoch=3)) != flat(steps)
 
 
 def test_a_random_sampler_that_draws_some_rows_or_repeats_them_is_asked_too() -> None:
@@ -119,9 +119,9 @@ def test_a_random_sampler_that_draws_some_rows_or_repeats_them_is_asked_too() ->
 
 def test_samplers_are_asked_for_their_order_even_when_they_derive_from_torchs_own() -> None:
     assert flat(updates([opened(DataLoader(Numbers(4), sampler=Backwards(Numbers(4))))])) == [3, 2, 1, 0]
-    source = opened(DataLoader(Numbers(6), sampler=Told()))
+    source = opened(DataLoader(Numbers(6), sampler=OwnEpoch()))
     assert flat(updates([source], epoch=2)) == [2, 3, 4, 5, 0, 1]
-    assert "the rows of Told, drawn for each epoch" in source.notes[0]
+    assert "the rows of OwnEpoch, drawn for each epoch" in source.notes[0]
 
 
 def test_keys_that_are_not_numbers_reach_the_data_set_as_they_are() -> None:
@@ -138,9 +138,9 @@ def test_keys_that_are_not_numbers_reach_the_data_set_as_they_are() -> None:
 def test_the_batches_of_a_batch_sampler_are_dealt_to_the_ranks_whole() -> None:
     batches = [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
     sources = ranks(lambda: DataLoader(Numbers(9), batch_sampler=batches), None, 2)
-    found = updates(sources)
-    assert [rows for rows, *_ in found] == [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
-    assert [end for _, _, end, _ in found] == [3, 7, 9]
+    steps = updates(sources)
+    assert [rows for rows, *_ in steps] == [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
+    assert [end for _, _, end, _ in steps] == [3, 7, 9]
     assert (sources[0].batch_size, sources[0].global_batch, sources[0].num_samples) == (None, None, None)
     assert sources[0].updates_per_epoch == 3
     with pytest.raises(
@@ -174,8 +174,8 @@ class OwnLoop(DataLoader[Any]):
 
 
 def test_a_shuffled_iterable_comes_in_the_same_order_on_every_rank() -> None:
-    found = updates(ranks(lambda: OwnLoop(Numbers(20), batch_size=2, shuffle=True), None, 2), epoch=1)
-    assert sorted(flat(found)) == list(range(20))
+    steps = updates(ranks(lambda: OwnLoop(Numbers(20), batch_size=2, shuffle=True), None, 2), epoch=1)
+    assert sorted(flat(steps)) == list(range(20))
     generator = torch.Generator()
     used = OwnLoop(Numbers(20), batch_size=2, shuffle=True, generator=generator)
     first = flat(updates([opened(used)], epoch=1))

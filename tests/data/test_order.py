@@ -29,8 +29,8 @@ def test_a_ragged_window_covers_every_row_once_in_the_fewest_micro_steps() -> No
     for rows, batch_size, world_size in itertools.product(range(1, 14), range(1, 4), range(1, 5)):
         plans = [plan_window(rows, batch_size, world_size, rank) for rank in range(world_size)]
         assert {len(plan) for plan in plans} == {-(-rows // (batch_size * world_size))}
-        taken = [row for plan in plans for share in plan if share.rows for row in range(share.start, share.stop)]
-        assert sorted(taken) == list(range(rows))
+        indices = [row for plan in plans for share in plan if share.rows for row in range(share.start, share.stop)]
+        assert sorted(indices) == list(range(rows))
 
 
 def test_a_rank_without_rows_stands_in_with_one_row_of_that_micro_step() -> None:

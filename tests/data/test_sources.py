@@ -57,9 +57,9 @@ def test_an_update_holds_the_same_rows_in_the_same_order_however_it_is_split(
         if not batched:  # of 12 batches of one row
             world_size, accumulation = world_size, 12 // world_size
         loading = Loading(batch_size=batch_size) if batched else None
-        found = updates(ranks(lambda: data(rows), loading, world_size, accumulation=accumulation), epoch=3)
-        expected = expected or found
-        assert found == expected
+        steps = updates(ranks(lambda: data(rows), loading, world_size, accumulation=accumulation), epoch=3)
+        expected = expected or steps
+        assert steps == expected
     assert expected is not None
     assert sorted(flat(expected)) == list(range(rows))
     assert [last for *_, last in expected] == [False] * (len(expected) - 1) + [True]
@@ -78,12 +78,12 @@ def test_training_data_sets_are_shuffled_anew_each_epoch_and_evaluation_ones_are
     assert flat(updates([source], epoch=0)) == flat(updates([source], epoch=0))
     unshuffled = opened(Numbers(30), Loading(batch_size=4, shuffle=False))
     assert flat(updates([unshuffled], epoch=1)) == list(range(30))
-    seen = [
+    order = [
         index
         for batch in opened(Numbers(30), Loading(4), training=False).batches(stand_ins=True)
         for index in batch.indices
     ]
-    assert seen == list(range(30))
+    assert order == list(range(30))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_the_counts_of_a_data_set_are_global() -> None:
 )
 def test_drop_last_leaves_out_the_incomplete_global_batch(data: Any, loading: Loading | None) -> None:
     sources = ranks(data, loading, 3, accumulation=2)
-    found = updates(sources)
-    assert [(rows, last) for _, rows, _, last in found] == [(12, False), (12, True)]
+    steps = updates(sources)
+    assert [(rows, last) for _, rows, _, last in steps] == [(12, False), (12, True)]
     if sources[0].kind != "stream":
         assert (sources[0].num_samples, sources[0].updates_per_epoch) == (24, 2)
 
@@ -227,10 +227,10 @@ def test_drop_last_is_not_applied_to_evaluation_and_the_plan_says_so() -> None:
 @pytest.mark.parametrize(("limit", "rows"), [(3, 12), (100, 50), (0.1, 5), (0.58, 29), (0.0001, 1), (1.0, 50)])
 def test_a_limit_counts_micro_steps_or_a_share_of_the_data(limit: int | float, rows: int) -> None:
     sources = ranks(lambda: Numbers(50), Loading(2), 2, accumulation=2, limit=limit)
-    found = updates(sources)
-    assert sources[0].num_samples == len(flat(found)) == rows
-    assert sources[0].updates_per_epoch == len(found)
-    assert found[-1][3]
+    steps = updates(sources)
+    assert sources[0].num_samples == len(flat(steps)) == rows
+    assert sources[0].updates_per_epoch == len(steps)
+    assert steps[-1][3]
 
 
 def test_a_limit_in_micro_steps_also_ends_an_endless_stream() -> None:
@@ -284,15 +284,15 @@ def test_evaluation_covers_every_row_exactly_once(
         loading = Loading(loading.batch_size)  # processes are slow to start: once is enough
     sources = ranks(lambda: data(rows), loading, world_size, training=False, accumulation=4)
     for stand_ins in (True, False):
-        found = [list(source.batches(stand_ins=stand_ins)) for source in sources]
-        real = [batch for batches in found for batch in batches if batch.rows]
+        by_rank = [list(source.batches(stand_ins=stand_ins)) for source in sources]
+        real = [batch for batches in by_rank for batch in batches if batch.rows]
         assert sorted(row for batch in real for row in values(batch.batch)) == list(range(rows))
         assert all(list(batch.indices) == values(batch.batch) for batch in real)
-        assert all(batch.rows == len(batch.indices) for batches in found for batch in batches)
+        assert all(batch.rows == len(batch.indices) for batches in by_rank for batch in batches)
         if stand_ins:
-            assert len({len(batches) for batches in found}) == 1
+            assert len({len(batches) for batches in by_rank}) == 1
         else:
-            assert sum(len(batches) for batches in found) == len(real)
+            assert sum(len(batches) for batches in by_rank) == len(real)
 
 
 def test_evaluation_counts_micro_steps_and_ignores_accumulation() -> None:

@@ -44,11 +44,11 @@ def hugging_face_stream(rows: int = 40) -> Any:
 
 
 def stream_rows(sources: list[Source], epoch: int, start: int = 0) -> list[list[int]]:
-    found = []
+    rows_per_step = []
     for windows in zip(*(source.windows(epoch, start) for source in sources), strict=True):
         pairs = [pair for window in windows for pair in window.micro_batches]
-        found.append([row for batch, count in pairs if count for row in batch["row"].tolist()])
-    return found
+        rows_per_step.append([row for batch, count in pairs if count for row in batch["row"].tolist()])
+    return rows_per_step
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -54,4 +54,4 @@ def test_sparse_tensors_are_not_left_to_a_stream_that_they_cannot_record() -> No
 
 def test_batches_stay_where_they_are_without_a_device() -> None:
     batch = [torch.zeros(2)]
-    assert Transfer(torch.device("cpu"), lambda given: given)(batch) is batch
+    assert Transfer(torch.device("cpu"), lambda value: value)(batch) is batch

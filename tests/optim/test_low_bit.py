@@ -75,10 +75,10 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(optimizer: Any, save: str,
 
 @pytest.mark.parametrize("optimizer", LOW_BIT)
 def test_the_plan_counts_what_a_step_really_leaves(optimizer: Any, tmp_path: Path) -> None:
-    module, kept = fit(tmp_path, 1, optimizer)
-    found = need(module, {"main": optimizer(module.parameters(), lr=0.01)})
-    assert found.counted == f"state of {optimizer.__name__}"
-    assert found.whole["optimizer state"] == sum(inner.nbytes for inner in kept)
+    module, states = fit(tmp_path, 1, optimizer)
+    memory = need(module, {"main": optimizer(module.parameters(), lr=0.01)})
+    assert memory.counted == f"state of {optimizer.__name__}"
+    assert memory.whole["optimizer state"] == sum(inner.nbytes for inner in states)
 
 
 def test_another_kind_of_state_than_was_saved_is_an_error(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ class Grouped(TrainModule):
 
 
 def names(module: torch.nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
-    known = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [[known[id(parameter)] for parameter in group["params"]] for group in groups]
+    name_by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[name_by_id[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
 def test_the_first_pattern_in_the_name_or_the_kind_of_layer_counts_and_the_rest_come_first() -> None:
@@ -118,14 +118,14 @@ def fit(strategy: str, run_dir: Path, steps: int) -> Weights:
 
 def job(world_size: int, directory: Path) -> dict[str, Weights | str]:
     """Each strategy, in two halves: the second one resumes."""
-    found: dict[str, Weights | str] = {}
+    results: dict[str, Weights | str] = {}
     for strategy in (name for name, needed in STRATEGIES.items() if needed == world_size):
         try:
             fit(strategy, directory / strategy, STEPS // 2)
-            found[strategy] = fit(strategy, directory / strategy, STEPS)
+            results[strategy] = fit(strategy, directory / strategy, STEPS)
         except Exception as exception:
-            found[strategy] = "".join(traceback.format_exception(exception))
-    return found
+            results[strategy] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")

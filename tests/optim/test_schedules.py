@@ -82,9 +82,9 @@ WINDOWS = {"gradient_accumulation_steps": 2}
 def test_a_named_schedule_is_that_of_transformers_over_the_updates_that_come(
     named: str, theirs: Callable[[torch.optim.Optimizer], Any]
 ) -> None:
-    found = fit(lambda trainer, optimizer: (optimizer, named), **WINDOWS)
+    learning_rates = fit(lambda trainer, optimizer: (optimizer, named), **WINDOWS)
     optimizer = optimizer_of_one()
-    assert found == pytest.approx(rates(theirs(optimizer), optimizer, 9), abs=1e-12)
+    assert learning_rates == pytest.approx(rates(theirs(optimizer), optimizer, 9), abs=1e-12)
 
 
 OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], int]] = {
@@ -105,12 +105,12 @@ OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def rates(scheduler: Any, optimizer: torch.optim.Optimizer, updates: int) -> list[float]:
-    found = []
+    values = []
     for _ in range(updates):
-        found.append(float(optimizer.param_groups[0]["lr"]))
+        values.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
         scheduler.step()
-    return found
+    return values
 
 
 def optimizer_of_one() -> torch.optim.Optimizer:
@@ -121,8 +121,8 @@ def optimizer_of_one() -> torch.optim.Optimizer:
 def test_every_name_of_transformers_has_its_options(text: str) -> None:
     specific, warmup = OF_TRANSFORMERS[text]
     ours, theirs = optimizer_of_one(), optimizer_of_one()
-    made = transformers.get_scheduler(text.partition(":")[0], theirs, warmup, 9, specific)
-    assert rates(named_schedule("here", ours, text, 9, "")[0], ours, 9) == rates(made, theirs, 9)
+    scheduler = transformers.get_scheduler(text.partition(":")[0], theirs, warmup, 9, specific)
+    assert rates(named_schedule("here", ours, text, 9, "")[0], ours, 9) == rates(scheduler, theirs, 9)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_a_named_schedule_by_a_metric_advances_after_each_validation(
     def configured(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
         return optimizer, name, "val_error"
 
-    found = fit(configured, ROWS, run_dir=tmp_path, **WINDOWS)
+    learning_rates = fit(configured, ROWS, run_dir=tmp_path, **WINDOWS)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["settings"]["schedule"]["value"] == f"{name}, advanced by val_error"
-    found += fit(configured, ROWS, run_dir=tmp_path, max_epochs=4, **WINDOWS)
-    assert found == pytest.approx([rate for rate in wanted for _ in range(3)])
+    learning_rates += fit(configured, ROWS, run_dir=tmp_path, max_epochs=4, **WINDOWS)
+    assert learning_rates == pytest.approx([rate for rate in wanted for _ in range(3)])
 
 
 def test_every_name_is_tried_here() -> None:
@@ -153,8 +153,8 @@ def test_every_name_is_tried_here() -> None:
 
 
 def test_a_schedule_stays_at_its_end_when_more_updates_come() -> None:
-    found = fit(lambda trainer, optimizer: (optimizer, "cosine:total=3,minimum=0.1"), max_steps=6)
-    assert found[3:] == pytest.approx([0.05] * 3)
+    learning_rates = fit(lambda trainer, optimizer: (optimizer, "cosine:total=3,minimum=0.1"), max_steps=6)
+    assert learning_rates[3:] == pytest.approx([0.05] * 3)
 
 
 def test_a_schedule_without_an_end_needs_no_number_of_updates() -> None:
@@ -251,10 +251,10 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_a_schedule_is_refused(returned: tuple[Any, ...], message: str) -> None:
     def configured(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
-        made = {"step lr": lr_scheduler.StepLR(optimizer, 1), "plateau": lr_scheduler.ReduceLROnPlateau(optimizer)}
+        by_name = {"step lr": lr_scheduler.StepLR(optimizer, 1), "plateau": lr_scheduler.ReduceLROnPlateau(optimizer)}
         if not returned:
             return (optimizer, None, None, None)
-        return optimizer, made.get(returned[0], returned[0]), *returned[1:]
+        return optimizer, by_name.get(returned[0], returned[0]), *returned[1:]
 
     with pytest.raises(ConfigurationError) as caught:
         fit(configured)
@@ -304,34 +304,34 @@ MADE: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", MADE)
-def test_a_length_of_epochs_times_batches_is_pointed_out(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("advice", MADE)
+def test_a_length_of_epochs_times_batches_is_pointed_out(advice: str, tmp_path: Path) -> None:
     # As in tutorials: 3 epochs of 5 batches are 15, but two batches make an update, so there are 9.
-    for total, notes in ((3 * 5, [said.format(15) + " and this fit has 9; count with"]), (9, [])):
+    for total, notes in ((3 * 5, [advice.format(15) + " and this fit has 9; count with"]), (9, [])):
         run_dir = tmp_path / str(total)
         fit(
-            lambda trainer, optimizer, total=total: (optimizer, MADE[said](optimizer, total)),
+            lambda trainer, optimizer, total=total: (optimizer, MADE[advice](optimizer, total)),
             run_dir=run_dir,
             **WINDOWS,
         )
-        found = json.loads((run_dir / "plan.json").read_text())["notes"]
-        assert [note[: len(start)] for note, start in zip(found, notes, strict=True)] == notes
+        stored_notes = json.loads((run_dir / "plan.json").read_text())["notes"]
+        assert [note[: len(start)] for note, start in zip(stored_notes, notes, strict=True)] == notes
 
 
 def test_a_schedule_in_epochs_that_advances_per_update_is_told_how_to() -> None:
-    told: list[str] = []
+    notes: list[str] = []
 
-    class Told(Callback):
+    class KeepsNotes(Callback):
         def on_fit_start(self, trainer: Trainer) -> None:
-            told.extend(trainer._live().notes)
+            notes.extend(trainer._live().notes)
 
     module = Module(lambda trainer, optimizer: (optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 3)))
-    Trainer(max_epochs=3, progress=False, plugins=[Told()]).fit(module, ROWS, batch_size=2)
-    (note,) = told
+    Trainer(max_epochs=3, progress=False, plugins=[KeepsNotes()]).fit(module, ROWS, batch_size=2)
+    (note,) = notes
     assert note.endswith("advance it once per epoch: (optimizer, scheduler, 'epoch')")
     module = Module(lambda trainer, optimizer: (optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 3), "epoch"))
-    Trainer(max_epochs=3, progress=False, plugins=[Told()]).fit(module, ROWS, batch_size=2)
-    assert told == [note]
+    Trainer(max_epochs=3, progress=False, plugins=[KeepsNotes()]).fit(module, ROWS, batch_size=2)
+    assert notes == [note]
 
 
 PER_EPOCH: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -363,20 +363,20 @@ PER_UPDATE: list[Callable[[torch.optim.Optimizer], Any]] = [
 ]
 
 
-def _pace(made: Any, advances: str = "step") -> list[str]:
-    return notes_of_pace({"main": Schedule(made, advances, "text")}, total_steps=15, per_epoch=5)
+def _pace(schedule: Any, advances: str = "step") -> list[str]:
+    return notes_of_pace({"main": Schedule(schedule, advances, "text")}, total_steps=15, per_epoch=5)
 
 
 def test_a_schedule_that_looks_as_if_it_were_meant_per_epoch_gets_a_note() -> None:
-    for said, made in PER_EPOCH.items():
-        (note,) = _pace(made(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)))
-        assert said.partition(" and ")[2] in note
+    for advice, factory in PER_EPOCH.items():
+        (note,) = _pace(factory(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)))
+        assert advice.partition(" and ")[2] in note
         assert note.endswith("; if it is meant per epoch, return (optimizer, scheduler, 'epoch')")
-    for made in (*PER_EPOCH.values(), *PER_UPDATE):
+    for factory in (*PER_EPOCH.values(), *PER_UPDATE):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-        assert _pace(made(optimizer), "epoch") == []
-    for made in PER_UPDATE:
-        assert _pace(made(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5))) == []
+        assert _pace(factory(optimizer), "epoch") == []
+    for factory in PER_UPDATE:
+        assert _pace(factory(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5))) == []
 
 
 def test_the_note_about_the_pace_is_in_the_plan(tmp_path: Path) -> None:
@@ -402,13 +402,13 @@ def test_a_schedule_that_would_raise_on_the_way_is_refused_before_the_first_step
 
 def test_schedules_without_an_end_say_no_length() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    for made in (
+    for scheduler in (
         lr_scheduler.StepLR(optimizer, 3),
         lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
         lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
         transformers.get_constant_schedule_with_warmup(optimizer, 3),
     ):
-        assert list(own_lengths(made)) == []
+        assert list(own_lengths(scheduler)) == []
 
 
 def test_the_names_are_those_of_the_documentation() -> None:

@@ -56,11 +56,11 @@ class Ends(Callback):
 
     def __init__(self) -> None:
         self.weights: Weights = {}
-        self.seen: list[tuple[int, float]] = []
+        self.calls: list[tuple[int, float]] = []
 
     def on_before_step(self, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.seen.append((len(parameters), round(float(grad_norm), 5)))
+        self.calls.append((len(parameters), round(float(grad_norm), 5)))
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         whole = {name: trainer.strategy.gather(parameter) for name, parameter in module.named_parameters()}
@@ -85,7 +85,7 @@ def fit(strategy: str, run_dir: Path | None, module: TrainModule, **options: Any
 
 def job(world_size: int, directory: Path) -> dict[str, Any]:
     """Each strategy: whole, and again from the middle."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for strategy in (name for name, needed in STRATEGIES.items() if needed == world_size):
         try:
             whole = fit(strategy, directory / strategy, Net())
@@ -96,10 +96,10 @@ def job(world_size: int, directory: Path) -> dict[str, Any]:
             )  # fmt: skip
             at = directory / strategy / "checkpoints" / "step-00000003"
             again.fit(Net(), ROWS, batch_size=1, shuffle=False, resume=at)
-            found[strategy] = (whole.weights, ends.weights, whole.seen)
+            results[strategy] = (whole.weights, ends.weights, whole.calls)
         except Exception as exception:
-            found[strategy] = "".join(traceback.format_exception(exception))
-    return found
+            results[strategy] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +134,19 @@ def test_a_list_of_optimizers_trains_as_a_loop_by_hand_and_resumes_to_the_last_b
     wanted, norms = by_hand()
     # Muon multiplies in bfloat16, in another order where rows are divided; its update of a weight is about 0.02.
     close = {"rtol": 1e-4, "atol": 2e-5} if strategy != "fsdp" else {"atol": 5e-3}
-    for found in runs[1][strategy]:
-        assert not isinstance(found, str), found
-        whole, resumed, seen = found
-        assert [count for count, _ in seen] == [len(wanted)] * STEPS, "hooks get one optimizer over all parameters"
-        np.testing.assert_allclose([norm for _, norm in seen], norms, rtol=1e-3)
+    for answer in runs[1][strategy]:
+        assert not isinstance(answer, str), answer
+        whole, resumed, calls = answer
+        assert [count for count, _ in calls] == [len(wanted)] * STEPS, "hooks get one optimizer over all parameters"
+        np.testing.assert_allclose([norm for _, norm in calls], norms, rtol=1e-3)
         for name, value in wanted.items():
             np.testing.assert_allclose(whole[name], value, err_msg=name, **close)
             np.testing.assert_array_equal(resumed[name], whole[name], err_msg=name)
 
 
-def test_each_has_its_name_in_checkpoints_metrics_and_the_plan(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+def test_each_has_its_name_in_checkpoints_metrics_and_the_plan(
+    runs: tuple[Path, dict[str, list[Any]]],
+) -> None:
     state = json.loads((runs[0] / "ddp" / "checkpoints" / "step-00000003" / "state.json").read_text())
     assert sorted(state["optimizers"]) == sorted(state["schedulers"]) == ["optimizer.AdamW", "optimizer.Muon"]
     line = json.loads((runs[0] / "single" / "metrics.jsonl").read_text().splitlines()[0])
@@ -167,7 +169,7 @@ def test_optimizers_of_a_mapping_step_alone_when_they_are_named() -> None:
     module = Net("mapping", "rest")
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     ends = fit("single", None, module, max_steps=2)
-    assert [count for count, _ in ends.seen] == [4, 4]
+    assert [count for count, _ in ends.calls] == [4, 4]
     for name, value in before.items():
         matrix = name.startswith("blocks") and name.endswith("weight")
         assert np.array_equal(ends.weights[name], value.numpy()) is matrix, name
@@ -235,11 +237,11 @@ def test_a_checkpoint_is_exported_and_reported_with_all_of_them(
     runs: tuple[Path, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
     folder = runs[0] / "fsdp"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         main, ["ckpt", "export", str(folder), str(tmp_path / "out"), "--format", "accelerate"], catch_exceptions=False
     )
-    assert done.exit_code == 0, done.output
-    assert "optimizer.bin is optimizer.AdamW, optimizer_1.bin is optimizer.Muon: give them" in done.output
+    assert result.exit_code == 0, result.output
+    assert "optimizer.bin is optimizer.AdamW, optimizer_1.bin is optimizer.Muon: give them" in result.output
     for optimizer, file in zip(optimizers(Net()), ("optimizer_1.bin", "optimizer.bin"), strict=True):
         optimizer.load_state_dict(torch.load(tmp_path / "out" / file))
         assert all(optimizer.state[p] for group in optimizer.param_groups for p in group["params"]), file

@@ -33,10 +33,10 @@ class Net(TrainModule):
         self.layers = torch.nn.Sequential(*layers)
         self.optimizer = optimizer
         self.autocast = autocast
-        self.seen: list[Any] = []
+        self.observations: list[Any] = []
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        self.seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        self.observations.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
         with torch.autocast("cpu", enabled=self.autocast and torch.is_autocast_enabled("cpu")):
             return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
 
@@ -74,7 +74,7 @@ def test_what_is_said_about_tf32_holds_for_the_run_and_no_longer(precision: str,
     module = Net()
     fit(module, precision)
     Trainer(precision=precision, progress=False).validate(module, DATA, batch_size=8)
-    assert module.seen == [allowed] * 10
+    assert module.observations == [allowed] * 10
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, True), "torch's own"
 
 
@@ -265,9 +265,9 @@ def test_the_first_update_says_what_it_was_computed_in(
     (observed,) = events(tmp_path, "observed")
     assert {dtype: len(layers) for dtype, layers in observed["activations"].items()} == activations
     assert observed["loss"] == ["float32", "weighed by rows"]
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     (dtype,) = activations
-    assert f"observed in the first update: activations {dtype} (BatchNorm1d, Linear, Tanh); loss float32" in told
+    assert f"observed in the first update: activations {dtype} (BatchNorm1d, Linear, Tanh); loss float32" in output
     assert not events(tmp_path, "note")
 
 
@@ -332,10 +332,10 @@ def test_compiled_layers_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
     class Compiled(Net):
         def training_step(self, batch: Any) -> torch.Tensor:
             inner: Any = self.layers
-            self.seen.append(len(inner._orig_mod[0]._forward_hooks))
+            self.observations.append(len(inner._orig_mod[0]._forward_hooks))
             return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
 
     module = Compiled()
     module.layers = torch.compile(module.layers, backend="eager")  # type: ignore[assignment]
     fit(module, "fp32", max_steps=1)
-    assert module.seen == [0]
+    assert module.observations == [0]

@@ -50,8 +50,8 @@ def weights(strategy: Any, module: Deep | None = None, **arguments: Any) -> tupl
     """The weights after a fit, those that this rank has, and how often the first block ran."""
     module = module or Deep()
     torch.manual_seed(1)
-    given = {"max_steps": 3, "seed": 2, "progress": False, "print_plan": "none", "strategy": strategy}
-    Trainer(**given, **arguments).fit(module, torch.randn(24, 6), batch_size=4)
+    defaults = {"max_steps": 3, "seed": 2, "progress": False, "print_plan": "none", "strategy": strategy}
+    Trainer(**defaults, **arguments).fit(module, torch.randn(24, 6), batch_size=4)
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
     assert not any("forward" in vars(child) for child in module.modules())
     return [part.detach().flatten().tolist() for part in parts], getattr(module.blocks[0], "runs", 0) if len(
@@ -60,9 +60,9 @@ def weights(strategy: Any, module: Deep | None = None, **arguments: Any) -> tupl
 
 
 def both(strategy: str) -> tuple[bool, int, int]:
-    kept, once = weights(strategy)
+    first, once = weights(strategy)
     again, twice = weights(strategy, activation_checkpointing=True)
-    return kept == again, once, twice
+    return first == again, once, twice
 
 
 def test_blocks_run_again_in_backward_and_the_weights_are_the_same() -> None:
@@ -101,13 +101,13 @@ class Counting(torch.nn.Module):
 
 
 def test_buffers_that_a_block_changes_change_once() -> None:
-    found = []
+    states = []
     for again in (False, True):
         module = Deep()
         module.blocks.append(Counting())
         weights("single", module, activation_checkpointing=again)
-        found.append([*module.state_dict().values()])
-    assert all(map(torch.equal, *found))
+        states.append([*module.state_dict().values()])
+    assert all(map(torch.equal, *states))
     assert float(module.blocks[2].calls) == 3
 
 

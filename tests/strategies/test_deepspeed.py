@@ -20,13 +20,13 @@ from tests.support.by_hand import (
     TOLERANCE,
     WIDTH,
     Net,
-    Seen,
+    Recorder,
     assert_as_by_hand,
     assert_idle_layers_as_by_hand,
     by_hand,
     difference,
     fit,
-    made,
+    seeded,
 )
 
 STAGES = ("zero1", "zero2", "zero3")
@@ -37,12 +37,12 @@ def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(strategy: str, wor
     assert_as_by_hand(strategy, world_size)
 
 
-def _resumed(run_dir: Path, strategy: str, **arguments: Any) -> Seen:
+def _resumed(run_dir: Path, strategy: str, **arguments: Any) -> Recorder:
     """The updates that are left after the third, from what another strategy saved."""
     return fit(strategy, resume=str(run_dir / "checkpoints" / "step-00000003"), **arguments)
 
 
-def _saved(run_dir: Path, strategy: str, **arguments: Any) -> Seen:
+def _saved(run_dir: Path, strategy: str, **arguments: Any) -> Recorder:
     return fit(strategy, steps=3, run_dir=run_dir, save_every="3 steps", **arguments)
 
 
@@ -51,7 +51,7 @@ def _save_all(root: Path) -> None:
         _saved(root / strategy, strategy)
 
 
-def _resume_all(root: Path, pairs: list[tuple[str, str]]) -> list[Seen]:
+def _resume_all(root: Path, pairs: list[tuple[str, str]]) -> list[Recorder]:
     return [_resumed(root / saved, resumed) for saved, resumed in pairs]
 
 
@@ -69,27 +69,27 @@ def test_what_one_strategy_saves_any_other_resumes_on_any_number_of_ranks(tmp_pa
         1: [("zero3", "single"), ("zero1", "single")],
     }.items():
         for rank in run_ranks(_resume_all, world_size, tmp_path, pairs, timeout=120):
-            apart = {pair: difference(seen, hand) for pair, seen in zip(pairs, rank, strict=True)}
-            assert {pair: found for pair, found in apart.items() if found > TOLERANCE} == {}, world_size
+            apart = {pair: difference(recorder, hand) for pair, recorder in zip(pairs, rank, strict=True)}
+            assert {pair: distance for pair, distance in apart.items() if distance > TOLERANCE} == {}, world_size
 
 
 def _half(precision: str, root: Path) -> dict[str, Any]:
     plain = fit("ddp", precision=precision)
-    found = {}
+    by_stage = {}
     for stage in STAGES:
         run_dir = root / stage
         _saved(run_dir, stage, precision=precision)
         whole, resumed = fit(stage, precision=precision), _resumed(run_dir, stage, precision=precision)
         across = _resumed(run_dir, "ddp", precision=precision)
-        found[stage] = (whole, resumed, across)
-    return {"ddp": plain, **found}
+        by_stage[stage] = (whole, resumed, across)
+    return {"ddp": plain, **by_stage}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16:init_scale=64"])
 def test_half_precision_keeps_float32_masters_that_every_strategy_resumes(tmp_path: Path, precision: str) -> None:
-    (found, _) = run_ranks(_half, 2, precision, tmp_path, timeout=120)
-    plain = found.pop("ddp")
-    for whole, resumed, across in found.values():
+    (by_stage, _) = run_ranks(_half, 2, precision, tmp_path, timeout=120)
+    plain = by_stage.pop("ddp")
+    for whole, resumed, across in by_stage.values():
         assert {value.dtype for name, value in whole.weights.items() if name != "fixed"} == {torch.float32}
         assert difference(whole, plain) < 0.05  # sums in another order, rounded to half precision
         assert resumed.losses == whole.losses[3:]
@@ -99,28 +99,28 @@ def test_half_precision_keeps_float32_masters_that_every_strategy_resumes(tmp_pa
 
 def _evaluated(strategy: str) -> Any:
     """Before any fit, after one with the same module, after a second one, and under another strategy."""
-    module, seen = made(), Seen()
-    trainer = Trainer(strategy=strategy, max_steps=2, seed=3, precision="fp32", progress=False, plugins=[seen])
-    found = []
+    module, recorder = seeded(), Recorder()
+    trainer = Trainer(strategy=strategy, max_steps=2, seed=3, precision="fp32", progress=False, plugins=[recorder])
+    evaluations = []
     for _ in range(3):
         predicted = trainer.predict(module, ROWS, batch_size=4)
-        found.append((trainer.validate(module, ROWS[:9], batch_size=4), predicted and torch.stack(predicted)))
+        evaluations.append((trainer.validate(module, ROWS[:9], batch_size=4), predicted and torch.stack(predicted)))
         trainer.fit(module, ROWS, ROWS[:9], batch_size=4, resume="never")
     try:
-        Trainer(strategy="ddp", max_steps=2, seed=3, precision="fp32", progress=False, plugins=[seen]).fit(
+        Trainer(strategy="ddp", max_steps=2, seed=3, precision="fp32", progress=False, plugins=[recorder]).fit(
             module, ROWS, batch_size=4, resume="never"
         )
         refused = ""
     except ConfigurationError as exc:
         refused = str(exc)
-    return found, seen.losses, refused
+    return evaluations, recorder.losses, refused
 
 
 def test_modules_are_evaluated_and_trained_again_in_one_process() -> None:
     wanted, losses, _ = run_ranks(_evaluated, 2, "ddp", timeout=120)[0]
     for stage in STAGES:
-        found, again, refused = run_ranks(_evaluated, 2, stage, timeout=120)[0]
-        for (metrics, predicted), (plain, rows) in zip(found, wanted, strict=True):
+        evaluations, again, refused = run_ranks(_evaluated, 2, stage, timeout=120)[0]
+        for (metrics, predicted), (plain, rows) in zip(evaluations, wanted, strict=True):
             assert metrics["val_loss"] == pytest.approx(plain["val_loss"], rel=TOLERANCE)
             torch.testing.assert_close(predicted, rows)
         assert again == pytest.approx(losses[: len(again)], rel=TOLERANCE)
@@ -146,7 +146,7 @@ def _left_changed(strategy: str) -> list[str]:
 
     before = state()
     fit(strategy, precision="bf16")
-    module = made()
+    module = seeded()
     hooks, attributes = copy.deepcopy(module), set(vars(module.gain))
     Trainer(strategy=strategy, max_steps=1, seed=3, precision="bf16", progress=False).fit(module, ROWS, batch_size=4)
     after = state()
@@ -186,20 +186,20 @@ class Apart(Net):
 
 
 def _apart_by_rank(strategies: tuple[str, ...]) -> list[str]:
-    told = []
+    errors = []
     for strategy in strategies:
         with pytest.raises(RankError) as caught:
             Trainer(strategy=strategy, max_steps=2, seed=3, precision="fp32", progress=False).fit(
                 Apart(), ROWS, batch_size=4
             )
-        told.append(str(caught.value))
-    return told
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_ranks_that_use_other_layers_are_told_apart() -> None:
     """Gradients of unlike parameters would be added up as if they were one."""
-    for told in run_ranks(_apart_by_rank, 2, STAGES)[0]:
-        assert "ranks ran different layers in the update to step 1" in told
+    for error in run_ranks(_apart_by_rank, 2, STAGES)[0]:
+        assert "ranks ran different layers in the update to step 1" in error
 
 
 class LeavingOut(Callback):
@@ -226,7 +226,7 @@ class Poisoned(Net):
 def _with_gaps(strategy: str) -> Any:
     left_out = fit(strategy, plugins=[LeavingOut()])
     torch.manual_seed(0)
-    seen, found = Seen(), []
+    recorder, errors = Recorder(), []
     for nonfinite in ("skip", "stop"):
         trainer = Trainer(
             strategy=strategy,
@@ -235,22 +235,22 @@ def _with_gaps(strategy: str) -> Any:
             precision="fp32",
             nonfinite=nonfinite,
             progress=False,
-            plugins=[seen],
+            plugins=[recorder],
         )
         try:
             trainer.fit(Poisoned(), ROWS, batch_size=2, shuffle=False)
         except FabricateError as exc:
-            found.append(str(exc))
-    return left_out, seen.losses, seen.skipped, found
+            errors.append(str(exc))
+    return left_out, recorder.losses, recorder.skipped, errors
 
 
 def test_an_update_that_is_left_out_leaves_nothing_behind() -> None:
     wanted, losses, skipped, _ = run_ranks(_with_gaps, 2, "ddp")[0]
     for stage in (*STAGES, "zero2:offload_optimizer=cpu", "zero3:offload_optimizer=cpu"):
-        left_out, again, told, errors = run_ranks(_with_gaps, 2, stage)[0]
+        left_out, again, reasons, errors = run_ranks(_with_gaps, 2, stage)[0]
         assert difference(left_out, wanted) < TOLERANCE
         assert again[:4] == pytest.approx(losses[:4], rel=TOLERANCE)
-        assert told == skipped == ["non-finite gradients"]
+        assert reasons == skipped == ["non-finite gradients"]
         assert "the gradient of this update is not finite" in errors[0]
 
 
@@ -276,7 +276,7 @@ def _peak(strategy: str) -> tuple[int, str]:
     small = {"stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": 1, "reduce_bucket_size": 1024}
     chosen: Any = ZeRO3(config={"zero_optimization": small}) if strategy == "zero3" else strategy
     trainer = Trainer(strategy=chosen, precision="fp32", seed=3, progress=False)
-    trainer.predict(made(), torch.ones(2, WIDTH), batch_size=1)  # what is imported and started once
+    trainer.predict(seeded(), torch.ones(2, WIDTH), batch_size=1)  # what is imported and started once
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed counts no more
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _mebibytes("VmRSS")
@@ -313,7 +313,7 @@ class Editing(Callback):
 
 
 def _refused(strategy: str, **arguments: Any) -> list[str]:
-    told = []
+    errors = []
     cases: list[tuple[type[Net], dict[str, Any]]] = [
         (Two, {}),
         (Factored, {}),
@@ -324,8 +324,8 @@ def _refused(strategy: str, **arguments: Any) -> list[str]:
         trainer = Trainer(strategy=strategy, max_steps=1, seed=1, precision="fp32", progress=False, **options)
         with pytest.raises(ConfigurationError) as caught:
             trainer.fit(kind(), ROWS, batch_size=4)
-        told.append(str(caught.value))
-    return told
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
@@ -340,14 +340,14 @@ def test_what_flat_slices_and_hidden_gradients_cannot_do_is_refused() -> None:
 def _scaled(root: Path, strategies: tuple[str, ...]) -> Any:
     """A loss scale that doubles after each clean update, and the same resumed after the third under another strategy."""
     growing = "fp16:init_scale=4,growth_interval=1"
-    found = {}
+    by_strategy = {}
     for strategy in strategies:
         fixed, doubled = (
             fit(strategy, "sgd", precision=precision, max_grad_norm=None)
             for precision in ("fp16:init_scale=4", growing)
         )
         _saved(root / strategy, strategy, precision=growing)
-        found[strategy] = (fixed.losses, doubled.losses)
+        by_strategy[strategy] = (fixed.losses, doubled.losses)
     resumed = {}
     for saved, strategy in (("zero3", "fsdp"), ("fsdp", "zero3"), ("zero2", "zero1")):
         run_dir = root / f"{saved}-{strategy}"
@@ -355,12 +355,12 @@ def _scaled(root: Path, strategies: tuple[str, ...]) -> Any:
         fit(strategy, precision=growing, run_dir=run_dir, resume=str(path))
         text = (run_dir / "checkpoints" / "step-00000005" / "state.json").read_text()
         resumed[saved, strategy] = json.loads(text)["scaler"]["scale"]
-    return found, resumed
+    return by_strategy, resumed
 
 
 def test_a_loss_scale_that_grows_changes_no_update_and_is_resumed(tmp_path: Path) -> None:
-    found, resumed = run_ranks(_scaled, 2, tmp_path, (*STAGES, "fsdp"), timeout=120)[0]
-    for fixed, doubled in found.values():
+    by_strategy, resumed = run_ranks(_scaled, 2, tmp_path, (*STAGES, "fsdp"), timeout=120)[0]
+    for fixed, doubled in by_strategy.values():
         assert doubled == pytest.approx(fixed, rel=2e-3)  # rounded elsewhere
     assert set(resumed.values()) <= {64.0, 128.0}, resumed
 
@@ -392,16 +392,16 @@ class Language(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def _language(strategy: str, run_dir: Path, path: str = "") -> Seen:
-    seen = Seen()
+def _language(strategy: str, run_dir: Path, path: str = "") -> Recorder:
+    recorder = Recorder()
     trainer = Trainer(
-        strategy=strategy, max_steps=3, seed=3, precision="fp32", run_dir=run_dir, progress=False, plugins=[seen]
+        strategy=strategy, max_steps=3, seed=3, precision="fp32", run_dir=run_dir, progress=False, plugins=[recorder]
     )
     trainer.fit(Language(path), TOKENS, batch_size=8 // int(os.environ["WORLD_SIZE"]), shuffle=False)
-    return seen
+    return recorder
 
 
-def _languages(root: Path, cases: dict[str, tuple[str, str]]) -> dict[str, Seen]:
+def _languages(root: Path, cases: dict[str, tuple[str, str]]) -> dict[str, Recorder]:
     return {name: _language(strategy, root / name, path) for name, (strategy, path) in cases.items()}
 
 
@@ -418,9 +418,9 @@ def test_a_transformers_model_is_built_read_trained_and_exported_in_parts(tmp_pa
     cases = {"built in zero2": ("zero2", ""), "built in zero3": (zero3, ""), "read in zero3": (zero3, path)}
     parts = run_ranks(_languages, 2, tmp_path, cases, timeout=120)[0]
     exported = run_ranks(_exported, 1, [tmp_path / case / "model" for case in cases], timeout=120)[0]
-    for (case, seen), weights in zip(parts.items(), exported, strict=True):
-        assert difference(seen, hand[case.split()[0]]) < TOLERANCE, case
-        assert all(torch.equal(value, seen.weights[f"model.{name}"]) for name, value in weights.items()), case
+    for (case, recorder), weights in zip(parts.items(), exported, strict=True):
+        assert difference(recorder, hand[case.split()[0]]) < TOLERANCE, case
+        assert all(torch.equal(value, recorder.weights[f"model.{name}"]) for name, value in weights.items()), case
 
 
 def _persist_nothing(directory: Path) -> Path:
@@ -467,10 +467,10 @@ def _without_whole_parameters() -> ZeRO3:
 
 
 def _changed(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
-    found = {}
+    by_precision = {}
     for precision in ("fp32", "bf16"):
         torch.manual_seed(0)
-        seen = Seen()
+        recorder = Recorder()
         trainer = Trainer(
             strategy=strategy or _without_whole_parameters(),
             precision=precision,
@@ -478,20 +478,20 @@ def _changed(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
             seed=3,
             validate_every=2,
             progress=False,
-            plugins=[seen],
+            plugins=[recorder],
         )
         result = trainer.fit(Changed(), ROWS, ROWS, batch_size=4, shuffle=False)
-        found[precision] = {**seen.weights, "val_loss": torch.tensor(result.metrics["val_loss"])}
-    return found
+        by_precision[precision] = {**recorder.weights, "val_loss": torch.tensor(result.metrics["val_loss"])}
+    return by_precision
 
 
 @pytest.mark.parametrize("strategy", [*STAGES, "", "fsdp"])
 def test_weights_that_hooks_change_are_those_of_every_other_strategy(strategy: str) -> None:
-    wanted, found = run_ranks(_changed, 2, "ddp")[0], run_ranks(_changed, 2, strategy)[0]
+    wanted, actual = run_ranks(_changed, 2, "ddp")[0], run_ranks(_changed, 2, strategy)[0]
     for precision, allowed in (("fp32", 1e-6), ("bf16", 2e-2)):
-        apart = {n: float((found[precision][n].float() - w).abs().max()) for n, w in wanted[precision].items()}
+        apart = {n: float((actual[precision][n].float() - w).abs().max()) for n, w in wanted[precision].items()}
         assert {name: difference for name, difference in apart.items() if difference > allowed} == {}, precision
-    lent = found["bf16"]["first.bias"]  # to evaluations, which left its master as exact as it was
+    lent = actual["bf16"]["first.bias"]  # to evaluations, which left its master as exact as it was
     assert bool((lent != lent.bfloat16().float()).any())
 
 
@@ -533,13 +533,13 @@ class WritingSteps(Net):
 
 
 def _written(writes: str) -> dict[str, str]:
-    found = {}
+    errors = {}
     for strategy in ("fsdp", "zero1", "zero3"):
         try:
             Trainer(strategy=strategy, max_steps=2, progress=False).fit(WritingSteps(writes), ROWS, batch_size=4)
         except FabricateError as error:
-            found[strategy] = str(error)
-    return found
+            errors[strategy] = str(error)
+    return errors
 
 
 class Transposed(Net):
@@ -592,9 +592,9 @@ def test_an_embedding_with_max_norm_is_refused_by_name_on_several_ranks() -> Non
 def test_a_step_that_writes_into_copies_of_parameters_is_refused_by_name(
     writes: str, name: str, lost: list[str]
 ) -> None:
-    for found in run_ranks(_written, 2, writes):
-        assert list(found) == lost
-        for strategy, text in found.items():
+    for errors in run_ranks(_written, 2, writes):
+        assert list(errors) == lost
+        for strategy, text in errors.items():
             assert text.startswith(
                 f"WritingSteps.training_step writes into the parameter {name}, but strategy={strategy!r} computes with a copy of it"
             )

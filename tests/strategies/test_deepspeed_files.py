@@ -31,8 +31,8 @@ class Line(TrainModule):
 
 def _launch(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     """As on rank 0, so that a plan can be made; nothing is opened for it."""
-    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    for name, value in (told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
 
 
@@ -48,8 +48,8 @@ def _plan(strategy: Any, data: Any = ROWS, batch_size: int | None = 3, **argumen
 
 
 def _setting(plan: Plan, name: str) -> tuple[Any, str]:
-    found = next(setting for setting in plan.settings if setting.name == name)
-    return found.value, found.source
+    entry = next(setting for setting in plan.settings if setting.name == name)
+    return entry.value, entry.source
 
 
 @pytest.mark.usefixtures("launched")
@@ -108,13 +108,13 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize(("content", "arguments", "told"), CONFLICTS)
+@pytest.mark.parametrize(("content", "arguments", "message"), CONFLICTS)
 def test_two_set_values_that_differ_and_what_means_nothing_are_refused(
-    content: dict[str, Any], arguments: dict[str, Any], told: str
+    content: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         _plan(_strategy(content), **arguments)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.usefixtures("launched")
@@ -136,7 +136,7 @@ def test_equal_values_on_both_sides_and_switched_off_sections_pass() -> None:
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
-    ("strategy", "told"),
+    ("strategy", "message"),
     [
         ("zero0", "stage 0 shards nothing, it is data parallelism; use strategy='ddp'"),
         ("zero3:config=nowhere.json", "config='nowhere.json' cannot be read"),
@@ -151,28 +151,28 @@ def test_equal_values_on_both_sides_and_switched_off_sections_pass() -> None:
         ("zero2:offload_param=cpu", "has no option 'offload_param'"),
     ],
 )
-def test_wrong_names_and_options_are_refused(strategy: str, told: str) -> None:
+def test_wrong_names_and_options_are_refused(strategy: str, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         _plan(strategy)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.usefixtures("launched")
 def test_a_file_that_offloads_to_files_says_where_and_nothing_that_a_checkpoint_could_miss() -> None:
-    def told(**section: Any) -> str:
+    def error_of(**section: Any) -> str:
         content = {"zero_optimization": {"offload_optimizer": {"device": "nvme", **section}}}
         with pytest.raises(ConfigurationError) as caught:
             _plan(_strategy(content, stage=3))
         return str(caught.value)
 
-    assert "offload_optimizer.device is 'nvme' without nvme_path; give a folder" in told()
-    assert "offload_optimizer.pipeline_read is refused" in told(nvme_path="disk", pipeline_read=True)
+    assert "offload_optimizer.device is 'nvme' without nvme_path; give a folder" in error_of()
+    assert "offload_optimizer.pipeline_read is refused" in error_of(nvme_path="disk", pipeline_read=True)
     section = {"device": "nvme", "nvme_path": "disk"}
     swapping = _plan(_strategy({"zero_optimization": {"offload_optimizer": section}}, stage=3))
     assert _setting(swapping, "offload")[0] == "offload_optimizer nvme"
-    held, _ = _setting(_plan("zero3:offload_optimizer=nvme,nvme_path=disk"), "memory_per_rank")
-    assert (held["host master weights"], held["host optimizer state"]) == (0, 0)
-    assert held["host swap buffers"] == 5 * held["host gradients"], "a group at a time, here of everything"
+    memory, _ = _setting(_plan("zero3:offload_optimizer=nvme,nvme_path=disk"), "memory_per_rank")
+    assert (memory["host master weights"], memory["host optimizer state"]) == (0, 0)
+    assert memory["host swap buffers"] == 5 * memory["host gradients"], "a group at a time, here of everything"
 
 
 def test_one_process_is_enough_for_a_file() -> None:
@@ -182,15 +182,15 @@ def test_one_process_is_enough_for_a_file() -> None:
 
 
 def _optimizer_sections(sections: list[dict[str, Any]]) -> list[str]:
-    told = []
+    outcomes = []
     for section in sections:
         trainer = Trainer(strategy=_strategy(section), max_steps=1, seed=1, precision="fp32", progress=False)
         try:
             trainer.fit(Line(), ROWS, batch_size=3)
-            told.append("trained")
+            outcomes.append("trained")
         except ConfigurationError as exc:
-            told.append(str(exc))
-    return told
+            outcomes.append(str(exc))
+    return outcomes
 
 
 def test_sections_for_optimizer_and_scheduler_are_compared_with_the_modules_own() -> None:
@@ -205,9 +205,9 @@ def test_sections_for_optimizer_and_scheduler_are_compared_with_the_modules_own(
         ({"communication_data_type": "auto"}, "'auto' has no meaning for communication_data_type"),
         ({"zero_optimization": {"stage3_max_live": 5}}, "DeepSpeed refuses config: 1 validation error"),
     ]  # fmt: skip
-    told = run_ranks(_optimizer_sections, 2, [section for section, _ in sections])[0]
-    for found, (_, wanted) in zip(told, sections, strict=True):
-        assert wanted in found
+    outcomes = run_ranks(_optimizer_sections, 2, [section for section, _ in sections])[0]
+    for outcome, (_, wanted) in zip(outcomes, sections, strict=True):
+        assert wanted in outcome
 
 
 def _tutorials(root: Path) -> None:
@@ -250,11 +250,11 @@ def test_the_memory_of_each_stage_is_what_it_divides(monkeypatch: pytest.MonkeyP
     _launch(monkeypatch, 4)
     for stage, gigabytes in (("zero1", 49.0), ("zero2", 38.5), ("zero3", 28.0)):
         trainer = Trainer(strategy=stage, precision="bf16", max_steps=1, progress=False)
-        held, _ = _setting(trainer.plan(Billions(), ROWS, batch_size=3), "memory_per_rank")
-        assert (held["total"] - held["bucket"]) / 1e9 == pytest.approx(gigabytes)
+        memory, _ = _setting(trainer.plan(Billions(), ROWS, batch_size=3), "memory_per_rank")
+        assert (memory["total"] - memory["bucket"]) / 1e9 == pytest.approx(gigabytes)
     offloaded = Trainer(strategy="zero2:offload_optimizer=cpu", precision="bf16", max_steps=1, progress=False)
-    held, _ = _setting(offloaded.plan(Billions(), ROWS, batch_size=3), "memory_per_rank")
-    assert (held["host master weights"] + held["host optimizer state"]) / 1e9 == pytest.approx(21.0)
+    memory, _ = _setting(offloaded.plan(Billions(), ROWS, batch_size=3), "memory_per_rank")
+    assert (memory["host master weights"] + memory["host optimizer state"]) / 1e9 == pytest.approx(21.0)
 
 
 def test_fabricate_plan_shows_every_strategy_that_is_installed_as_tutorials_count_and_as_it_is(
@@ -269,8 +269,8 @@ def test_fabricate_plan_shows_every_strategy_that_is_installed_as_tutorials_coun
     monkeypatch.setenv("FABRICATE_PLAN_ONLY", "1")
     plan = trainer.plan(Billions(), ROWS, batch_size=3)
     in_tutorials, with_masters = ({}, {})
-    for found, name in ((in_tutorials, "memory_in_tutorials"), (with_masters, "memory_with_masters")):
-        found.update(text.removesuffix(" GB").split() for text in plan[name])
+    for table, name in ((in_tutorials, "memory_in_tutorials"), (with_masters, "memory_with_masters")):
+        table.update(text.removesuffix(" GB").split() for text in plan[name])
     three = ("zero1", "zero2", "zero3")
     assert [in_tutorials[name] for name in ("ddp", *three, "fsdp")] == ["84.0", "42.0", "31.5", "21.0", "21.0"]
     assert [with_masters[name] for name in ("ddp", *three, "fsdp")] == ["112.0", "49.0", "38.5", "28.0", "28.0"]

@@ -25,7 +25,7 @@ def test_a_layer_that_a_window_does_not_use_has_a_gradient_of_zero_there(strateg
 
 def _without_files(path: str) -> list[str]:
     """What is said where the folder is not there, and where nothing can be compiled against libaio."""
-    told = []
+    errors = []
     for folder, compiler in ((f"{path}/nowhere", ""), (path, "false")):
         trainer = Trainer(
             strategy=f"zero3:offload_optimizer=nvme,nvme_path={folder}", max_steps=1, precision="fp32", progress=False
@@ -35,8 +35,8 @@ def _without_files(path: str) -> list[str]:
                 patch.setenv("CC", compiler)
             with pytest.raises(ConfigurationError) as caught:
                 trainer.fit(Net(), ROWS, batch_size=4)
-        told.append(str(caught.value))
-    return told
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_offload_to_files_says_what_the_machine_lacks_and_leaves_nothing(tmp_path: Path) -> None:
@@ -56,18 +56,18 @@ class FirstOnly(Net):
 
 
 def _lost() -> list[str]:
-    told = []
+    errors = []
     for strategy in ("zero2", "zero3"):
         try:
             fit(f"{strategy}:offload_optimizer=cpu", steps=1, net=FirstOnly)
         except ConfigurationError as exc:
-            told.append(str(exc))
-    return told
+            errors.append(str(exc))
+    return errors
 
 
 def test_a_gradient_that_deepspeed_would_leave_out_is_an_error() -> None:
-    for told in run_ranks(_lost, 2):
-        assert [text.partition(": ")[0] for text in told] == [
+    for errors in run_ranks(_lost, 2):
+        assert [text.partition(": ")[0] for text in errors] == [
             f"strategy='zero{n}' with offload_optimizer" for n in (2, 3)
         ]
-        assert all("in an earlier micro-batch of this update but none in the last" in text for text in told)
+        assert all("in an earlier micro-batch of this update but none in the last" in text for text in errors)

@@ -95,8 +95,8 @@ def test_what_is_validated_and_predicted_is_what_one_device_computes(
 ) -> None:
     metrics, scores = evaluated(Net(), "single", precision=precision)
     module = Net()
-    found, others = evaluated(module, mapped(tmp_path), precision=precision)
-    assert found == metrics
+    mapped_metrics, others = evaluated(module, mapped(tmp_path), precision=precision)
+    assert mapped_metrics == metrics
     assert torch.equal(scores, others)
     assert re.search(r"device map: cpu [\d.]+ KB, disk [\d.]+ KB \(max_memory=cpu:150KB\)", capsys.readouterr().out)
     assert sum(p.is_meta for p in module.parameters()) > 20
@@ -148,9 +148,9 @@ def test_a_checkpoint_of_another_strategy_is_loaded_where_the_weights_lie(tmp_pa
 
 def test_where_all_fits_the_module_is_whole_afterwards(tmp_path: Path) -> None:
     module = Net()
-    found = evaluated(module, "device_map")
+    evaluation = evaluated(module, "device_map")
     assert not any(p.is_meta for p in module.parameters())
-    assert found[0] == evaluated(module, "single")[0]
+    assert evaluation[0] == evaluated(module, "single")[0]
     assert fit("device_map", module=Net()).losses == fit("single", module=Net()).losses
 
 
@@ -163,9 +163,9 @@ def test_the_plan_has_the_device_map_and_counts_what_is_on_the_device(tmp_path: 
         for name, line in json.loads((tmp_path / "run" / "plan.json").read_text())["settings"].items()
     }
     assert "disk" in plan["device map"]
-    held = sum(p.nbytes for p in module.parameters() if not p.is_meta)
-    assert plan["memory_per_rank"]["parameters"] == held
-    assert held < sum(p.nbytes for p in module.parameters()) / 2
+    resident = sum(p.nbytes for p in module.parameters() if not p.is_meta)
+    assert plan["memory_per_rank"]["parameters"] == resident
+    assert resident < sum(p.nbytes for p in module.parameters()) / 2
 
 
 def test_a_fit_of_weights_that_are_not_on_the_device_is_refused_before_its_first_step(tmp_path: Path) -> None:

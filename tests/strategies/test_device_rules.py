@@ -99,8 +99,8 @@ class Net(TrainModule):
         return {"loss": self.loss(batch)}
 
     def configure_optimizers(self) -> Any:
-        made = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return made, torch.optim.lr_scheduler.LinearLR(made, total_iters=2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
 
 
 class Watch(Callback):
@@ -179,7 +179,7 @@ def fit(strategy: str, precision: str, world_size: int, run_dir: Path) -> dict[s
 def fits(root: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Every fit, in a process that nothing else uses. An error is the text of its traceback."""
     open_device()
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    answers: dict[tuple[str, str], dict[str, Any]] = {}
 
     def attempt(key: tuple[str, str], world_size: int) -> None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -191,14 +191,14 @@ def fits(root: Path) -> dict[tuple[str, str], dict[str, Any]]:
                 MASTER_ADDR="localhost", MASTER_PORT="29500"
             )  # nothing is opened there: the group is open
         try:
-            found[key] = fit(key[0].removesuffix(NO_HOST), key[1], world_size, root / str(len(found)))
+            answers[key] = fit(key[0].removesuffix(NO_HOST), key[1], world_size, root / str(len(answers)))
         except Exception:
-            found[key] = {"error": traceback.format_exc()}
+            answers[key] = {"error": traceback.format_exc()}
 
     try:
-        found["zero", "host"] = {"gradients": scaled_on_the_host()}
+        answers["zero", "host"] = {"gradients": scaled_on_the_host()}
     except Exception:
-        found["zero", "host"] = {"error": traceback.format_exc()}
+        answers["zero", "host"] = {"error": traceback.format_exc()}
     for precision in FITS["single"]:
         attempt(("single", precision), 1)
     with open_group(RANKS, host_backend=False):
@@ -207,7 +207,7 @@ def fits(root: Path) -> dict[tuple[str, str], dict[str, Any]]:
         for strategy in list(FITS)[1:]:
             for precision in FITS[strategy]:
                 attempt((strategy, precision), RANKS)
-    return found
+    return answers
 
 
 def scaled_on_the_host() -> dict[int, list[float]]:
@@ -239,40 +239,40 @@ NO_HOST = " over a group of the device alone"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     return run_alone(fits, tmp_path_factory.mktemp("fits"), timeout=400)
 
 
-def trained(found: dict[tuple[str, str], dict[str, Any]], strategy: str, precision: str) -> dict[str, Any]:
-    answer = found[strategy, precision]
+def trained(answers: dict[tuple[str, str], dict[str, Any]], strategy: str, precision: str) -> dict[str, Any]:
+    answer = answers[strategy, precision]
     if "error" in answer:
         pytest.fail(answer["error"], pytrace=False)
     return answer
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [(s, p) for s, precisions in FITS.items() for p in precisions])
-def test_a_fit_keeps_to_the_rules_of_a_device(found: Any, strategy: str, precision: str) -> None:
-    answer = trained(found, strategy, precision)
+def test_a_fit_keeps_to_the_rules_of_a_device(results: Any, strategy: str, precision: str) -> None:
+    answer = trained(results, strategy, precision)
     assert answer["steps"] == 2
     assert answer["chunks"] > 0 or strategy == "single"
 
 
 @pytest.mark.parametrize("strategy", [s for s in FITS if s.startswith("fsdp") and "tp" not in s])
-def test_a_rank_that_gathers_for_an_export_is_one_tensor_ahead_at_most(found: Any, strategy: str) -> None:
-    tensors, waits = trained(found, strategy, "bf16")["exported"]
+def test_a_rank_that_gathers_for_an_export_is_one_tensor_ahead_at_most(results: Any, strategy: str) -> None:
+    tensors, waits = trained(results, strategy, "bf16")["exported"]
     assert waits == tensors > 0
 
 
-def test_replicas_need_no_backend_for_tensors_of_the_host(found: Any) -> None:
-    assert trained(found, "ddp" + NO_HOST, "bf16")["steps"] == 2
+def test_replicas_need_no_backend_for_tensors_of_the_host(results: Any) -> None:
+    assert trained(results, "ddp" + NO_HOST, "bf16")["steps"] == 2
 
 
-def test_zero_scales_offloaded_gradients_on_the_host(found: Any) -> None:
-    assert trained(found, "zero", "host")["gradients"] == {2: [pytest.approx(0.5)] * 3, 3: [pytest.approx(0.5)] * 3}
+def test_zero_scales_offloaded_gradients_on_the_host(results: Any) -> None:
+    assert trained(results, "zero", "host")["gradients"] == {2: [pytest.approx(0.5)] * 3, 3: [pytest.approx(0.5)] * 3}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", [s for s in FITS if s not in ON_THE_HOST])
-def test_an_update_does_not_wait_for_the_device(found: Any, strategy: str, precision: str) -> None:
+def test_an_update_does_not_wait_for_the_device(results: Any, strategy: str, precision: str) -> None:
     if precision in FITS[strategy]:
-        assert trained(found, strategy, precision)["waits"] == []
+        assert trained(results, strategy, precision)["waits"] == []

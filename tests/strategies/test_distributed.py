@@ -176,11 +176,11 @@ def adversarial_by_hand(module: Any, data: TensorDataset) -> tuple[list[float], 
 
 def whole(module: torch.nn.Module) -> Weights:
     """Every parameter as it is in one process. All ranks, because shards are gathered."""
-    found = {}
+    weights = {}
     for name, parameter in module.named_parameters():
         tensor = parameter.detach()
-        found[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().numpy()
-    return found
+        weights[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().numpy()
+    return weights
 
 
 # ------------------------------------------------------------------------------------------------- the same by fabricate
@@ -209,7 +209,7 @@ CASES = {
 }  # fmt: skip
 
 
-class Heard(Callback):
+class Recorder(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -223,28 +223,28 @@ def train(name: str, strategy: str) -> tuple[list[float], Weights]:
     if kind == "ddp" and name in ("unused parameters", "two optimizers"):
         kind = "ddp:find_unused_parameters=true"
     torch.manual_seed(3)
-    module, heard = build(), Heard()
+    module, recorder = build(), Recorder()
     trainer = Trainer(
         strategy=kind,
         max_steps=STEPS,
         gradient_accumulation_steps=2,
         max_grad_norm=MAX_GRAD_NORM,
         progress=False,
-        plugins=[heard],
+        plugins=[recorder],
     )
     trainer.fit(module, data(number), batch_size=GLOBAL_BATCH // 2 // world_size, shuffle=False)
-    return heard.losses, whole(module)
+    return recorder.losses, whole(module)
 
 
 def evaluate(strategy: str) -> dict[str, Any]:
     torch.manual_seed(3)
     trainer = Trainer(strategy=strategy, progress=False)
     module = Answering()
-    found: dict[str, Any] = {"metrics": {n: trainer.validate(module, rows(n), batch_size=2) for n in (1, 5, 13)}}
+    results: dict[str, Any] = {"metrics": {n: trainer.validate(module, rows(n), batch_size=2) for n in (1, 5, 13)}}
     for kind in ("tensor", "mapping", "text"):
         module.kind = kind
-        found[kind] = trainer.predict(module, rows(7), batch_size=2)
-    return found
+        results[kind] = trainer.predict(module, rows(7), batch_size=2)
+    return results
 
 
 class Answering(Regression):
@@ -272,15 +272,15 @@ class Noted(Regression):
 
 def two_fits() -> list[Any]:
     """fp32 replicas, then bf16 shards, in one process."""
-    found: list[Any] = []
+    fits: list[Any] = []
     for strategy, precision in (("ddp", "fp32"), ("fsdp", "bf16")):
         torch.manual_seed(3)
-        module, heard = Noted(), Heard()
-        trainer = Trainer(strategy=strategy, precision=precision, max_steps=4, progress=False, plugins=[heard])
+        module, recorder = Noted(), Recorder()
+        trainer = Trainer(strategy=strategy, precision=precision, max_steps=4, progress=False, plugins=[recorder])
         trainer.fit(module, rows(24), batch_size=6, shuffle=False)
         sharded = any(hasattr(p, "full_tensor") for p in module.parameters())
-        found.append((sharded, module.autocast, heard.losses))
-    return found
+        fits.append((sharded, module.autocast, recorder.losses))
+    return fits
 
 
 def two_fits_without_a_seed() -> list[int]:
@@ -345,13 +345,13 @@ def job(world_size: int) -> dict[Any, Any]:
             "two fits": two_fits,
             "two fits without a seed": two_fits_without_a_seed,
         }
-    found = {}
+    results = {}
     for key, run in jobs.items():
         try:
-            found[key] = run()
+            results[key] = run()
         except Exception as exception:
-            found[key] = "".join(traceback.format_exception(exception))
-    return found
+            results[key] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -362,11 +362,11 @@ def answers() -> dict[int, list[dict[Any, Any]]]:
 
 def answer(answers: dict[int, list[dict[Any, Any]]], world_size: int, key: Any) -> list[Any]:
     """One entry per rank; what a rank raised fails the test."""
-    found = [rank[key] for rank in answers[world_size]]
-    for each in found:
+    by_rank = [rank[key] for rank in answers[world_size]]
+    for each in by_rank:
         if isinstance(each, str):
             pytest.fail(each, pytrace=False)
-    return found
+    return by_rank
 
 
 # ------------------------------------------------------------------------------------------------- the tests
@@ -414,8 +414,8 @@ def test_evaluation_is_over_exactly_the_data_set(
     module = Regression()
     with torch.no_grad():
         by_hand = {n: float(mse_loss(module(rows(n).tensors[0]), rows(n).tensors[1])) for n in (1, 5, 13)}
-    for found in answer(answers, world_size, ("evaluation", strategy)):
-        for number, metrics in found["metrics"].items():
+    for evaluation in answer(answers, world_size, ("evaluation", strategy)):
+        for number, metrics in evaluation["metrics"].items():
             assert metrics.keys() == {"val_loss", "val_error"}
             assert alone["metrics"][number] == pytest.approx(metrics, rel=1e-6)
     assert {n: alone["metrics"][n]["val_loss"] for n in by_hand} == pytest.approx(by_hand, rel=1e-6)
@@ -435,8 +435,8 @@ def test_predictions_come_once_per_sample_in_order_on_rank_0(
     assert torch.equal(torch.stack([row["time first"] for row in first["mapping"]]), x)
     assert [bool(row["positive"]) for row in first["mapping"]] == (x[:, 0] > 0).tolist()
     assert first["mapping"][0]["positive"].dtype == torch.bool
-    for found in others:
-        assert [found[kind] for kind in ("tensor", "mapping", "text")] == [None] * 3
+    for predictions in others:
+        assert [predictions[kind] for kind in ("tensor", "mapping", "text")] == [None] * 3
 
 
 def test_two_fits_of_one_process_have_their_own_strategy_and_precision(
@@ -456,9 +456,9 @@ def test_ranks_agree_on_a_seed_that_nobody_gave_in_every_fit(answers: dict[int, 
 def test_a_failed_fit_on_two_ranks_leaves_nothing_and_the_next_one_works(
     answers: dict[int, list[dict[Any, Any]]],
 ) -> None:
-    for found in answer(answers, 2, "failure"):
-        assert "ValueError: wrong on every rank" in found.pop("failed")
-        assert found == {"environment": True, "accelerate": [False, False], "steps": 4}
+    for outcome in answer(answers, 2, "failure"):
+        assert "ValueError: wrong on every rank" in outcome.pop("failed")
+        assert outcome == {"environment": True, "accelerate": [False, False], "steps": 4}
 
 
 def test_shards_that_went_different_ways_are_an_error_on_every_rank(
@@ -506,6 +506,6 @@ def ask(strategy: str, run_dir: str) -> list[float]:
 
 
 def test_a_hook_that_runs_the_model_leaves_shards_that_are_saved_and_changed(tmp_path: Path) -> None:
-    wanted, found = (run_ranks(ask, 2, name, str(tmp_path / name))[0] for name in ("ddp", "fsdp"))
-    assert len(found) == 3
-    assert found == pytest.approx(wanted)
+    wanted, sharded = (run_ranks(ask, 2, name, str(tmp_path / name))[0] for name in ("ddp", "fsdp"))
+    assert len(sharded) == 3
+    assert sharded == pytest.approx(wanted)

@@ -16,7 +16,7 @@ from torch.distributed import checkpoint
 
 from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.testing.ranks import run_alone
-from tests.support.by_hand import BATCH, ROWS, STEPS, TOLERANCE, Net, Seen, by_hand, difference, made
+from tests.support.by_hand import BATCH, ROWS, STEPS, TOLERANCE, Net, Recorder, by_hand, difference, seeded
 
 STRATEGIES = (
     "ddp",
@@ -41,47 +41,47 @@ RESUMED = ("fsdp", "zero3", "zero2:offload_optimizer=cpu")
 EVALUATED = ("single", "ddp", "fsdp", "zero3")
 
 
-def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, **arguments: Any) -> Seen:
+def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, **arguments: Any) -> Recorder:
     """Windows of `BATCH` rows in two micro-batches, clipped."""
-    module, seen = made(Net, kind), Seen()
+    module, recorder = seeded(Net, kind), Recorder()
     options = {"precision": "fp32", "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "seed": 3, **arguments}
-    plugins = [*options.pop("plugins", ()), seen]
+    plugins = [*options.pop("plugins", ()), recorder]
     trainer = Trainer(strategy=strategy, max_steps=steps, progress=False, plugins=plugins, **options)
     trainer.fit(module, ROWS, batch_size=BATCH // 2, shuffle=False)
-    return seen
+    return recorder
 
 
 class Kinds(Callback):
     """Each fit's strategy, and what its Accelerator calls the process."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, str]] = []
+        self.pairs: list[tuple[str, str]] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.found.append((trainer.strategy.name, str(trainer.accelerator.distributed_type.value)))
+        self.pairs.append((trainer.strategy.name, str(trainer.accelerator.distributed_type.value)))
 
 
 def one_after_another() -> list[tuple[str, str]]:
     kinds = Kinds()
     for strategy in ("fsdp", "single", "ddp", "auto"):
         assert difference(fit(strategy, plugins=[kinds]), by_hand()) < TOLERANCE
-    return kinds.found
+    return kinds.pairs
 
 
 def resumed(strategy: str, folder: Path) -> float:
     """Two updates, two more under `single`, and two more: how far that is from six by hand."""
     losses, norms = list[float](), list[float]()
     for steps, kind in ((2, strategy), (4, "single"), (6, strategy)):
-        seen = fit(kind, steps=steps, run_dir=folder / strategy, save_every="2 steps")
-        losses += seen.losses
-        norms += seen.norms
-    seen.losses, seen.norms = losses, norms
-    return difference(seen, by_hand(steps=6))
+        recorder = fit(kind, steps=steps, run_dir=folder / strategy, save_every="2 steps")
+        losses += recorder.losses
+        norms += recorder.norms
+    recorder.losses, recorder.norms = losses, norms
+    return difference(recorder, by_hand(steps=6))
 
 
 def evaluated(strategy: str) -> float:
     trainer = Trainer(strategy=strategy, precision="fp32", progress=False)
-    (loss,) = trainer.validate(made(Net), ROWS, batch_size=7).values()
+    (loss,) = trainer.validate(seeded(Net), ROWS, batch_size=7).values()
     return float(loss)
 
 
@@ -123,15 +123,15 @@ class Hooks(Callback):
 
 def hooked() -> list[str]:
     """A hook on a gradient, registered before the fit, in either way, or when it begins."""
-    said = []
+    errors = []
     for register in ("register_hook", "register_post_accumulate_grad_hook", ""):
-        module, plugins = made(Net, "adamw"), [] if register else [Hooks()]
+        module, plugins = seeded(Net, "adamw"), [] if register else [Hooks()]
         if register:
             getattr(next(module.parameters()), register)(lambda gradient: None)
         with pytest.raises(ConfigurationError) as caught:
             Trainer(strategy="fsdp", max_steps=1, progress=False, plugins=plugins).fit(module, ROWS, batch_size=BATCH)
-        said.append(str(caught.value))
-    return said
+        errors.append(str(caught.value))
+    return errors
 
 
 def opened_by_the_script() -> list[Any]:
@@ -156,15 +156,15 @@ def job(folder: Path) -> dict[str, Any]:
     jobs |= {f"evaluated {each}": lambda each=each: evaluated(each) for each in EVALUATED}
     jobs |= {"one after another": one_after_another, "talked": lambda: talked(folder / "talked")}
     jobs |= {"another size": of_another_size, "hooked": hooked, "opened by the script": opened_by_the_script}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, run in jobs.items():
         try:
-            found[name] = run()
+            results[name] = run()
         except Exception as exc:
-            found[name] = "".join(traceback.format_exception(exc))
+            results[name] = "".join(traceback.format_exception(exc))
     changed = {name for name, value in os.environ.items() if before.get(name) != value}
-    found["environment"] = sorted(name for name in changed if not name.startswith(("KMP_", "TORCHINDUCTOR_")))
-    return found
+    results["environment"] = sorted(name for name in changed if not name.startswith(("KMP_", "TORCHINDUCTOR_")))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -174,27 +174,27 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_losses_norms_and_weights_are_those_of_a_loop_by_hand(answers: dict[str, Any], strategy: str) -> None:
-    found = answers[strategy]
-    assert not isinstance(found, str), found
-    assert max(found) < TOLERANCE
+    distances = answers[strategy]
+    assert not isinstance(distances, str), distances
+    assert max(distances) < TOLERANCE
 
 
 def test_fits_of_one_process_have_the_strategy_that_each_names(answers: dict[str, Any]) -> None:
     """A process group that an earlier fit opened does not make a group of `single` or `auto`."""
-    found = answers["one after another"]
-    assert found == [("fsdp", "FSDP"), ("single", "NO"), ("ddp", "MULTI_CPU"), ("single", "NO")], found
+    states = answers["one after another"]
+    assert states == [("fsdp", "FSDP"), ("single", "NO"), ("ddp", "MULTI_CPU"), ("single", "NO")], states
 
 
 @pytest.mark.parametrize("strategy", RESUMED)
 def test_a_checkpoint_of_one_process_goes_to_single_and_back(answers: dict[str, Any], strategy: str) -> None:
-    found = answers[f"resumed {strategy}"]
-    assert not isinstance(found, str), found
-    assert found < TOLERANCE
+    distance = answers[f"resumed {strategy}"]
+    assert not isinstance(distance, str), distance
+    assert distance < TOLERANCE
 
 
 def test_an_evaluation_runs_on_one_process_too(answers: dict[str, Any]) -> None:
-    found = [answers[f"evaluated {strategy}"] for strategy in EVALUATED]
-    assert found == pytest.approx([found[0]] * len(found), rel=1e-6), found
+    losses = [answers[f"evaluated {strategy}"] for strategy in EVALUATED]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6), losses
 
 
 def test_the_environment_is_as_before(answers: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class Block(torch.nn.Module):
 
 class CountingBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept):
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
             return super().forward(x)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Watch(Callback):
         self.shared_storage = False
         self.shared_after: list[bool] = []
         """After each micro-batch, whether gradients share their memory."""
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.gradient_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """A gradient that a hook keeps, and its values then."""
         self.reached: list[bool] = []
 
@@ -119,8 +119,8 @@ class Watch(Callback):
         local = {name: getattr(g, "_local_tensor", g) for name, g in grads.items()}
         self.bytes["gradients"] = sum(g.numel() * g.element_size() for g in local.values())
         self.shared_storage = _share(list(local.values()))
-        kept = local["first.weight"]
-        self.kept.append((kept, kept.clone()))
+        shard = local["first.weight"]
+        self.gradient_copies.append((shard, shard.clone()))
         self.gradients.append(
             {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()}
         )
@@ -169,7 +169,7 @@ def train(strategy: Any, world_size: int, *, module: Tower | None = None, **argu
         "logging": watch.logging,
         "shared storage": watch.shared_storage,
         "shared after": watch.shared_after,
-        "kept": all(torch.equal(gradient, values) for gradient, values in watch.kept),
+        "kept": all(torch.equal(gradient, values) for gradient, values in watch.gradient_copies),
         "reached": watch.reached,
         "sizes": {n: p.numel() for n, p in parts.items()},
         "placements": {n: str(getattr(p, "placements", "")) for n, p in module.named_parameters()},
@@ -301,13 +301,13 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
 
 
 def storyteller() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_strategy: dict[str, Any] = {}
     for strategy in ("fsdp", "fsdp:activation_checkpointing=true"):
         module, calls = Storyteller(), [0]
         trainer = Trainer(strategy=strategy, max_steps=2, seed=3, progress=False, plugins=[Count(calls)])
         trainer.fit(module, stories(), batch_size=2, shuffle=False)
-        found[strategy] = (whole(module), calls[0], module.model.is_gradient_checkpointing)
-    return found
+        by_strategy[strategy] = (whole(module), calls[0], module.model.is_gradient_checkpointing)
+    return by_strategy
 
 
 class Count(Callback):
@@ -317,7 +317,7 @@ class Count(Callback):
         self.calls = calls
 
     def on_fit_start(self, module: Any) -> None:
-        def ran(layer: torch.nn.Module, given: object) -> None:
+        def ran(layer: torch.nn.Module, inputs: object) -> None:
             self.calls[0] += 1
 
         module.model.transformer.h[0].mlp.register_forward_pre_hook(ran)
@@ -334,13 +334,13 @@ def on_four_ranks(root: Path) -> dict[str, Any]:
 
 
 def answers_of(jobs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, run in jobs.items():
         try:
-            found[name] = run()
+            results[name] = run()
         except Exception:
-            found[name] = "".join(traceback.format_exc())
-    return found
+            results[name] = "".join(traceback.format_exc())
+    return results
 
 
 class Answers:
@@ -369,11 +369,11 @@ def four(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ans
     return Answers(alone, run_ranks(on_four_ranks, 4, tmp_path_factory.mktemp("four"), timeout=400))
 
 
-def assert_near(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
-    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=tolerance)
-    assert found["weights"].keys() == wanted["weights"].keys()
+def assert_near(run: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
+    np.testing.assert_allclose(run["losses"], wanted["losses"], rtol=tolerance)
+    assert run["weights"].keys() == wanted["weights"].keys()
     for name, value in wanted["weights"].items():
-        difference = np.linalg.norm(found["weights"][name] - value) / np.linalg.norm(value)
+        difference = np.linalg.norm(run["weights"][name] - value) / np.linalg.norm(value)
         assert difference < tolerance, name
 
 
@@ -386,20 +386,20 @@ def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_an_option_that_changes_no_number_changes_none(two: Answers, name: str) -> None:
-    for found in two[name]:
-        assert_near(found, two.alone, TOLERANCE)
+    for run in two[name]:
+        assert_near(run, two.alone, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["ddp", "bucket view", "fsdp", "none", "size", "offload", "keep"])
 def test_the_plan_says_ahead_what_a_rank_then_holds(two: Answers, name: str) -> None:
     # The first rank's shards are the largest: those are what the plan tells.
-    found = two[name][0]
-    told = {k.removeprefix("host "): v for k, v in found["plan"]["memory_per_rank"]["value"].items()}
-    scalars = 4 * len(found["sizes"])  # each parameter's step, which is not divided
-    assert found["bytes"]["parameters"] == told["parameters"]
-    assert found["bytes"]["gradients"] == told["gradients"]
-    assert abs(found["bytes"]["optimizer state"] - told["optimizer state"]) <= scalars
-    assert told["total"] == sum(v for k, v in told.items() if k != "total")
+    run = two[name][0]
+    memory = {k.removeprefix("host "): v for k, v in run["plan"]["memory_per_rank"]["value"].items()}
+    scalars = 4 * len(run["sizes"])  # each parameter's step, which is not divided
+    assert run["bytes"]["parameters"] == memory["parameters"]
+    assert run["bytes"]["gradients"] == memory["gradients"]
+    assert abs(run["bytes"]["optimizer state"] - memory["optimizer state"]) <= scalars
+    assert memory["total"] == sum(v for k, v in memory.items() if k != "total")
 
 
 # ------------------------------------------------------------------------------------------------- FSDP
@@ -420,27 +420,27 @@ def test_the_plan_says_ahead_what_a_rank_then_holds(two: Answers, name: str) -> 
 )
 def test_units_are_those_asked_for_and_each_rank_holds_half(two: Answers, name: str, units: list[str]) -> None:
     ranks = two[name]
-    for found in ranks:
-        assert found["units"] == units
-        shown = found["plan"]["shards"]["value"]
+    for run in ranks:
+        assert run["units"] == units
+        shown = run["plan"]["shards"]["value"]
         assert shown.endswith("over 2 ranks")
     for parameter, value in two.alone["weights"].items():
-        sizes = [found["sizes"][parameter] for found in ranks]
+        sizes = [run["sizes"][parameter] for run in ranks]
         assert sum(sizes) == value.size
         assert sizes[0] == -(-len(value) // 2) * (value.size // len(value))
 
 
 def test_units_are_freed_after_their_forward_unless_they_shall_stay(two: Answers) -> None:
-    assert {found["whole after forward"].pop() for found in two["fsdp"]} == {False}
-    assert {found["whole after forward"].pop() for found in two["keep"]} == {True}
-    gathered = [found["plan"]["memory_per_rank"]["value"]["gathered"] for found in (two["fsdp"][0], two["keep"][0])]
+    assert {run["whole after forward"].pop() for run in two["fsdp"]} == {False}
+    assert {run["whole after forward"].pop() for run in two["keep"]} == {True}
+    gathered = [run["plan"]["memory_per_rank"]["value"]["gathered"] for run in (two["fsdp"][0], two["keep"][0])]
     assert gathered[1] == 4 * sum(value.size for value in two.alone["weights"].values()) > gathered[0]
 
 
 def test_gradients_accumulate_in_shards_or_whole(two: Answers) -> None:
     for name, reached in (("fsdp", [True, True]), ("whole", [False, True])):
-        for found in two[name]:
-            assert found["reached"] == reached * STEPS
+        for run in two[name]:
+            assert run["reached"] == reached * STEPS
     memory = two["whole"][0]["plan"]["memory_per_rank"]["value"]
     assert memory["whole gradients"] == 4 * sum(value.size for value in two.alone["weights"].values())
     assert "whole gradients" not in two["fsdp"][0]["plan"]["memory_per_rank"]["value"]
@@ -461,61 +461,61 @@ def test_recomputation_drops_out_the_same_units_as_the_forward_did(two: Answers)
 
 
 def test_a_transformers_model_recomputes_its_own_blocks(two: Answers) -> None:
-    for found in two["gpt2"]:
-        (plain, once, _), (again, twice, still) = found.values()
+    for by_strategy in two["gpt2"]:
+        (plain, once, _), (again, twice, still) = by_strategy.values()
         assert same(plain, again)
         assert twice == 2 * once
         assert not still
 
 
 def test_gradients_are_summed_in_the_dtype_asked_for(two: Answers) -> None:
-    def bf16(found: dict[str, Any]) -> bool:
-        return all(torch.equal(g, g.bfloat16().float()) for step in found["gradients"] for g in step.values())
+    def bf16(run: dict[str, Any]) -> bool:
+        return all(torch.equal(g, g.bfloat16().float()) for step in run["gradients"] for g in step.values())
 
-    for found, plain in zip(two["bf16 reduce"], two["fsdp"], strict=True):
-        assert bf16(found)
+    for run, plain in zip(two["bf16 reduce"], two["fsdp"], strict=True):
+        assert bf16(run)
         assert not bf16(plain)
-        assert_near(found, two.alone, 0.05)
+        assert_near(run, two.alone, 0.05)
 
 
 def test_parameters_are_gathered_in_the_dtype_that_the_precision_computes_in(two: Answers) -> None:
-    for found, named, plain in zip(two["bf16"], two["bf16, named"], two["bf16, as they are"], strict=True):
+    for run, named, plain in zip(two["bf16"], two["bf16, named"], two["bf16, as they are"], strict=True):
         assert plain["dtypes"] == {"torch.float32"}
-        assert found["dtypes"] == named["dtypes"] == {"torch.bfloat16"}
-        assert same(found["weights"], named["weights"])
-        assert all(value.dtype == np.float32 for value in found["weights"].values())
-        assert all(g.dtype == torch.float32 for g in found["gradients"][0].values())
-        assert_near(found, plain, 0.02)
-        memory, of_plain = (each["plan"]["memory_per_rank"]["value"] for each in (found, plain))
+        assert run["dtypes"] == named["dtypes"] == {"torch.bfloat16"}
+        assert same(run["weights"], named["weights"])
+        assert all(value.dtype == np.float32 for value in run["weights"].values())
+        assert all(g.dtype == torch.float32 for g in run["gradients"][0].values())
+        assert_near(run, plain, 0.02)
+        memory, of_plain = (each["plan"]["memory_per_rank"]["value"] for each in (run, plain))
         assert 2 * memory["gathered"] == of_plain["gathered"]
         assert "half-precision copies" not in memory
-        assert of_plain["half-precision copies"] == 2 * sum(w.size for w in found["weights"].values() if w.ndim > 1)
+        assert of_plain["half-precision copies"] == 2 * sum(w.size for w in run["weights"].values() if w.ndim > 1)
 
 
 def test_backward_keeps_no_copy_of_what_was_gathered_in_half_precision(two: Answers) -> None:
-    for found, plain in zip(two["bf16"], two["bf16, as they are"], strict=True):
-        assert found["copies"] == 0
+    for run, plain in zip(two["bf16"], two["bf16, as they are"], strict=True):
+        assert run["copies"] == 0
         assert plain["copies"] == 2 * plain["runs"], "autocast's, of both layers"
 
 
 def test_the_update_in_half_precision_is_that_of_rounded_weights_and_whole_masters(two: Answers) -> None:
     wanted = rounded_by_hand(two.alone["start"])
-    for found in two["bf16"]:
-        assert_near(found, wanted, TOLERANCE)
+    for run in two["bf16"]:
+        assert_near(run, wanted, TOLERANCE)
 
 
 def test_layers_that_need_float32_parameters_keep_them_in_half_precision(two: Answers) -> None:
-    for found in two["normalised"]:
-        assert found["dtypes"] == {"torch.bfloat16"}
-        assert found["losses"][-1] < found["losses"][0]
+    for run in two["normalised"]:
+        assert run["dtypes"] == {"torch.bfloat16"}
+        assert run["losses"][-1] < run["losses"][0]
 
 
 def test_shards_in_groups_are_averaged_over_the_copies(four: Answers) -> None:
-    for rank, found in enumerate(four["hybrid"]):
-        assert_near(found, four.alone, TOLERANCE)
-        assert set(found["placements"].values()) == {"(Replicate(), Shard(dim=0))"}
-        assert found["sizes"]["first.weight"] == four.alone["weights"]["first.weight"].size // 2
-        assert found["plan"]["shards"]["value"].endswith("over 2 ranks, in 2 copies"), rank
+    for rank, run in enumerate(four["hybrid"]):
+        assert_near(run, four.alone, TOLERANCE)
+        assert set(run["placements"].values()) == {"(Replicate(), Shard(dim=0))"}
+        assert run["sizes"]["first.weight"] == four.alone["weights"]["first.weight"].size // 2
+        assert run["plan"]["shards"]["value"].endswith("over 2 ranks, in 2 copies"), rank
 
 
 @pytest.mark.parametrize("name", ["turns", "turns, whole"])
@@ -523,16 +523,16 @@ def test_a_unit_that_the_last_micro_batch_leaves_out_is_averaged_over_the_copies
     """FSDP can put off what copies exchange to the last micro-batch (`set_requires_all_reduce`). It then forgets a unit that does not
     run in that one, so `accumulate="shards"` lets the copies exchange in each of them."""
     wanted = train("single", 1, module=Turns())
-    for found in four[name]:
-        assert_near(found, wanted, TOLERANCE)
+    for run in four[name]:
+        assert_near(run, wanted, TOLERANCE)
 
 
 def test_a_checkpoint_of_shards_in_copies_holds_each_element_once(four: Answers) -> None:
-    found = four["hybrid"][0]
-    module = Tower.load_from_checkpoint(found["checkpoint"])
-    assert same(whole(module), found["weights"])
-    exported = load_file(Path(found["checkpoint"]).parents[1] / "model" / "model.safetensors")
-    assert same({name: value.numpy() for name, value in exported.items()}, found["weights"])
+    run = four["hybrid"][0]
+    module = Tower.load_from_checkpoint(run["checkpoint"])
+    assert same(whole(module), run["weights"])
+    exported = load_file(Path(run["checkpoint"]).parents[1] / "model" / "model.safetensors")
+    assert same({name: value.numpy() for name, value in exported.items()}, run["weights"])
 
 
 def test_a_module_that_was_sharded_goes_on_with_the_options_of_its_shards(two: Answers) -> None:
@@ -549,14 +549,14 @@ def test_a_module_that_was_sharded_goes_on_with_the_options_of_its_shards(two: A
 
 
 def test_the_options_of_ddp_reach_it(two: Answers) -> None:
-    seen = {name: two[name][0]["logging"] for name in ("ddp", "static graph", "looked for", "bucket view")}
-    assert {name: bool(each["find_unused_parameters"]) for name, each in seen.items()} == {
+    logging_data = {name: two[name][0]["logging"] for name in ("ddp", "static graph", "looked for", "bucket view")}
+    assert {name: bool(each["find_unused_parameters"]) for name, each in logging_data.items()} == {
         "ddp": False,
         "static graph": False,
         "looked for": True,
         "bucket view": False,
     }
-    assert [name for name, each in seen.items() if each.get("static_graph")] == ["static graph"]
+    assert [name for name, each in logging_data.items() if each.get("static_graph")] == ["static graph"]
     assert not two["ddp"][0]["shared storage"]
     assert two["bucket view"][0]["shared storage"], "gradients lie in their bucket"
     assert two["bucket view"][0]["shared after"] == [False, True] * STEPS, "once the window's last backward has run"
@@ -578,8 +578,8 @@ def test_gradients_in_buckets_take_no_more_memory_where_nothing_accumulates() ->
 
 def test_a_run_on_three_ranks_resumes_exactly(tmp_path: Path) -> None:
     """How a sum over three ranks is rounded depends on where in its bucket an element lies."""
-    for found in run_ranks(resumed, 3, tmp_path, "ddp"):
-        assert same(found["straight"], found["halves"])
+    for run in run_ranks(resumed, 3, tmp_path, "ddp"):
+        assert same(run["straight"], run["halves"])
 
 
 def test_a_small_bucket_holds_less(two: Answers) -> None:
@@ -593,18 +593,18 @@ def test_a_small_bucket_holds_less(two: Answers) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16 hook", torch.bfloat16), ("fp16 hook", torch.float16)])
 def test_gradients_travel_in_half_precision(two: Answers, name: str, dtype: torch.dtype) -> None:
-    for found, plain in zip(two[name], two["ddp"], strict=True):
-        every = [g for step in found["gradients"] for g in step.values()]
+    for run, plain in zip(two[name], two["ddp"], strict=True):
+        every = [g for step in run["gradients"] for g in step.values()]
         assert all(torch.equal(g, g.to(dtype).float()) for g in every)
         assert not all(torch.equal(g, g.to(dtype).float()) for g in plain["gradients"][0].values())
-        assert_near(found, two.alone, 0.02)
+        assert_near(run, two.alone, 0.02)
 
 
 # ------------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> None:
-    (told, _) = two["refused"]
+    (errors, _) = two["refused"]
     wanted = {
         "fsdp:param_dtype=bf16": "use precision='bf16', or leave param_dtype out",
         "fsdp:wrap=Missing": "the module has no Missing; it has Block, Linear",
@@ -620,7 +620,7 @@ def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> Non
         "ddp:communication_hook=powersgd": "PowerSGD is strategy='powersgd' of the package fabricate-powersgd",
         "ddp:find_unused_parameters=auto": "is not bool",
     }
-    assert {text: message for text, message in told.items() if wanted[text] not in message} == {}
+    assert {text: message for text, message in errors.items() if wanted[text] not in message} == {}
 
 
 def test_options_are_the_same_as_arguments_of_the_classes() -> None:

@@ -50,9 +50,9 @@ def _trained(strategy: str, run_dir: str, accumulation: int) -> tuple[list[float
         trainer = Trainer(strategy=strategy, precision="fp32", max_steps=steps, seed=1, progress=False, **options)
 
         def gather(
-            found: dict[str, torch.Tensor] = weights, module: Scaled = module, trainer: Trainer = trainer
+            gathered: dict[str, torch.Tensor] = weights, module: Scaled = module, trainer: Trainer = trainer
         ) -> None:
-            found |= {name: trainer.strategy.gather(p).clone() for name, p in module.named_parameters()}
+            gathered |= {name: trainer.strategy.gather(p).clone() for name, p in module.named_parameters()}
 
         type(module).on_fit_end = lambda self: gather()  # type: ignore[method-assign]
         trainer.fit(module, ROWS, batch_size=size, shuffle=False)
@@ -63,8 +63,8 @@ def _trained(strategy: str, run_dir: str, accumulation: int) -> tuple[list[float
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp:accumulate=whole"])
 def test_a_parameter_without_a_dimension_trains_as_in_one_process_and_is_resumed(strategy: str, tmp_path: Path) -> None:
     norms, weights = _trained("single", str(tmp_path / "single"), 1)
-    for found, ended in run_ranks(_trained, 2, strategy, str(tmp_path / "ranks"), 2):
-        assert found == pytest.approx(norms, rel=1e-4)
+    for norms_of_rank, ended in run_ranks(_trained, 2, strategy, str(tmp_path / "ranks"), 2):
+        assert norms_of_rank == pytest.approx(norms, rel=1e-4)
         assert ended.keys() == weights.keys()
         for name, wanted in weights.items():
             assert ended[name].shape == wanted.shape

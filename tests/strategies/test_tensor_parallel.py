@@ -138,12 +138,12 @@ def train(
     trainer = Trainer(strategy=strategy, plugins=[watch], gradient_accumulation_steps=2, progress=False, **chosen)
     shuffle = False if data is None else None
     trainer.fit(module, data or Rows(), batch_size=GLOBAL_BATCH // 2 // readers, shuffle=shuffle, resume=resume)
-    found = dict(vars(watch)) | {
+    answers = dict(vars(watch)) | {
         "plan": trainer.plan(Net(**(changed or {})), Rows(), batch_size=1).to_json()["settings"]
     }
     for name in ("before", "after"):
-        found[name] = {n: t.numpy() for n, t in found[name].items()}
-    return trainer, module, found
+        answers[name] = {n: t.numpy() for n, t in answers[name].items()}
+    return trainer, module, answers
 
 
 def refused(strategy: str, readers: int, **options: Any) -> str:
@@ -179,8 +179,8 @@ def beside(
     strategy: str, readers: int, changed: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Trainer, Net, Any]:
     """A fit, and the same by hand."""
-    trainer, module, found = train(strategy, readers, changed=changed, **options)
-    return trainer, module, found | {"by hand": by_hand(found["before"], changed or {})}
+    trainer, module, answers = train(strategy, readers, changed=changed, **options)
+    return trainer, module, answers | {"by hand": by_hand(answers["before"], changed or {})}
 
 
 def shown(trainer: Trainer, module: Net) -> dict[str, Any]:
@@ -198,27 +198,27 @@ def checkpoint(root: Path) -> Path:
 def on_four_ranks(root: Path) -> dict[str, Any]:
     saving = {"save_every": f"{SAVED} steps", "keep": "all"}
     trainer, module, fit = beside("fsdp:tp=2", 2, run_dir=root / "four", **saving)
-    found = {"fit": fit, "shown": shown(trainer, module)}
+    answers = {"fit": fit, "shown": shown(trainer, module)}
     straight = train("fsdp:tp=2", 2, changed=DROPOUT, run_dir=root / "straight", **saving)[2]
     train("fsdp:tp=2", 2, changed=DROPOUT, run_dir=root / "halves", max_steps=2, **saving)
     halves = train("fsdp:tp=2", 2, changed=DROPOUT, run_dir=root / "halves", **saving)[2]
-    found |= {"straight": straight, "halves": halves}
+    answers |= {"straight": straight, "halves": halves}
     for options in OPTIONS:
-        found[options] = beside(f"fsdp:tp=2,{options}", 2)[2]
-    found["tied"] = beside("fsdp:tp=2", 2, TIED)[2]
-    found["torn"] = refused("fsdp:tp=2", 2, data=Torn(), log_every="1 step")
-    return found
+        answers[options] = beside(f"fsdp:tp=2,{options}", 2)[2]
+    answers["tied"] = beside("fsdp:tp=2", 2, TIED)[2]
+    answers["torn"] = refused("fsdp:tp=2", 2, data=Torn(), log_every="1 step")
+    return answers
 
 
 def on_two_ranks(root: Path) -> dict[str, Any]:
-    found = {"alone": beside("fsdp:tp=2", 1)[2]}
+    answers = {"alone": beside("fsdp:tp=2", 1)[2]}
     for name, changed in {"tied": TIED, "uneven": UNEVEN}.items():
-        found[name] = beside("fsdp:tp=2", 1, changed, run_dir=root / name)[2]
+        answers[name] = beside("fsdp:tp=2", 1, changed, run_dir=root / name)[2]
     for strategy in ("ddp", "fsdp", "zero3"):
-        found[strategy] = train(
+        answers[strategy] = train(
             strategy, 2, run_dir=root / strategy, again=root / strategy / "again", resume=checkpoint(root)
         )[2]
-    return found
+    return answers
 
 
 def back_on_four(root: Path) -> list[float]:
@@ -241,21 +241,21 @@ def two(four: list[dict[str, Any]], root: Path) -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2, root, timeout=900)
 
 
-def compare(found: dict[str, Any]) -> None:
-    wanted = found["by hand"]
-    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=TOLERANCE)
-    np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=TOLERANCE)
-    assert found["after"].keys() == wanted["after"].keys()
+def compare(answers: dict[str, Any]) -> None:
+    wanted = answers["by hand"]
+    np.testing.assert_allclose(answers["losses"], wanted["losses"], rtol=TOLERANCE)
+    np.testing.assert_allclose(answers["norms"], wanted["norms"], rtol=TOLERANCE)
+    assert answers["after"].keys() == wanted["after"].keys()
     for name, weight in wanted["after"].items():
-        np.testing.assert_allclose(found["after"][name], weight, atol=TOLERANCE, err_msg=name)
-    assert found["counted"] == (STEPS * GLOBAL_BATCH, wanted["tokens"])
-    assert found["metrics"]["rows"] == STEPS * GLOBAL_BATCH
+        np.testing.assert_allclose(answers["after"][name], weight, atol=TOLERANCE, err_msg=name)
+    assert answers["counted"] == (STEPS * GLOBAL_BATCH, wanted["tokens"])
+    assert answers["metrics"]["rows"] == STEPS * GLOBAL_BATCH
 
 
 def test_two_ranks_that_divide_layers_train_as_one_process(two: list[dict[str, Any]], root: Path) -> None:
     for name in ("alone", "tied", "uneven"):
-        for found in two:
-            compare(found[name])
+        for rank in two:
+            compare(rank[name])
     share = two[0]["alone"]["share"]
     assert {share[n] for n in share if "norm" not in n} == {0.5}
     assert {share[n] for n in share if "norm" in n} == {1.0}
@@ -269,9 +269,9 @@ def test_two_ranks_that_divide_layers_train_as_one_process(two: list[dict[str, A
 
 
 def test_four_ranks_that_divide_layers_and_keep_shards_train_as_one_process(four: list[dict[str, Any]]) -> None:
-    for found in four:
+    for rank in four:
         for name in ("fit", "tied", *OPTIONS):
-            compare(found[name])
+            compare(rank[name])
     share = four[0]["fit"]["share"]
     assert max(share[n] for n in share if "norm" not in n) <= 14 / 54  # of the embedding's 54 rows, in halves of 27
     assert {share[n] for n in share if "norm" in n} == {0.5}
@@ -283,18 +283,18 @@ def test_four_ranks_that_divide_layers_and_keep_shards_train_as_one_process(four
 def test_rows_that_several_ranks_read_count_once_in_metrics_and_predictions(four: list[dict[str, Any]]) -> None:
     trainer, module, _ = train("single", 1)
     wanted = shown(trainer, module)
-    for found in four:
-        assert found["shown"]["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4)
-        assert found["shown"]["metrics"]["val_shown"] == 13
-    assert [found["shown"]["predictions"] is None for found in four] == [False, True, True, True]
+    for rank in four:
+        assert rank["shown"]["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4)
+        assert rank["shown"]["metrics"]["val_shown"] == 13
+    assert [rank["shown"]["predictions"] is None for rank in four] == [False, True, True, True]
     np.testing.assert_allclose(four[0]["shown"]["predictions"], wanted["predictions"], atol=1e-4)
 
 
 def test_a_resume_on_the_same_ranks_is_exact_with_dropout(four: list[dict[str, Any]]) -> None:
-    for found in four:
-        straight, halves = found["straight"], found["halves"]
+    for rank in four:
+        straight, halves = rank["straight"], rank["halves"]
         assert straight["losses"][2:] == halves["losses"]
-        assert straight["losses"] != found["fit"]["losses"]
+        assert straight["losses"] != rank["fit"]["losses"]
         for name, weight in straight["after"].items():
             assert np.array_equal(weight, halves["after"][name]), name
 
@@ -309,8 +309,8 @@ def test_every_strategy_goes_on_from_its_checkpoint_and_it_from_theirs(
         "back": back,
     }
     wanted = state(checkpoint(root))
-    for name, found in losses.items():
-        np.testing.assert_allclose(found, four[0]["fit"]["losses"][SAVED:], rtol=TOLERANCE, err_msg=name)
+    for name, curve in losses.items():
+        np.testing.assert_allclose(curve, four[0]["fit"]["losses"][SAVED:], rtol=TOLERANCE, err_msg=name)
         again = state(root / name / "again")
         assert [key for key in sorted({*wanted, *again}) if not equal(wanted.get(key), again.get(key))] == [], name
 
@@ -326,7 +326,7 @@ def test_ranks_that_share_a_model_and_read_other_rows_are_told(four: list[dict[s
         r"RankError: ranks 0 and 1 share one copy of the model, but the mean of 'loss' since the last log boundary is .* "
         r"they read different rows"
     )
-    assert [re.match(wanted, found["torn"]) is not None for found in four] == [True] * 4, four[0]["torn"]
+    assert [re.match(wanted, rank["torn"]) is not None for rank in four] == [True] * 4, four[0]["torn"]
 
 
 class Replaced(Net):

@@ -59,18 +59,18 @@ def _fitted(kind: type[Sparse], strategy: str, readers: int) -> list[list[float]
 
 def test_sparse_gradients_of_replicas_train_as_in_one_process() -> None:
     wanted = _fitted(Sparse, "single", 1)
-    for found in run_ranks(_fitted, 2, Sparse, "ddp", 2):
-        for values, expected in zip(found, wanted, strict=True):
+    for parameters in run_ranks(_fitted, 2, Sparse, "ddp", 2):
+        for values, expected in zip(parameters, wanted, strict=True):
             assert values == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 def _errors(cases: list[tuple[type[Sparse], str]]) -> list[str]:
-    found = []
+    errors = []
     for kind, strategy in cases:
         with pytest.raises((FabricateError, RuntimeError)) as caught:
             _fitted(kind, strategy, 2)
-        found.append("\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
-    return found
+        errors.append("\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+    return errors
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch, when DeepSpeed is imported
@@ -88,6 +88,6 @@ def test_what_shards_cannot_take_is_refused_by_name() -> None:
         (TwoDtypes, "zero3"): "DeepSpeed trains parameters of one dtype, but ",
         (Signs, "fsdp"): "use another optimizer or operation, or strategy='ddp'",
     }
-    for found in run_ranks(_errors, 2, list(cases)):
-        for text, (case, wanted) in zip(found, cases.items(), strict=True):
+    for errors in run_ranks(_errors, 2, list(cases)):
+        for text, (case, wanted) in zip(errors, cases.items(), strict=True):
             assert wanted in text, case

@@ -59,7 +59,7 @@ class Net(TrainModule):
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
-class Seen(Callback):
+class Recorder(Callback):
     """Losses, norms, skipped updates, and the whole weights at the end of a fit."""
 
     def __init__(self) -> None:
@@ -98,28 +98,28 @@ class Sometimes(Net):
         return self.extra(out) if self.windows % 2 == 0 else out
 
 
-def made(net: type[Net] = Net, kind: str = "adamw") -> Net:
+def seeded(net: type[Net] = Net, kind: str = "adamw") -> Net:
     """A `net` with the same weights every time."""
     torch.manual_seed(0)
     return net(kind)
 
 
-def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net, **arguments: Any) -> Seen:
+def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net, **arguments: Any) -> Recorder:
     """Windows of `BATCH` rows in two micro-batches over all ranks, clipped. On every rank, with the launcher's variables set."""
-    module, seen = made(net, kind), Seen()
+    module, recorder = seeded(net, kind), Recorder()
     resume = arguments.pop("resume", "never")
     options: dict[str, Any] = {"precision": "fp32", "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "seed": 3}
     options |= arguments
-    plugins = [*options.pop("plugins", ()), seen]
+    plugins = [*options.pop("plugins", ()), recorder]
     size = BATCH // int(os.environ["WORLD_SIZE"]) // (options["gradient_accumulation_steps"] or 2)
     trainer = Trainer(strategy=strategy, max_steps=steps, progress=False, plugins=plugins, **options)
     trainer.fit(module, ROWS, batch_size=size, shuffle=False, resume=resume)
-    return seen
+    return recorder
 
 
-def by_hand(kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net) -> Seen:
+def by_hand(kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net) -> Recorder:
     """Whole windows in one process, with nothing of fabricate's."""
-    module, seen = made(net, kind), Seen()
+    module, recorder = seeded(net, kind), Recorder()
     environment = dict(os.environ)
     optimizer = module.configure_optimizers()
     os.environ.clear()  # torch sets variables of its compiler when a process builds its first optimizer
@@ -134,13 +134,13 @@ def by_hand(kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net) -> Se
         optimizer.step()
         module.zero_grad()
         module.windows += 1
-        seen.losses.append(loss.item())
-        seen.norms.append(norm.item())
-    seen.weights = {n: p.detach() for n, p in module.named_parameters()}
-    return seen
+        recorder.losses.append(loss.item())
+        recorder.norms.append(norm.item())
+    recorder.weights = {n: p.detach() for n, p in module.named_parameters()}
+    return recorder
 
 
-def fits(strategy: str) -> list[Seen]:
+def fits(strategy: str) -> list[Recorder]:
     """With both optimizers."""
     return [fit(strategy, kind) for kind in ("adamw", "sgd")]
 
@@ -149,16 +149,19 @@ def assert_as_by_hand(strategy: str, world_size: int) -> None:
     """Every rank saw the losses, norms and weights of a loop by hand, with both optimizers."""
     hand = [by_hand("adamw"), by_hand("sgd")]
     for rank in run_ranks(fits, world_size, strategy, timeout=120):
-        assert [difference(seen, wanted) < TOLERANCE for seen, wanted in zip(rank, hand, strict=True)] == [True, True]
+        assert [difference(recorder, wanted) < TOLERANCE for recorder, wanted in zip(rank, hand, strict=True)] == [
+            True,
+            True,
+        ]
 
 
 def assert_idle_layers_as_by_hand(strategy: str) -> None:
     """The same where a window leaves a layer out, on two ranks: it has a gradient of zero there."""
-    seen = run_ranks(fit, 2, strategy, net=Sometimes, plugins=[Counting()], timeout=120)[0]
-    assert difference(seen, by_hand(net=Sometimes)) < TOLERANCE
+    recorder = run_ranks(fit, 2, strategy, net=Sometimes, plugins=[Counting()], timeout=120)[0]
+    assert difference(recorder, by_hand(net=Sometimes)) < TOLERANCE
 
 
-def difference(one: Seen, other: Seen) -> float:
+def difference(one: Recorder, other: Recorder) -> float:
     """Largest difference of losses, norms and weights, relative to the largest of each kind."""
     pairs = [
         (torch.tensor(one.losses), torch.tensor(other.losses)),

@@ -81,21 +81,21 @@ def save(root: Path, step: int = 500, seed: int = 0, world_size: int = 2, files:
         for rank in range(world_size)
     ]
     records.append(write_json(staging / "state.json", {"scheduler": {"last_epoch": seed}}, files))
-    sent = [FileRecord.from_json(json.loads(json.dumps(record.to_json()))) for record in records]
-    return commit(staging, manifest(sent, step), files)
+    copies = [FileRecord.from_json(json.loads(json.dumps(record.to_json()))) for record in records]
+    return commit(staging, manifest(copies, step), files)
 
 
 def content(path: Path) -> dict[str, bytes]:
     """Everything in a checkpoint, through a verifying reader."""
     with Reader(path) as reader:
         reader.verify()
-        found = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
-        return found | {"state.json": json.dumps(reader.json("state.json")).encode()}
+        contents = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
+        return contents | {"state.json": json.dumps(reader.json("state.json")).encode()}
 
 
 def expected(seed: int = 0) -> dict[str, bytes]:
-    found = {name: tensor.tobytes() for name, tensor in example(seed).items()}
-    return found | {"state.json": json.dumps({"scheduler": {"last_epoch": seed}}).encode()}
+    contents = {name: tensor.tobytes() for name, tensor in example(seed).items()}
+    return contents | {"state.json": json.dumps({"scheduler": {"last_epoch": seed}}).encode()}
 
 
 def refused(path: Path) -> str:

@@ -27,11 +27,11 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=DEVICE
         )
-        made.values = values
-        return made
+        tensor.values = values
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,20 +51,20 @@ class Device(TorchDispatchMode):
         real = torch.tensor
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-            made = real(*args, **kwargs)
+            result = real(*args, **kwargs)
             if pin_memory:
-                self.pinned.add(made.data_ptr())
-            return made
+                self.pinned.add(result.data_ptr())
+            return result
 
         as_tensor = torch.as_tensor
 
-        def sent(value: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        def to_device(value: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
             if device is not None and torch.device(device) == DEVICE and not isinstance(value, torch.Tensor):
                 self.waits.append("to the device")
             return as_tensor(value, *args, device=device, **kwargs)
 
         monkeypatch.setattr(torch, "tensor", tensor)
-        monkeypatch.setattr(torch, "as_tensor", sent)
+        monkeypatch.setattr(torch, "as_tensor", to_device)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,8 +135,8 @@ class Stream:
 @contextlib.contextmanager
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device, for the tensors of `put`."""
-    with Device(monkeypatch) as made:
-        yield made
+    with Device(monkeypatch) as fake:
+        yield fake
 
 
 def put(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

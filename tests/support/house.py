@@ -72,8 +72,8 @@ def circle() -> list[str]:
     try:
         graphlib.TopologicalSorter({n: inner_imports(n) for n in MODULES if n != "fabricate"}).prepare()
     except graphlib.CycleError as exc:
-        found: list[str] = exc.args[1]
-        return found
+        cycle: list[str] = exc.args[1]
+        return cycle
     return []
 
 
@@ -86,8 +86,8 @@ def folder_circle() -> list[str]:
     try:
         graphlib.TopologicalSorter({here: others - {here, ""} for here, others in above.items()}).prepare()
     except graphlib.CycleError as exc:
-        found: list[str] = exc.args[1]
-        return found
+        cycle: list[str] = exc.args[1]
+        return cycle
     return []
 
 

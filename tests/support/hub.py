@@ -93,14 +93,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PUT = _handle
 
-    def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        self.hub.created.append(asked)
-        known = name in self.hub.repositories
+    def _create(self, request: dict[str, Any]) -> None:
+        name = f"{request.get('organization') or 'me'}/{request['name']}"
+        self.hub.created.append(request)
+        exists = name in self.hub.repositories
         self.hub.repositories.setdefault(name, {})
         address = {"url": f"{self.hub.url}/{name}"}
         self._answer(
-            address | ({"error": "You already created this model repo"} if known else {}), 409 if known else 200
+            address | ({"error": "You already created this model repo"} if exists else {}), 409 if exists else 200
         )
 
     def _action(self, each: dict[str, Any]) -> dict[str, Any]:
@@ -112,8 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"error": "Repository not found"}, 404)
         files = self.hub.repositories[name]
         if action == "preupload":
-            asked = json.loads(body)["files"]
-            kinds = {f["path"]: "lfs" if f["path"].endswith(".safetensors") else "regular" for f in asked}
+            entries = json.loads(body)["files"]
+            kinds = {f["path"]: "lfs" if f["path"].endswith(".safetensors") else "regular" for f in entries}
             return self._answer(
                 {
                     "files": [

@@ -246,9 +246,9 @@ class Rules(TorchDispatchMode):
         if name == "c10d.allreduce_.default":
             return args[0], _finished(args[0])
         with self._fake:
-            made = func(*args, **kwargs)
-        self._remember(func, name, args, tensors, made)
-        return tree_map_only(FakeTensor, lambda t: self._read(t, name, args, kwargs), made)
+            result = func(*args, **kwargs)
+        self._remember(func, name, args, tensors, result)
+        return tree_map_only(FakeTensor, lambda t: self._read(t, name, args, kwargs), result)
 
     def _read(self, tensor: FakeTensor, name: str, args: Any, kwargs: Any) -> torch.Tensor:
         """A result that lies on the host is real."""
@@ -258,20 +258,20 @@ class Rules(TorchDispatchMode):
             self.waited(name)
         return _value(args[0] if name == "aten._to_copy.default" else tensor).to(tensor.dtype)
 
-    def _remember(self, func: Any, name: str, args: Any, tensors: list[torch.Tensor], made: Any) -> None:
+    def _remember(self, func: Any, name: str, args: Any, tensors: list[torch.Tensor], result: Any) -> None:
         """The few values of the device that torch reads back to decide something: what was copied there, constants, and whether a
         gradient overflowed (none does). Changed in another way, they are forgotten."""
         if name in ("aten._to_copy.default", "aten.copy_.default") and not isinstance(tensors[-1], FakeTensor):
-            _keep(made, tensors[-1].detach().to(made.dtype).expand(made.shape).clone())
+            _keep(result, tensors[-1].detach().to(result.dtype).expand(result.shape).clone())
         elif name == "aten.full.default":
-            _keep(made, torch.full(args[0], args[1], dtype=made.dtype))
+            _keep(result, torch.full(args[0], args[1], dtype=result.dtype))
         elif name == "aten._amp_foreach_non_finite_check_and_unscale_.default":
             _keep(args[1], torch.zeros(args[1].shape))
         elif name == "c10d.allgather_.default":
             for output in args[0][0]:
                 _keep(output, _value(args[1][0]).reshape(output.shape))
         elif name in ("aten.select.int", "aten.view.default", "aten.detach.default") and args[0] in _values:
-            _keep(made, func(_value(args[0]), *args[1:]))
+            _keep(result, func(_value(args[0]), *args[1:]))
         elif name == "c10d.broadcast_.default":
             for tensor in args[0]:
                 _keep(tensor, _values[tensor][1] if tensor in _values else None)

@@ -83,7 +83,7 @@ def rows_of(number: int = 18) -> TensorDataset:
 
 def record(run_dir: Path, *, seed: int = 1, learning_rate: float = 0.01, fails: bool = True) -> list[list[int]]:
     """Write a run of `STEPS` updates to `run_dir`: the rows of every micro-batch, those before the failure first."""
-    data, seen = rows_of(), []
+    data, batches = rows_of(), []
     for again in range(1 + fails):
         module = Recorded(learning_rate=learning_rate)
         trainer = Trainer(
@@ -104,5 +104,5 @@ def record(run_dir: Path, *, seed: int = 1, learning_rate: float = 0.01, fails: 
                 trainer.fit(module, data, data, batch_size=4)
         else:
             trainer.fit(module, data, data, batch_size=4)
-        seen += module.rows
-    return seen
+        batches += module.rows
+    return batches

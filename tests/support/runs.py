@@ -43,7 +43,7 @@ class Net(TrainModule):
         self.norm = torch.nn.BatchNorm1d(3)
         self.head = torch.nn.Linear(3, 1)
         self.optimizer, self.schedule = optimizer, schedule
-        self.seen: list[list[int]] = []
+        self.rows: list[list[int]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -57,26 +57,26 @@ class Net(TrainModule):
         return loss
 
     def on_accumulate(self, batch: Any, weight: Any) -> None:
-        self.seen.append(batch[0].tolist() if weight else [])
+        self.rows.append(batch[0].tolist() if weight else [])
 
     def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
         return {"loss": mse_loss(self(batch[1]), batch[1].sum(1, keepdim=True))}
 
     def configure_optimizers(self) -> Any:
-        made: torch.optim.Optimizer
+        optimizer: torch.optim.Optimizer
         if self.optimizer == "adamw":
-            made = torch.optim.AdamW(self.parameters(), lr=0.02)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         else:
-            made = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
         if self.schedule == "cosine":
-            return made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 20)
+            return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         if self.schedule == "chain":
-            warmup = torch.optim.lr_scheduler.LinearLR(made, total_iters=3)
-            after = torch.optim.lr_scheduler.MultiStepLR(made, [2, 3])
-            return made, torch.optim.lr_scheduler.SequentialLR(made, [warmup, after], [3])
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+            after = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
+            return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, after], [3])
         if self.schedule == "plateau":
-            return made, torch.optim.lr_scheduler.ReduceLROnPlateau(made, factor=0.5, patience=0)
-        return made
+            return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return optimizer
 
 
 class Average(Callback):
@@ -177,19 +177,19 @@ def steps(run_dir: Path) -> list[int]:
 def content(path: Path) -> dict[str, Any]:
     """All of a checkpoint that a clock has no part in: every tensor's bytes, every value, every rank's generators."""
     with Reader(path) as reader:
-        found: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
+        contents: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
         ranks = int(str(reader.manifest.topology["world_size"]))
         for file in ("state.json", *(f"rank-{rank:05d}.json" for rank in range(ranks))):
-            found[file] = reader.json(file)
-    found["state.json"]["progress"].pop("seconds")
-    found["state.json"].pop("metrics_bytes")  # the clock's digits are counted too
-    return found
+            contents[file] = reader.json(file)
+    contents["state.json"]["progress"].pop("seconds")
+    contents["state.json"].pop("metrics_bytes")  # the clock's digits are counted too
+    return contents
 
 
 def assert_same_run(first: Path, second: Path, number: int = STEPS) -> None:
-    wanted, found = content(step(first, number)), content(step(second, number))
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if found[name] != wanted[name]] == []
+    wanted, actual = content(step(first, number)), content(step(second, number))
+    assert actual.keys() == wanted.keys()
+    assert [name for name in wanted if actual[name] != wanted[name]] == []
     assert metrics(second) == metrics(first)
 
 

@@ -70,7 +70,7 @@ def values(batch: Any) -> list[int]:
 
 def updates(sources: list[Source], epoch: int = 0, start: int = 0) -> list[tuple[list[int], int, int, bool]]:
     """Per update: the rows that count, micro-step by micro-step and rank by rank; window rows; end; last."""
-    found = []
+    records = []
     for windows in zip(*(source.windows(epoch, start) for source in sources), strict=True):
         heads = {(window.num_micro_steps, window.rows, window.end, window.last) for window in windows}
         assert len(heads) == 1, "ranks disagree about a window"
@@ -86,12 +86,12 @@ def updates(sources: list[Source], epoch: int = 0, start: int = 0) -> list[tuple
                     assert set(values(batch)) <= set(step_rows), "a stand-in is made of the micro-step's own rows"
             rows += step_rows
         assert len(rows) == windows[0].rows
-        found.append((rows, windows[0].rows, windows[0].end, windows[0].last))
-    return found
+        records.append((rows, windows[0].rows, windows[0].end, windows[0].last))
+    return records
 
 
-def flat(found: list[tuple[list[int], int, int, bool]]) -> list[int]:
-    return [row for rows, *_ in found for row in rows]
+def flat(steps: list[tuple[list[int], int, int, bool]]) -> list[int]:
+    return [row for rows, *_ in steps for row in rows]
 
 
 def in_twos(rows: int, **options: Any) -> DataLoader[Any]:

@@ -99,13 +99,13 @@ def trainer_ranks() -> int:
 def content(path: Path) -> dict[str, Any]:
     with Reader(path) as reader:
         reader.verify()
-        found: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
+        contents: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
         for file in reader.manifest.files:
             if file.name.endswith(".json"):
-                found[file.name] = reader.json(file.name)
-    found["state.json"]["progress"].pop("seconds")
-    found["state.json"].pop("metrics_bytes")
-    return found
+                contents[file.name] = reader.json(file.name)
+    contents["state.json"]["progress"].pop("seconds")
+    contents["state.json"].pop("metrics_bytes")
+    return contents
 
 
 def committed(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -162,7 +162,7 @@ def test_training_goes_on_and_the_end_waits(tmp_path: Path, monkeypatch: pytest.
     assert [step for step, busy in writing if busy][:2] == [5, 6]
     assert [step for step, _, _ in keeps.saved] == [4, 8, 9]
     assert all(there for _, _, there in keeps.saved)
-    assert all(heard > saved for saved, heard, _ in keeps.saved[:2]), "told some steps later, when it was durable"
+    assert all(step > saved for saved, step, _ in keeps.saved[:2]), "told some steps later, when it was durable"
     saved = [(event["step"], event["path"]) for event in events(tmp_path, "saved")]
     assert saved == [(4, "step-00000004"), (8, "step-00000008"), (9, "step-00000009")]
 

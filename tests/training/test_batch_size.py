@@ -91,14 +91,14 @@ def searched(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_search_finds_what_fits_and_leaves_no_trace(tmp_path: Path) -> None:
-    found = run_alone(searched, tmp_path / "run")
-    assert found["tried"] == {2: True, 4: True, 8: True, 16: True, 32: False}
-    assert found["steps"] == 2, "trials run in other processes"
+    report = run_alone(searched, tmp_path / "run")
+    assert report["tried"] == {2: True, 4: True, 8: True, 16: True, 32: False}
+    assert report["steps"] == 2, "trials run in other processes"
     how = "per rank; found by BatchSizeFinder(mode='power'): 32 ran out of memory"
-    assert found["plan"] == {"value": 16, "source": how}
-    assert found["again"] == {}, "a run that resumes takes the size from the plan"
-    assert found["killed"] == {2: True, 4: True, 8: False}
-    fault, of_loader, late = found["errors"]
+    assert report["plan"] == {"value": 16, "source": how}
+    assert report["again"] == {}, "a run that resumes takes the size from the plan"
+    assert report["killed"] == {2: True, 4: True, 8: False}
+    fault, of_loader, late = report["errors"]
     assert fault.startswith("rank 0 failed, and not for lack of memory:")
     assert "RuntimeError: a fault of the module" in fault
     assert (

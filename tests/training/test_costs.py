@@ -92,11 +92,11 @@ def calls(micro_batches: int, fit: Callable[..., None] = fit, **options: Any) ->
         fit(micro_batches, **options)
     finally:
         sys.setprofile(None)
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     for code, number in codes.items():
         ours = code.co_filename.startswith((PACKAGE, "<fabricate"))
-        found[f"{'fabricate ' if ours else ''}{code.co_qualname}"] += number
-    return found
+        counts[f"{'fabricate ' if ours else ''}{code.co_qualname}"] += number
+    return counts
 
 
 def per_micro_batch(**options: Any) -> dict[str, float]:
@@ -162,13 +162,13 @@ class Reads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.functions: list[str] = []
         self.operators = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
         if function is torch.ops.aten._local_scalar_dense.default:
-            self.seen.append(str(function))
+            self.functions.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
@@ -182,7 +182,7 @@ def test_nothing_but_logged_values_is_read_between_log_boundaries(options: dict[
     watched = Watched(reads.__enter__, lambda: reads.__exit__(None, None, None))
     fit(160, watched, log_every=60, plugins=[Steps(), MicroBatches()], **options)
     assert reads.operators > 100
-    assert len(reads.seen) == (59 - 20) * options.get("gradient_accumulation_steps", 1)
+    assert len(reads.functions) == (59 - 20) * options.get("gradient_accumulation_steps", 1)
 
 
 def test_no_memory_is_kept_from_step_to_step() -> None:
@@ -222,15 +222,15 @@ class Language(TrainModule):
 def test_the_heap_does_not_grow_between_log_boundaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small tensors kept from step to step take a place in the room of the large ones, which then need new room each time."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers' import sets it
-    held: dict[int, int] = {}
+    memory: dict[int, int] = {}
 
     class Looks(Callback):
         def on_step(self, step: int) -> None:
-            held[step] = psutil.Process().memory_info().rss
+            memory[step] = psutil.Process().memory_info().rss
 
     data = TensorDataset(*torch.randint(4096, (2, 8 * 60, 64)))
     Trainer(max_epochs=1, log_every=1000, progress=False, plugins=[Looks()]).fit(Language(), data, batch_size=8)
-    assert held[60] - held[10] < 100 * 2**20, held
+    assert memory[60] - memory[10] < 100 * 2**20, memory
 
 
 def test_a_long_way_to_the_next_log_boundary_keeps_little() -> None:
@@ -252,10 +252,10 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def imported(statement: str) -> set[str]:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", IMPORTS.format(statement=statement)], capture_output=True, text=True, check=True
     )
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return set(json.loads(process.stdout.splitlines()[-1]))
 
 
 def test_importing_fabricate_imports_next_to_nothing() -> None:
@@ -270,12 +270,12 @@ def test_importing_leaves_the_garbage_collector_as_it_was() -> None:
 
 
 def test_importing_the_trainer_imports_what_accelerate_does_and_ourselves() -> None:
-    found = imported("from fabricate import Trainer, TrainModule") - imported("import accelerate")
-    top = {name.partition(".")[0] for name in found}
+    modules = imported("from fabricate import Trainer, TrainModule") - imported("import accelerate")
+    top = {name.partition(".")[0] for name in modules}
     assert top <= {"fabricate", "pluggy", "xxhash", "numpy", "psutil", *sys.stdlib_module_names}
-    ours = {name for name in found if name.partition(".")[0] == "fabricate"}
+    ours = {name for name in modules if name.partition(".")[0] == "fabricate"}
     assert len(ours) < 160
-    assert len(found - ours) < 40
+    assert len(modules - ours) < 40
 
 
 def test_no_command_imports_torch_to_say_what_it_does() -> None:
@@ -291,8 +291,8 @@ def every(command, path):
         every(command.get_command(context, name), [*path, name])
 every(main, [])
 """
-    found = imported(statement)
-    assert not {"torch", "accelerate", "transformers", "datasets", "numpy"} & found
+    modules = imported(statement)
+    assert not {"torch", "accelerate", "transformers", "datasets", "numpy"} & modules
 
 
 def test_commands_that_look_at_a_run_do_not_import_torch(tmp_path: Path) -> None:

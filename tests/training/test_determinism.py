@@ -71,10 +71,10 @@ class Dropping(TrainModule):
 
     def digest(self) -> str:
         """Of every bit of every parameter, whole ones. All ranks."""
-        found = hashlib.sha256()
+        checksum = hashlib.sha256()
         for parameter in self.parameters():
-            found.update(self.trainer.strategy.gather(parameter).detach().numpy().tobytes())
-        return found.hexdigest()
+            checksum.update(self.trainer.strategy.gather(parameter).detach().numpy().tobytes())
+        return checksum.hexdigest()
 
 
 def train(strategy: str, *, seed: int = 5, workers: int = 0, validate: bool = False) -> dict[str, Any]:
@@ -101,22 +101,22 @@ def train(strategy: str, *, seed: int = 5, workers: int = 0, validate: bool = Fa
 
 
 def job(world_size: int) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     try:
         for strategy in (name for name, needed in STRATEGIES.items() if needed == world_size):
             before = random.getstate()
-            found[strategy] = train(strategy)
-            found[strategy, "generators as before"] = random.getstate() == before
-            found[strategy, "again"] = train(strategy)
-            found[strategy, "validated"] = train(strategy, validate=True)
+            results[strategy] = train(strategy)
+            results[strategy, "generators as before"] = random.getstate() == before
+            results[strategy, "again"] = train(strategy)
+            results[strategy, "validated"] = train(strategy, validate=True)
             if strategy in ("single", "ddp", "fsdp"):
-                found[strategy, "another seed"] = train(strategy, seed=6)
+                results[strategy, "another seed"] = train(strategy, seed=6)
             if strategy in ("single", "ddp"):
-                found[strategy, "workers"] = train(strategy, workers=2)
-                found[strategy, "workers again"] = train(strategy, workers=2)
+                results[strategy, "workers"] = train(strategy, workers=2)
+                results[strategy, "workers again"] = train(strategy, workers=2)
     except Exception as exception:
-        found["failed"] = "".join(traceback.format_exception(exception))
-    return found
+        results["failed"] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -193,16 +193,16 @@ def test_ranks_end_alike_and_draw_dropout_of_their_own(answers: Answers, strateg
 
 
 def test_every_update_takes_the_same_rows_on_any_number_of_ranks_and_workers(answers: Answers) -> None:
-    found = []
+    by_split = []
     for strategy, ranks in answers.items():
         for key in (strategy, (strategy, "workers")):
             if key in ranks[0]:
-                found.append(
+                by_split.append(
                     [sorted(row for rank in ranks for row in rank[key]["rows"][step]) for step in range(STEPS)]
                 )
-    assert all(rows == found[0] for rows in found)
-    assert sorted(row for rows in found[0][:3] for row in rows) == list(range(ROWS))
-    assert [len(rows) for rows in found[0]] == [12, 12, 6, 12, 12]
+    assert all(rows == by_split[0] for rows in by_split)
+    assert sorted(row for rows in by_split[0][:3] for row in rows) == list(range(ROWS))
+    assert [len(rows) for rows in by_split[0]] == [12, 12, 6, 12, 12]
 
 
 def test_memory_that_is_written_right_after_is_not_filled_first() -> None:

@@ -129,10 +129,10 @@ class Leaving(Net):
 
 def test_a_parameter_that_no_gradient_reaches_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(max_steps=4, progress=False).fit(Missing(), rows(), batch_size=2)
-    told = [line for line in capsys.readouterr().err.splitlines() if "no gradient reached" in line]
-    assert len(told) == 1
-    assert "no gradient reached spare.weight, spare.bias in the updates up to step 4: they do not train" in told[0]
-    assert "freeze them with requires_grad_(False)" in told[0]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no gradient reached" in line]
+    assert len(lines) == 1
+    assert "no gradient reached spare.weight, spare.bias in the updates up to step 4: they do not train" in lines[0]
+    assert "freeze them with requires_grad_(False)" in lines[0]
 
 
 def test_nothing_is_told_where_every_parameter_trains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,9 +210,9 @@ class Counted(Callback):
     collectives = -1
 
     def on_step(self, module: TrainModule) -> None:
-        with CommDebugMode() as seen:
+        with CommDebugMode() as collectives:
             FSDP().memory_per_rank(module, {"parameters": 100}, 2)
-        self.collectives = seen.get_total_counts()
+        self.collectives = collectives.get_total_counts()
 
 
 def on_two_ranks() -> dict[str, tuple[str, str]]:
@@ -239,29 +239,29 @@ REMEDY = "use strategy='ddp:find_unused_parameters=true', use them in every trai
 
 def test_parameters_that_ddp_misses_in_the_first_update_are_an_error(two: list[dict[str, tuple[str, str]]]) -> None:
     """Before the update: gradients in their bucket were not averaged."""
-    for found in two:
-        kind, text = found["missed"]
+    for errors in two:
+        kind, text = errors["missed"]
         assert kind == "ConfigurationError"
         assert "no gradient reached spare.weight, spare.bias, late.weight, late.bias in the first update" in text
         assert REMEDY in text
 
 
 def test_parameters_that_ddp_misses_later_are_named(two: list[dict[str, tuple[str, str]]]) -> None:
-    for found in two:
-        kind, text = found["missed later"]
+    for errors in two:
+        kind, text = errors["missed later"]
         assert kind == "RuntimeError"
         assert "no gradient reached early.weight, early.bias in the update before" in text
         assert REMEDY in text
 
 
 def test_ddp_looks_for_parameters_without_a_gradient_on_request(two: list[dict[str, tuple[str, str]]]) -> None:
-    for found in two:
-        assert found["looked for"] == found["looked for later"] == ("", "")
+    for errors in two:
+        assert errors["looked for"] == errors["looked for later"] == ("", "")
 
 
 def test_a_weight_used_outside_of_its_layer_is_explained_under_fsdp(two: list[dict[str, tuple[str, str]]]) -> None:
-    for found in two:
-        kind, text = found["functional"]
+    for errors in two:
+        kind, text = errors["functional"]
         assert kind == "RuntimeError"
         assert (
             "in training_step of Functional: strategy='fsdp' gathers a unit's parameters while its forward runs" in text
@@ -272,12 +272,12 @@ def test_a_weight_used_outside_of_its_layer_is_explained_under_fsdp(two: list[di
 
 
 def test_a_rank_alone_can_say_what_takes_the_memory_of_its_shards(two: list[dict[str, tuple[str, str]]]) -> None:
-    for found in two:
-        kind, text = found["full"]
+    for errors in two:
+        kind, text = errors["full"]
         assert kind == "OutOfMemoryError"
         assert "strategy='fsdp' keeps about " in text
         assert "start more ranks, strategy='fsdp:activation_checkpointing=true' or " in text
-        assert found["collectives"] == ("0", "")
+        assert errors["collectives"] == ("0", "")
 
 
 # ------------------------------------------------------------------------------------------------- errors of a device's own work

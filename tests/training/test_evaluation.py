@@ -224,9 +224,9 @@ def test_predictions_may_be_arrays_and_need_all_rows() -> None:
         def predict_step(self, batch: Any) -> Any:
             return {"x": batch[0].numpy(), "y": batch[1].numpy()[:, 0]}
 
-    found = Trainer(progress=False).predict(Arrays(), ROWS, batch_size=3)
-    assert found is not None
-    assert [(row["x"].tolist(), float(row["y"])) for row in found] == [(x.tolist(), float(y)) for x, y in ROWS]
+    predictions = Trainer(progress=False).predict(Arrays(), ROWS, batch_size=3)
+    assert predictions is not None
+    assert [(row["x"].tolist(), float(row["y"])) for row in predictions] == [(x.tolist(), float(y)) for x, y in ROWS]
 
     several = Trainer(progress=False).predict(Arrays(), {"all": ROWS, "some": ROWS[1:3]}, batch_size=3)
     assert {name: [float(row["y"]) for row in rows] for name, rows in several.items()} == {
@@ -252,9 +252,9 @@ class Attacked(Learner):
 
 def attacked(strategies: tuple[str, ...]) -> list[Any]:
     """Whether the weights of two fits are equal, with a backward in the validations of one; or the error."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for strategy in strategies:
-        held = []
+        snapshots = []
         for kind in (Learner, Attacked):
             torch.manual_seed(0)
             module, data = kind(), reference.rows(16)
@@ -264,12 +264,12 @@ def attacked(strategies: tuple[str, ...]) -> list[Any]:
             try:
                 trainer.fit(module, data, data, batch_size=4)
             except ConfigurationError as exc:
-                found.append(str(exc))
+                outcomes.append(str(exc))
                 break
-            held.append([p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()])
+            snapshots.append([p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()])
         else:
-            found.append(all(map(torch.equal, *held)))
-    return found
+            outcomes.append(all(map(torch.equal, *snapshots)))
+    return outcomes
 
 
 def test_a_backward_in_a_validation_leaves_no_gradient_for_the_next_update() -> None:
@@ -280,15 +280,15 @@ def test_a_backward_in_a_validation_leaves_no_gradient_for_the_next_update() -> 
 
 
 def evaluated_without_gradients(strategies: tuple[str, ...]) -> list[dict[str, float]]:
-    found = []
+    evaluations = []
     for strategy in strategies:
         with torch.no_grad():
-            found.append(
+            evaluations.append(
                 Trainer(strategy=strategy, progress=False).validate(Learner(), reference.rows(16), batch_size=4)
             )
-    return found
+    return evaluations
 
 
 def test_a_script_may_evaluate_under_no_grad_on_several_ranks() -> None:
-    for found in run_ranks(evaluated_without_gradients, 2, ("ddp", "fsdp", "zero1")):
-        assert all(metrics.keys() == {"val_loss"} for metrics in found), found
+    for evaluations in run_ranks(evaluated_without_gradients, 2, ("ddp", "fsdp", "zero1")):
+        assert all(metrics.keys() == {"val_loss"} for metrics in evaluations), evaluations

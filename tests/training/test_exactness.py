@@ -24,7 +24,7 @@ Case = tuple[str, str, int]
 """What is trained, the strategy, the number of ranks."""
 
 
-class Heard(Callback):
+class Recorder(Callback):
     """The losses and norms that hooks were given."""
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Heard(Callback):
 
 def whole(module: torch.nn.Module) -> Weights:
     """Every parameter as it is in one process. All ranks, because shards are gathered."""
-    found = {}
+    weights = {}
     for name, parameter in module.named_parameters():
         tensor = parameter.detach()
-        found[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().numpy()
-    return found
+        weights[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().numpy()
+    return weights
 
 
 # ------------------------------------------------------------------------------------------- models of transformers
@@ -150,7 +150,7 @@ def model_by_hand(name: str) -> tuple[list[float], Weights, float]:
 
 
 def model_by_fabricate(name: str, strategy: str, world_size: int) -> tuple[list[float], Weights, float]:
-    module, heard = Wrapped(name), Heard()
+    module, recorder = Wrapped(name), Recorder()
     trainer = Trainer(
         strategy=strategy,
         precision="fp32",
@@ -158,10 +158,10 @@ def model_by_fabricate(name: str, strategy: str, world_size: int) -> tuple[list[
         global_batch_size=GLOBAL_BATCH if world_size < 3 else 9,
         max_grad_norm=0.5,
         progress=False,
-        plugins=[heard],
+        plugins=[recorder],
     )
     metrics = trainer.fit(module, rows(name), rows(name), batch_size=4 // world_size, shuffle=False).metrics
-    return heard.losses, whole(module), metrics["val_loss"]
+    return recorder.losses, whole(module), metrics["val_loss"]
 
 
 MODEL_CASES = [
@@ -225,7 +225,7 @@ def steep_by_fabricate(kind: str, strategy: str, world_size: int) -> tuple[list[
         def on_step_skipped(self, step: int, reason: str) -> None:
             skips.append((step, reason))
 
-    module, heard = Steep(broken=2 if kind == "not a number" else -1), Heard()
+    module, recorder = Steep(broken=2 if kind == "not a number" else -1), Recorder()
     clip = {"max_grad_value": MAX_GRAD_VALUE} if kind == "by value" else {"nonfinite": "skip"}
     trainer = Trainer(
         strategy=strategy,
@@ -233,12 +233,12 @@ def steep_by_fabricate(kind: str, strategy: str, world_size: int) -> tuple[list[
         max_steps=STEPS,
         global_batch_size=8,
         progress=False,
-        plugins=[heard, Skips()],
+        plugins=[recorder, Skips()],
         **clip,  # type: ignore[arg-type]
     )
     data = torch.utils.data.TensorDataset(STEEP_X, STEEP_Y)
     trainer.fit(module, data, batch_size=4 // world_size, shuffle=False)
-    return heard.norms, whole(module), skips
+    return recorder.norms, whole(module), skips
 
 
 STEEP_CASES = [
@@ -267,7 +267,7 @@ class Built(TrainModule):
 def precision_by_fabricate(
     precision: str, strategy: str, world_size: int, directory: Path
 ) -> tuple[list[float], dict[str, Any]]:
-    heard = Heard()
+    recorder = Recorder()
     trainer = Trainer(
         strategy=strategy,
         precision=precision,
@@ -276,14 +276,14 @@ def precision_by_fabricate(
         run_dir=directory,
         save_every=None,
         progress=False,
-        plugins=[heard],
+        plugins=[recorder],
     )
     data = torch.utils.data.TensorDataset(STEEP_X, STEEP_Y)
     trainer.fit(Built(), data, batch_size=8 // world_size, shuffle=False)
     lines = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     observed = next(line for line in lines if line["event"] == "observed")
     settings = json.loads((directory / "plan.json").read_text())["settings"]
-    return heard.losses, observed | {"planned": settings.get("gradients", {}).get("value")}
+    return recorder.losses, observed | {"planned": settings.get("gradients", {}).get("value")}
 
 
 PRECISION_CASES = [
@@ -298,7 +298,7 @@ PRECISION_CASES = [
 
 def job(world_size: int, directory: Path) -> dict[Case, Any]:
     """Everything that the ranks of one pool are asked for; an exception is one of the answers."""
-    found: dict[Case, Any] = {}
+    results: dict[Case, Any] = {}
     every: tuple[tuple[list[Case], Callable[..., Any]], ...] = (
         (MODEL_CASES, model_by_fabricate),
         (STEEP_CASES, steep_by_fabricate),
@@ -308,10 +308,10 @@ def job(world_size: int, directory: Path) -> dict[Case, Any]:
         for case in cases:
             if case[2] == world_size:
                 try:
-                    found[case] = run(*case)
+                    results[case] = run(*case)
                 except Exception as exception:
-                    found[case] = "".join(traceback.format_exception(exception))
-    return found
+                    results[case] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -323,16 +323,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Cas
 
 def answer(answers: dict[int, list[dict[Case, Any]]], case: Case) -> list[Any]:
     """One entry per rank; what a rank raised fails the test."""
-    found = [rank[case] for rank in answers[case[2]]]
-    for each in found:
+    by_rank = [rank[case] for rank in answers[case[2]]]
+    for each in by_rank:
         if isinstance(each, str):
             pytest.fail(each, pytrace=False)
-    return found
+    return by_rank
 
 
-def distance(found: Weights, wanted: Weights) -> float:
-    assert found.keys() == wanted.keys()
-    return float(np.sqrt(sum(np.square(found[name] - wanted[name], dtype=np.float64).sum() for name in wanted)))
+def distance(weights: Weights, wanted: Weights) -> float:
+    assert weights.keys() == wanted.keys()
+    return float(np.sqrt(sum(np.square(weights[name] - wanted[name], dtype=np.float64).sum() for name in wanted)))
 
 
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
@@ -380,14 +380,14 @@ def test_a_strategy_that_keeps_gradients_to_itself_refuses_clipping_by_value() -
 
 
 def test_clipping_by_value_and_a_launcher_that_clips_by_norm_are_two_requests() -> None:
-    class Told(Single):
+    class Clips(Single):
         def asks(self) -> dict[str, tuple[float, str]]:
             return {"max_grad_norm": (1.0, "its file")}
 
     with pytest.raises(
         ConfigurationError, match=r"max_grad_value=2 is set in the Trainer and max_grad_norm=1.0 by its file"
     ):
-        Trainer(strategy=Told(), max_steps=1, max_grad_value=2).plan(Steep())
+        Trainer(strategy=Clips(), max_steps=1, max_grad_value=2).plan(Steep())
 
 
 @pytest.mark.parametrize("case", [case for case in STEEP_CASES if case[0] == "not a number"], ids=str)
@@ -410,10 +410,10 @@ def test_a_precision_is_in_effect_under_every_strategy(answers: dict[int, list[d
         np.testing.assert_allclose(losses, wanted, rtol=1e-5 if precision == "fp32" else 0.02)
         assert precision == "fp32" or losses != wanted
     observed = answer(answers, case)[0][1]
-    held = ["bfloat16" if precision == "bf16-true" else "float32"]
+    dtypes = ["bfloat16" if precision == "bf16-true" else "float32"]
     assert list(observed["activations"]) == ["float32" if precision == "fp32" else "bfloat16"]
-    assert [observed[topic] for topic in ("parameters", "gradients", "optimizer_state")] == [held] * 3
-    assert observed.get("averaged_over_ranks_in") == (held if world_size > 1 else None)
+    assert [observed[topic] for topic in ("parameters", "gradients", "optimizer_state")] == [dtypes] * 3
+    assert observed.get("averaged_over_ranks_in") == (dtypes if world_size > 1 else None)
     if case[1] == "fsdp":
         planned = "in float32" if precision == "bf16" else "as they are"
         assert observed["planned"] == f"averaged {planned}, per micro-batch"

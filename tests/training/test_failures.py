@@ -221,9 +221,9 @@ def script() -> ModuleType:
 
 def content(run_dir: Path, step: int) -> dict[str, Any]:
     with Reader(run_dir / "checkpoints" / f"step-{step:08d}") as reader:
-        found: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
+        contents: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
         state: Any = reader.json("state.json")
-    return found | {"optimizers": state["optimizers"], "latest": state["latest"]}
+    return contents | {"optimizers": state["optimizers"], "latest": state["latest"]}
 
 
 def metrics(run_dir: Path) -> list[Any]:

@@ -73,7 +73,7 @@ class Adapted(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
-class Heard(Callback):
+class Recorder(Callback):
     """The losses, and the trained weights at the end, whole."""
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class Heard(Callback):
         self.weights = {name: tensor.detach().clone().numpy() for name, tensor in whole.items()}
 
 
-def fit(run_dir: Path | None, strategy: str = "single", module: Any = None, **options: Any) -> tuple[Any, Heard]:
-    module, heard = module or Adapted(), Heard()
+def fit(run_dir: Path | None, strategy: str = "single", module: Any = None, **options: Any) -> tuple[Any, Recorder]:
+    module, recorder = module or Adapted(), Recorder()
     trainer = Trainer(
         strategy=strategy,
         precision="fp32",
@@ -97,10 +97,10 @@ def fit(run_dir: Path | None, strategy: str = "single", module: Any = None, **op
         seed=3,
         run_dir=run_dir,
         progress=False,
-        plugins=[heard],
+        plugins=[recorder],
     )
     trainer.fit(module, ROWS, batch_size=4 // STRATEGIES[strategy], shuffle=False)
-    return module, heard
+    return module, recorder
 
 
 # ----------------------------------------------------------------------------------------------------------- on ranks
@@ -108,14 +108,14 @@ def fit(run_dir: Path | None, strategy: str = "single", module: Any = None, **op
 
 def job(world_size: int, directory: Path) -> dict[Any, Any]:
     """Trains under each strategy, then continues from the middle under the others."""
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     try:
         for strategy in (name for name, needed in STRATEGIES.items() if needed == world_size):
-            _, heard = fit(directory / strategy, strategy)
-            found[strategy] = (heard.losses, heard.weights)
+            _, recorder = fit(directory / strategy, strategy)
+            results[strategy] = (recorder.losses, recorder.weights)
     except Exception as exception:
-        found["failed"] = "".join(traceback.format_exception(exception))
-    return found
+        results["failed"] = "".join(traceback.format_exception(exception))
+    return results
 
 
 class Prompted(Adapted):
@@ -135,30 +135,30 @@ def prompt_job(directory: Path) -> list[str]:
 
 
 def resume_job(world_size: int, directory: Path) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     try:
         for strategy, saved in ((name, saved) for name, saved in RESUMED if STRATEGIES[name] == world_size):
-            at, heard = directory / saved / "checkpoints" / "step-00000002", Heard()
-            trainer = Trainer(strategy=strategy, precision="fp32", max_steps=STEPS, progress=False, plugins=[heard])
+            at, recorder = directory / saved / "checkpoints" / "step-00000002", Recorder()
+            trainer = Trainer(strategy=strategy, precision="fp32", max_steps=STEPS, progress=False, plugins=[recorder])
             trainer.fit(Adapted(), ROWS, batch_size=4 // world_size, shuffle=False, resume=at)
-            found[strategy, saved] = (heard.losses, heard.weights)
+            results[strategy, saved] = (recorder.losses, recorder.weights)
     except Exception as exception:
-        found["failed"] = "".join(traceback.format_exception(exception))
-    return found
+        results["failed"] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[Any]]]:
     """Run directories by strategy, and what each rank answered, by strategy or (strategy, the one that saved)."""
-    directory, found = tmp_path_factory.mktemp("frozen"), {}
+    directory, by_case = tmp_path_factory.mktemp("frozen"), {}
     for function in (job, resume_job):
         for world_size in (1, 2):
             answers = [function(1, directory)] if world_size == 1 else run_ranks(function, 2, 2, directory)
             for rank in answers:
                 assert "failed" not in rank, rank["failed"]
                 for key, answer in rank.items():
-                    found.setdefault(key, []).append(answer)
-    return directory, found
+                    by_case.setdefault(key, []).append(answer)
+    return directory, by_case
 
 
 Runs = tuple[Path, dict[Any, list[Any]]]
@@ -174,8 +174,8 @@ def test_adapters_train_as_in_a_loop_by_hand(runs: Runs, strategy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    for found, weights in runs[1][strategy]:
-        np.testing.assert_allclose(found, losses, rtol=1e-5)
+    for curve, weights in runs[1][strategy]:
+        np.testing.assert_allclose(curve, losses, rtol=1e-5)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 np.testing.assert_allclose(weights[f"model.{name}"], parameter.detach(), rtol=1e-4, atol=1e-6)
@@ -196,8 +196,8 @@ def test_a_checkpoint_without_frozen_weights_resumes_under_any_strategy(runs: Ru
 def test_a_checkpoint_holds_what_is_trained_and_the_export_what_peft_reads(runs: Runs, strategy: str) -> None:
     run_dir = runs[0] / strategy
     with Reader(run_dir / "checkpoints" / f"step-{STEPS:08d}") as reader:
-        held = {name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")}
-    assert held == runs[1][strategy][0][1].keys()
+        names = {name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")}
+    assert names == runs[1][strategy][0][1].keys()
     assert sorted(os.listdir(run_dir / "model")) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     loaded = peft.PeftModel.from_pretrained(gpt2(), run_dir / "model")
     for name, weight in runs[1][strategy][0][1].items():
@@ -208,8 +208,8 @@ def test_a_checkpoint_holds_what_is_trained_and_the_export_what_peft_reads(runs:
 
 
 def test_prompts_are_exported_by_peft_where_parameters_are_whole_and_with_all_weights_elsewhere(tmp_path: Path) -> None:
-    for found in run_ranks(prompt_job, 2, tmp_path):
-        assert found == ["README.md", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
+    for files in run_ranks(prompt_job, 2, tmp_path):
+        assert files == ["README.md", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
 
 
 def test_adapters_that_configure_model_makes_begin_as_peft_says() -> None:
@@ -276,9 +276,9 @@ def test_a_frozen_weight_that_a_hook_changes_is_not_left_out(tmp_path: Path) -> 
 def test_a_checkpoint_that_left_weights_out_is_no_whole_model_to_export(tmp_path: Path) -> None:
     fit(tmp_path / "run", max_steps=2)
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-00000002")
-    done = CliRunner().invoke(main, ["ckpt", "export", checkpoint, str(tmp_path / "out")])
-    assert done.exit_code
-    assert "holds the trained weights only (save_frozen=False), and" in done.output
+    result = CliRunner().invoke(main, ["ckpt", "export", checkpoint, str(tmp_path / "out")])
+    assert result.exit_code
+    assert "holds the trained weights only (save_frozen=False), and" in result.output
 
 
 def test_frozen_weights_are_saved_unless_asked_otherwise(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class StopsOn(Callback):
 
 def ends(plugin: object, *, steps: bool = True, val: bool = False, **arguments: Any) -> tuple[int, str]:
     rows = torch.zeros(32, 4)
-    given: dict[str, Any] = {"max_epochs": 4, "log_every": 100, "progress": False, "print_plan": "none", **arguments}
-    result = Trainer(plugins=[plugin], **given).fit(Net(), rows, rows if val else None, batch_size=4)
+    settings: dict[str, Any] = {"max_epochs": 4, "log_every": 100, "progress": False, "print_plan": "none", **arguments}
+    result = Trainer(plugins=[plugin], **settings).fit(Net(), rows, rows if val else None, batch_size=4)
     return result.steps, result.stop_reason
 
 

@@ -22,8 +22,8 @@ def device_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "clock"} for line in found]
+    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "clock"} for line in entries]
 
 
 class Writes(Callback):
@@ -31,11 +31,11 @@ class Writes(Callback):
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / "metrics.jsonl"
-        self.seen: list[list[int]] = []
+        self.steps_in_file: list[list[int]] = []
 
     def on_step(self) -> None:
-        written = self._file.read_text().splitlines() if self._file.exists() else []
-        self.seen.append([json.loads(line)["step"] for line in written])
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        self.steps_in_file.append([json.loads(line)["step"] for line in lines])
 
 
 def run(run_dir: Path, *plugins: object, steps: int = 11) -> None:
@@ -52,7 +52,7 @@ def test_a_line_is_written_an_update_later_and_says_the_same(tmp_path: Path, mon
     writes = Writes(tmp_path / "later")
     run(tmp_path / "later", writes)
     assert lines(tmp_path / "later") == lines(tmp_path / "at_once")
-    assert writes.seen[:4] == [[], [], [], [2]], "the line of step 2 is written at the boundary after step 3"
+    assert writes.steps_in_file[:4] == [[], [], [], [2]], "the line of step 2 is written at the boundary after step 3"
     run(tmp_path / "resumed", steps=7)
     run(tmp_path / "resumed")
     assert lines(tmp_path / "resumed") == lines(tmp_path / "at_once")

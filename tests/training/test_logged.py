@@ -181,8 +181,8 @@ def test_torchmetrics_objects_go_on_on_another_number_of_ranks(
 ) -> None:
     whole = measured(tmp_path / "whole", "single", 4, 2)
     measured(tmp_path / "more", "single", 2, 2)
-    for found in run_ranks(measured, 2, tmp_path / "more", "ddp", 4, 1):
-        assert found == pytest.approx(whole)
+    for metrics in run_ranks(measured, 2, tmp_path / "more", "ddp", 4, 1):
+        assert metrics == pytest.approx(whole)
     run_ranks(measured, 2, tmp_path / "fewer", "ddp", 2, 1)
     capsys.readouterr()
     assert measured(tmp_path / "fewer", "single", 4, 2)[:3] == pytest.approx(whole[:3])

@@ -19,9 +19,9 @@ from tests.support.regression import ROWS, Hears, Regression, Scripted, fit
 
 def lines(run_dir: Path, name: str) -> list[tuple[str, int, int, float]]:
     """Where metrics.jsonl has a metric: (stage, step, epoch, value)."""
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [
-        (each["stage"], each["step"], each["epoch"], each["metrics"][name]) for each in found if name in each["metrics"]
+        (each["stage"], each["step"], each["epoch"], each["metrics"][name]) for each in rows if name in each["metrics"]
     ]
 
 
@@ -56,12 +56,14 @@ def test_what_a_module_logs_at_the_start_and_end_of_an_evaluation_is_of_that_eva
         def on_eval_end(self, metrics: dict[str, float]) -> None:
             self.log("twice", 2 * metrics["val_loss"])
 
-    heard = Hears()
-    result = fit(Ends(), heard, val=ROWS, max_steps=8, validate_every=4, run_dir=tmp_path)
-    assert [metrics["val_began"] for metrics in heard.evaluations] == [4, 8]
-    assert [metrics["val_twice"] for metrics in heard.evaluations] == [2 * m["val_loss"] for m in heard.evaluations]
+    listener = Hears()
+    result = fit(Ends(), listener, val=ROWS, max_steps=8, validate_every=4, run_dir=tmp_path)
+    assert [metrics["val_began"] for metrics in listener.evaluations] == [4, 8]
+    assert [metrics["val_twice"] for metrics in listener.evaluations] == [
+        2 * m["val_loss"] for m in listener.evaluations
+    ]
     assert [line[:3] for line in lines(tmp_path, "val_twice")] == [("validate", 4, 0), ("validate", 8, 1)]
-    assert result.metrics["val_twice"] == heard.evaluations[-1]["val_twice"]
+    assert result.metrics["val_twice"] == listener.evaluations[-1]["val_twice"]
 
 
 def test_a_metric_of_on_eval_end_stops_a_fit_and_chooses_checkpoints(tmp_path: Path) -> None:
@@ -280,10 +282,10 @@ def r2(rows: int) -> float:
 
 
 def test_metrics_of_a_whole_set_are_computed_from_what_the_steps_return_for_its_rows() -> None:
-    heard = Hears()
-    metrics = fit(WholeSet(), heard, EarlyStopping("val_r2", mode="max"), val=ROWS[:7], validate_every=2).metrics
+    listener = Hears()
+    metrics = fit(WholeSet(), listener, EarlyStopping("val_r2", mode="max"), val=ROWS[:7], validate_every=2).metrics
     assert (metrics["val_r2"], metrics["val_rows"], metrics["val_ordered"]) == (pytest.approx(r2(7)), 7, 1)
-    assert heard.evaluations[-1].keys() == {"val_loss", "val_r2", "val_rows", "val_ordered"}
+    assert listener.evaluations[-1].keys() == {"val_loss", "val_r2", "val_rows", "val_ordered"}
     assert Trainer(progress=False).test(WholeSet(), ROWS, batch_size=3)["test_r2"] == pytest.approx(r2(8))
 
 
@@ -356,16 +358,16 @@ class RankLocal(Regression):
 
 
 def on_two_ranks() -> dict[str, Any]:
-    heard = Hears()
-    found: dict[str, Any] = {}
+    listener = Hears()
+    results: dict[str, Any] = {}
     for rows in (1, 5):
-        fit(OnRanks(), heard, val=ROWS[:rows], validate_every=2, strategy="ddp")
-    found["evaluations"] = heard.evaluations
+        fit(OnRanks(), listener, val=ROWS[:rows], validate_every=2, strategy="ddp")
+    results["evaluations"] = listener.evaluations
     try:
         fit(RankLocal(), val=ROWS, validate_every=2, strategy="ddp")
     except FabricateError as exc:
-        found["refused"] = str(exc)
-    return found
+        results["refused"] = str(exc)
+    return results
 
 
 def test_on_ranks_the_end_of_an_evaluation_is_the_same_everywhere() -> None:
@@ -376,8 +378,8 @@ def test_on_ranks_the_end_of_an_evaluation_is_the_same_everywhere() -> None:
     assert (more["val_rows"], more["val_seen"], more["val_largest"], more["val_ordered"]) == (5, 5, 4, 1)
     assert more["val_r2"] == pytest.approx(r2(5))
     assert more["val_root"] == more["val_loss"] ** 0.5
-    for found in (one, two):
+    for results in (one, two):
         assert (
             "on_eval_end wrote {'val_own': '0.0'} into its metrics on rank 0 and {'val_own': '1.0'} on rank 1"
-            in found["refused"]
+            in results["refused"]
         )

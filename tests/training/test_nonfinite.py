@@ -36,17 +36,17 @@ def test_fp16_really_scales_the_loss() -> None:
 
 def test_an_overflow_under_fp16_skips_the_update_and_halves_the_scale(tmp_path: Path) -> None:
     hears = Hears()
-    seen: list[Any] = []
+    entries: list[Any] = []
 
     class Watch(Callback):
         def on_step(self, trainer: Trainer, step: int) -> None:
-            seen.append((step, trainer.accelerator.scaler.get_scale()))  # type: ignore[union-attr]
+            entries.append((step, trainer.accelerator.scaler.get_scale()))  # type: ignore[union-attr]
 
         def on_step_skipped(self, module: Any) -> None:
-            seen.append(weights(module))
+            entries.append(weights(module))
 
         def on_before_step(self, module: Any) -> None:
-            seen.append(weights(module))
+            entries.append(weights(module))
 
     result = fit(
         exploding(1, gradient_only=True),
@@ -57,8 +57,8 @@ def test_an_overflow_under_fp16_skips_the_update_and_halves_the_scale(tmp_path: 
         run_dir=tmp_path,
     )
     assert hears.skips == [(1, "loss scale overflow")]
-    assert [entry for entry in seen if isinstance(entry, tuple)] == [(1, 1024.0), (2, 512.0), (3, 512.0)]
-    assert equal(seen[2], seen[3]), "weights changed in a skipped update"
+    assert [entry for entry in entries if isinstance(entry, tuple)] == [(1, 1024.0), (2, 512.0), (3, 512.0)]
+    assert equal(entries[2], entries[3]), "weights changed in a skipped update"
     assert result.steps == 3
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["step"], event["reason"]) for event in events if event["event"] == "skipped"] == [

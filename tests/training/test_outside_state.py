@@ -66,17 +66,17 @@ def test_what_no_checkpoint_holds_is_named_with_the_way_to_save_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(Regression(), train=Rows(), run_dir=tmp_path)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     generators = "Regression.generator_of_mine (Generator), Rows (train).noise (Generator)"
     assert (
         f"note: these random generators are not in checkpoints, so a resumed run draws other numbers: {generators}. Draw from"
-        in said.out
+        in output.out
     )
     assert (
         "note: Regression.seen, Regression.mean, Rows (train).reads changed since the fit began but is not in the checkpoint"
-        in said.err
+        in output.err
     )
-    assert "register_buffer" in said.err
+    assert "register_buffer" in output.err
 
 
 class Remembering(Callback):
@@ -227,13 +227,13 @@ def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_
 ) -> None:
     rows = torch.utils.data.DataLoader(ROWS, batch_size=2, sampler=Order())  # type: ignore[arg-type]
     Trainer(max_steps=4, seed=1, progress=False, run_dir=tmp_path, save_every=2, plugins=[Counting()]).fit(Late(), rows)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
         "other numbers: Late.generator_of_mine (Generator), Late.generator (Generator), Order (train).random"
-        in said.out
+        in output.out
     )
-    assert "note: not in checkpoints: what get_extra_state gives of scaling. Save it in on_save" in said.out
-    first, second = [line for line in said.err.splitlines() if "changed since the fit began" in line]
+    assert "note: not in checkpoints: what get_extra_state gives of scaling. Save it in on_save" in output.out
+    first, second = [line for line in output.err.splitlines() if "changed since the fit began" in line]
     assert "Late.seen, Late.mean, Counting.steps, Pausing.steps" in first
     assert "Order (train).passes" in first or "and 1 more" in first
     assert second.startswith("note: Late.stage changed")
@@ -260,9 +260,9 @@ def test_nothing_is_named_where_nothing_is_saved_or_the_module_saves_its_own(
 ) -> None:
     fit(Regression())
     fit(Saving(), run_dir=tmp_path)
-    said = capsys.readouterr()
-    assert "in checkpoints" not in said.out
-    assert "changed since the fit began" not in said.err
+    output = capsys.readouterr()
+    assert "in checkpoints" not in output.out
+    assert "changed since the fit began" not in output.err
 
 
 # ------------------------------------------------------------------------------------------------ groups added on the way

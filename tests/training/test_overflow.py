@@ -44,7 +44,7 @@ class Overflows(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Heard(Callback):
+class Recorder(Callback):
     def __init__(self) -> None:
         self.left_out: list[tuple[int, str]] = []
         self.losses: list[float] = []
@@ -62,10 +62,10 @@ class Heard(Callback):
 
 
 def job(world_size: int) -> dict[tuple[str, str], Answer | str]:
-    found: dict[tuple[str, str], Answer | str] = {}
+    results: dict[tuple[str, str], Answer | str] = {}
     for strategy in (name for name, needed in STRATEGIES.items() if needed == world_size):
         for precision in LEFT_OUT:
-            heard = Heard()
+            recorder = Recorder()
             try:
                 trainer = Trainer(
                     strategy=strategy,
@@ -74,13 +74,13 @@ def job(world_size: int) -> dict[tuple[str, str], Answer | str]:
                     max_steps=STEPS,
                     global_batch_size=4,
                     progress=False,
-                    plugins=[heard],
+                    plugins=[recorder],
                 )
                 trainer.fit(Overflows(), TensorDataset(X), batch_size=2, shuffle=False)
-                found[strategy, precision] = heard.left_out, heard.losses, heard.weights
+                results[strategy, precision] = recorder.left_out, recorder.losses, recorder.weights
             except Exception as exception:
-                found[strategy, precision] = "".join(traceback.format_exception(exception))
-    return found
+                results[strategy, precision] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +104,10 @@ def test_one_element_that_overflows_leaves_the_update_out_everywhere(
             losses.append(loss.item())
     near = 1e-2 if "fp16" in precision else 1e-5
     for rank in answers[STRATEGIES[strategy]]:
-        found = rank[strategy, precision]
-        assert not isinstance(found, str), found
-        left_out, heard, weights = found
+        answer = rank[strategy, precision]
+        assert not isinstance(answer, str), answer
+        left_out, losses_of_rank, weights = answer
         assert left_out == [(SPOILT, LEFT_OUT[precision])]
-        assert heard == pytest.approx(losses, rel=near)
+        assert losses_of_rank == pytest.approx(losses, rel=near)
         for name, parameter in module.named_parameters():
             np.testing.assert_allclose(weights[name], parameter.detach(), rtol=near, atol=near, err_msg=name)

@@ -54,7 +54,7 @@ class Net(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class Told(Callback):
+class SendsSignals(Callback):
     """Hears a signal in the middle of something, and what `on_preempt` is told."""
 
     def __init__(self, where: str = "", *numbers: int, rank: int = 0, step: int = 3) -> None:
@@ -118,11 +118,11 @@ def handlers() -> list[object]:
 def content(run_dir: Path, step: int = STEPS) -> dict[str, Any]:
     """All of a checkpoint that a clock has no part in."""
     with Reader(run_dir / "checkpoints" / f"step-{step:08d}") as reader:
-        found: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
+        contents: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
         state: Any = reader.json("state.json")
     state["progress"].pop("seconds")
     state.pop("metrics_bytes")
-    return found | state
+    return contents | state
 
 
 def metrics(run_dir: Path) -> list[Any]:
@@ -148,7 +148,7 @@ def _nobody_told_this_process() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("straight")
-    fit(root, Told())
+    fit(root, SendsSignals())
     return root
 
 
@@ -167,29 +167,29 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_anywhere_saves_and_ends_the_fit_which_goes_on_bit_by_bit(
     tmp_path: Path, straight: Path, where: str, step: int, stopped: int, numbers: tuple[int, ...]
 ) -> None:
-    before, told = handlers(), Told(where, *numbers, step=step)
-    result = fit(tmp_path, told)
+    before, plugin = handlers(), SendsSignals(where, *numbers, step=step)
+    result = fit(tmp_path, plugin)
     assert handlers() == before
     assert (result.stop_reason, result.exit_code, result.steps) == ("preempted", 75, stopped)
-    assert told.preempted == [signal.Signals(numbers[0]).name]
+    assert plugin.preempted == [signal.Signals(numbers[0]).name]
     assert result.checkpoint == tmp_path / "checkpoints" / f"step-{stopped:08d}"
     assert not (tmp_path / "model").exists()
     preemption._told.clear()  # as in the process that is started next
-    assert fit(tmp_path, Told()).exit_code == 0
+    assert fit(tmp_path, SendsSignals()).exit_code == 0
     assert_same_run(straight, tmp_path)
 
 
 def test_a_process_that_was_told_to_end_begins_no_further_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fit(None, Told("step", signal.SIGTERM)).stop_reason == "preempted"
+    assert fit(None, SendsSignals("step", signal.SIGTERM)).stop_reason == "preempted"
     again = fit(None)
     assert (again.stop_reason, again.exit_code, again.steps) == ("preempted", 75, 0)
     assert "SIGTERM asked this process to end, so no further fit is started" in capsys.readouterr().err
 
 
 def test_a_fit_that_is_done_in_the_same_update_is_done(tmp_path: Path) -> None:
-    told = Told("step", signal.SIGTERM, step=STEPS)
-    result = fit(tmp_path, told)
-    assert (result.stop_reason, result.exit_code, told.preempted) == ("max_steps", 0, [])
+    plugin = SendsSignals("step", signal.SIGTERM, step=STEPS)
+    result = fit(tmp_path, plugin)
+    assert (result.stop_reason, result.exit_code, plugin.preempted) == ("max_steps", 0, [])
     assert (tmp_path / "model").exists()
 
     class Enough(Callback):
@@ -198,11 +198,11 @@ def test_a_fit_that_is_done_in_the_same_update_is_done(tmp_path: Path) -> None:
                 trainer.stop("good enough")
 
     preemption._told.clear()
-    assert fit(None, Told("step", signal.SIGTERM), Enough()).stop_reason == "good enough"
+    assert fit(None, SendsSignals("step", signal.SIGTERM), Enough()).stop_reason == "good enough"
 
 
 def test_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    fit(None, Told("step", signal.SIGINT))
+    fit(None, SendsSignals("step", signal.SIGINT))
     assert (
         capfd.readouterr().err.count("Ctrl-C: the fit ends after the update or the evaluation in progress; once more")
         == 1
@@ -210,9 +210,9 @@ def test_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_is_an_interruption_and_no_reason_to_start_again() -> None:
-    told = Told("step", signal.SIGINT)
-    result = fit(None, told)
-    assert (result.stop_reason, result.exit_code, told.preempted) == ("interrupted", 0, ["SIGINT"])
+    plugin = SendsSignals("step", signal.SIGINT)
+    result = fit(None, plugin)
+    assert (result.stop_reason, result.exit_code, plugin.preempted) == ("interrupted", 0, ["SIGINT"])
     assert fit(None).stop_reason == "max_steps"
 
 
@@ -221,12 +221,12 @@ def test_the_time_budget_ends_the_fit_and_the_next_call_has_a_new_one(tmp_path: 
         def on_step(self, step: int) -> None:
             time.sleep(0.4 if step == 4 else 0)
 
-    told = Told()
+    plugin = SendsSignals()
     fit(tmp_path / "imports")  # what is imported by the first fit does not count here
-    result = fit(tmp_path / "run", told, Slow(), max_time="0.0066 minutes")
-    assert (result.stop_reason, result.exit_code, told.preempted) == ("preempted", 75, ["max_time"])
+    result = fit(tmp_path / "run", plugin, Slow(), max_time="0.0066 minutes")
+    assert (result.stop_reason, result.exit_code, plugin.preempted) == ("preempted", 75, ["max_time"])
     assert result.steps < STEPS
-    assert fit(tmp_path / "run", Told(), Slow(), max_time="1 hour").stop_reason == "max_steps"
+    assert fit(tmp_path / "run", SendsSignals(), Slow(), max_time="1 hour").stop_reason == "max_steps"
     assert_same_run(straight, tmp_path / "run")
 
 
@@ -244,28 +244,28 @@ def test_a_touched_file_ends_the_fit_and_is_taken_away(tmp_path: Path, straight:
                 (trainer.run_dir / "stop").touch()
                 time.sleep(1.1)  # it is looked for once a second
 
-    told = Told()
+    plugin = SendsSignals()
     quiet = {"log_every": 100, "validate_every": None, "save_every": None}
     assert fit(tmp_path / "quiet", Touches(), **quiet).steps == 3
-    assert fit(tmp_path, told, Touches()).steps == 3
-    assert told.preempted == ["stop file"]
+    assert fit(tmp_path, plugin, Touches()).steps == 3
+    assert plugin.preempted == ["stop file"]
     assert not (tmp_path / "stop").exists()
-    assert fit(tmp_path, Told()).stop_reason == "max_steps"
+    assert fit(tmp_path, SendsSignals()).stop_reason == "max_steps"
     assert_same_run(straight, tmp_path)
 
 
 def test_the_plan_names_signals_that_do_not_save(tmp_path: Path) -> None:
     def mine(number: int, frame: Any) -> None:
-        heard.append(number)
+        signals.append(number)
 
-    heard: list[int] = []
+    signals: list[int] = []
     before = signal.signal(signal.SIGTERM, mine)
     try:
-        assert fit(tmp_path / "own", Told("step", signal.SIGTERM)).stop_reason == "max_steps"
+        assert fit(tmp_path / "own", SendsSignals("step", signal.SIGTERM)).stop_reason == "max_steps"
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert heard == [signal.SIGTERM]
+    assert signals == [signal.SIGTERM]
     thread = threading.Thread(target=fit, args=(tmp_path / "thread",))
     thread.start()
     thread.join()
@@ -315,11 +315,11 @@ class Stuck(Dataset[Any]):
 class Late:
     """Of two workers the second is still at its start when the first has made batches."""
 
-    made = itertools.count()
+    numbers = itertools.count()
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.seconds = next(Late.made) % 2
+        self.seconds = next(Late.numbers) % 2
 
     def run(self) -> None:
         time.sleep(self.seconds)
@@ -404,21 +404,21 @@ def test_a_worker_whose_main_process_was_killed_at_its_start_ends(tmp_path: Path
 
 def on_two_ranks(root: Path) -> dict[str, Any]:
     """Signals that reach one rank only; what each fit ended with on this rank, and what `on_preempt` was told."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp"):
-        fit(root / strategy / "straight", Told(), strategy=strategy)
-        for name, told in {
-            "step": Told("step", signal.SIGUSR1, rank=1),
-            "window": Told("window", signal.SIGTERM, signal.SIGTERM, rank=1),
-            "validation": Told("validation", signal.SIGTERM, rank=1),
-            "save": Told("save", signal.SIGUSR1, rank=0),
-            "agreement": Told("agreement", signal.SIGTERM, rank=1, step=1),  # nothing else is due
+        fit(root / strategy / "straight", SendsSignals(), strategy=strategy)
+        for name, plugin in {
+            "step": SendsSignals("step", signal.SIGUSR1, rank=1),
+            "window": SendsSignals("window", signal.SIGTERM, signal.SIGTERM, rank=1),
+            "validation": SendsSignals("validation", signal.SIGTERM, rank=1),
+            "save": SendsSignals("save", signal.SIGUSR1, rank=0),
+            "agreement": SendsSignals("agreement", signal.SIGTERM, rank=1, step=1),  # nothing else is due
         }.items():
-            result = fit(root / strategy / name, told, strategy=strategy)
-            found[f"{strategy}/{name}"] = (result.stop_reason, result.exit_code, result.steps, told.preempted)
+            result = fit(root / strategy / name, plugin, strategy=strategy)
+            results[f"{strategy}/{name}"] = (result.stop_reason, result.exit_code, result.steps, plugin.preempted)
             preemption._told.clear()
-            assert fit(root / strategy / name, Told(), strategy=strategy).stop_reason == "max_steps"
-    return found
+            assert fit(root / strategy / name, SendsSignals(), strategy=strategy).stop_reason == "max_steps"
+    return results
 
 
 def test_a_signal_on_one_rank_stops_all_of_them_at_the_same_update(tmp_path: Path) -> None:

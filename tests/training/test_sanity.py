@@ -42,18 +42,18 @@ class Collects(Regression):
 
 
 def test_batches_before_training_leave_no_trace() -> None:
-    heard, ends = Hears(), []
+    listener, ends = Hears(), []
     for number in (0, 2):
         torch.manual_seed(0)
         module = Collects()
-        result = fit(module, heard, val=ROWS, max_steps=4, seed=1, sanity_batches=number)
+        result = fit(module, listener, val=ROWS, max_steps=4, seed=1, sanity_batches=number)
         ends.append((result.metrics, weights(module), float(torch.rand(()))))
     assert ends[0][0] == ends[1][0]
     assert ends[0][0]["val_collected"] == 8
     assert ends[0][0]["val_count"] == ends[0][0]["val_batches"] == 4
     assert equal(ends[0][1], ends[1][1])
     assert ends[0][2] == ends[1][2]
-    assert len(heard.evaluations) == 2
+    assert len(listener.evaluations) == 2
 
 
 def test_what_a_validation_before_training_freezes_is_trained() -> None:
@@ -72,7 +72,7 @@ class Table:
         self.rows, self.counts = 0, np.zeros(2)
 
 
-class Seen(torch.nn.Identity):
+class Probe(torch.nn.Identity):
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[int] = []
@@ -84,14 +84,14 @@ class Tables(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.tensor, self.lists = Table(), torch.zeros(1), {"a": [0]}
-        self.seen = Seen()
+        self.probe = Probe()
 
     def validation_step(self, batch: Any) -> Any:
         self.table.rows += len(batch[0])
         self.table.counts += 1
         self.tensor += 1
         self.lists["a"].append(1)
-        self.seen.batches.append(1)
+        self.probe.batches.append(1)
         return {"loss": 1.0}
 
 
@@ -109,7 +109,7 @@ def test_what_lies_in_objects_of_the_module_and_in_wrappers_is_put_back_too() ->
     module, wraps = Tables(), Wraps()
     fit(module, wraps, val=ROWS, max_steps=4, sanity_batches=2)
     assert (module.table.rows, float(module.table.counts[0]), float(module.tensor)) == (8, 4, 4)
-    assert (len(module.lists["a"]), len(module.seen.batches), wraps.batches) == (5, 4, 4)
+    assert (len(module.lists["a"]), len(module.probe.batches), wraps.batches) == (5, 4, 4)
 
 
 class NoStep(Regression):
@@ -241,17 +241,17 @@ def test_a_limit_of_no_validation_batches_leaves_validation_out() -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [(0.25, [2, 4, 6, 8]), ("0.5 epochs", [4, 8]), (0.3, [3, 5, 8])])
 def test_a_share_of_an_epoch_comes_round_within_it(every: Any, steps: list[int]) -> None:
-    found: list[int] = []
+    step_numbers: list[int] = []
 
     class Looks(Callback):
         def on_eval_end(self, trainer: Trainer) -> None:
-            found.append(trainer.step)
+            step_numbers.append(trainer.step)
 
     rows = [row for row in ROWS for _ in range(2)]
     Trainer(max_epochs=1, validate_every=every, plugins=[Looks()], progress=False).fit(
         Regression(), rows, ROWS, batch_size=2
     )
-    assert found == steps
+    assert step_numbers == steps
     assert str(Every.parse("validate_every", 0.25)) == "0.25 epochs"
 
 

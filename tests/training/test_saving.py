@@ -50,12 +50,12 @@ from tests.support.runs import (
 )
 def test_a_crashed_run_ends_as_one_that_never_stopped(tmp_path: Path, options: dict[str, Any]) -> None:
     def arguments() -> dict[str, Any]:
-        made = dict(options)
-        if "module" in made:
-            made["module"] = Net(made["module"][0], schedule=made["module"][1])
-        made["plugins"] = [Average()] if "plugins" in made else []
-        made["val"] = Noisy(7) if "val" in made else None
-        return made
+        copies = dict(options)
+        if "module" in copies:
+            copies["module"] = Net(copies["module"][0], schedule=copies["module"][1])
+        copies["plugins"] = [Average()] if "plugins" in copies else []
+        copies["val"] = Noisy(7) if "val" in copies else None
+        return copies
 
     def seeded() -> dict[str, Any]:
         torch.manual_seed(11)
@@ -83,13 +83,13 @@ def test_a_run_that_is_prolonged_ends_as_one_that_never_stopped(tmp_path: Path) 
 
 
 def test_a_run_without_a_seed_goes_on_in_its_own_order(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "straight", seed=None).seen
-    begun = fit(tmp_path / "resumed", SAVED, seed=None).seen
+    whole = fit(tmp_path / "straight", seed=None).rows
+    begun = fit(tmp_path / "resumed", SAVED, seed=None).rows
     torch.manual_seed(12345)
     module = Net()
     trainer = Trainer(max_steps=STEPS, run_dir=tmp_path / "resumed", progress=False, global_batch_size=GLOBAL_BATCH)
     trainer.fit(module, Noisy(), batch_size=4)
-    assert begun + module.seen == whole
+    assert begun + module.rows == whole
 
 
 def test_a_checkpoint_that_a_hook_saves_is_resumed_wherever_it_was_taken(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ class Measured(Net):
 
 
 @pytest.mark.parametrize(
-    ("keep", "validate_every", "kept"),
+    ("keep", "validate_every", "numbers"),
     [
         (2, 1, [3, 4]),
         ("all", 1, [1, 2, 3, 4]),
@@ -374,12 +374,12 @@ class Measured(Net):
         ({"last": 1, "best": 1}, 2, [2, 4]),  # step 3 carries the value of step 2, where it was measured
     ],
 )
-def test_the_last_and_the_best_are_kept(tmp_path: Path, keep: Any, validate_every: int, kept: list[int]) -> None:
+def test_the_last_and_the_best_are_kept(tmp_path: Path, keep: Any, validate_every: int, numbers: list[int]) -> None:
     often = {"save_every": 1, "validate_every": validate_every}
     trainer = Trainer(max_steps=4, run_dir=tmp_path, keep=keep, seed=1, progress=False, **often)
     trainer.fit(Measured(), Noisy(), Noisy(4), batch_size=4)
-    assert steps(tmp_path) == kept
-    for which, number in [("last", 4), *([("best", kept[0])] if keep == {"last": 1, "best": 1} else [])]:
+    assert steps(tmp_path) == numbers
+    for which, number in [("last", 4), *([("best", numbers[0])] if keep == {"last": 1, "best": 1} else [])]:
         module = Net()
         trainer.validate(module, Noisy(4), which, batch_size=4)
         saved = Net.load_from_checkpoint(step(tmp_path, number))
@@ -387,14 +387,14 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, keep: Any, validate_ever
 
 
 @pytest.mark.parametrize(
-    ("keep", "number", "said"),
+    ("keep", "number", "reason"),
     [
         ({"last": "all", "best": 1, "metric": "val_score", "mode": "max"}, 1, "(val_score 3)"),
         (2, 3, "(val_loss 2), the best of the checkpoints that still exist. The best one of the run"),
     ],
 )
 def test_the_best_for_an_evaluation_is_that_by_which_the_run_kept_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: Any, number: int, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: Any, number: int, reason: str
 ) -> None:
     class Scored(Measured):
         def validation_step(self, batch: Any) -> dict[str, Any]:
@@ -405,7 +405,7 @@ def test_the_best_for_an_evaluation_is_that_by_which_the_run_kept_it(
     module = Net()
     Trainer(run_dir=tmp_path, progress=False).validate(module, Noisy(4), "best", batch_size=4)
     assert torch.equal(module.head.weight, Net.load_from_checkpoint(step(tmp_path, number)).head.weight)
-    assert f"the weights are those of {step(tmp_path, number)} {said}" in capsys.readouterr().out
+    assert f"the weights are those of {step(tmp_path, number)} {reason}" in capsys.readouterr().out
 
 
 def test_the_best_checkpoint_has_the_weights_that_were_measured(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ def test_a_fit_that_is_done_says_so_and_changes_nothing(tmp_path: Path) -> None:
     fit(tmp_path)
     before, lines = content(step(tmp_path)), metrics(tmp_path)
     module = fit(tmp_path)
-    assert module.seen == []
+    assert module.rows == []
     assert content(step(tmp_path)) == before
     assert metrics(tmp_path) == lines
 

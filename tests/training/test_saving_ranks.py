@@ -72,14 +72,14 @@ class Remembers(Net):
 
 def remember(root: Path, strategy: str) -> Any:
     """Straight and crashed; this rank's statistics at the end of both."""
-    found = []
+    buffers = []
     for name in ("straight", "crashed"):
         run_dir, options = root / f"remembers-{name}-{strategy}", {"strategy": strategy, "batch_size": 2}
         if name == "crashed":
             fit_until_the_crash(run_dir, module=Remembers(), **options)
         module = fit(run_dir, module=Remembers(), **options)
-        found.append([module.average.tolist(), module.norm.running_mean.tolist()])
-    return found
+        buffers.append([module.average.tolist(), module.norm.running_mean.tolist()])
+    return buffers
 
 
 class RowsOfItsOwn(Net):
@@ -105,19 +105,19 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
 
     def resumed(strategy: str) -> Any:
         """Straight and crashed, with the state of a sharded plugin; the order of the samples."""
-        seen = {}
+        rows = {}
         options = {"strategy": strategy, "batch_size": 2}
-        seen["straight"] = fit(root / f"straight-{strategy}", plugins=[Average()], **options).seen
+        rows["straight"] = fit(root / f"straight-{strategy}", plugins=[Average()], **options).rows
         fit_until_the_crash(root / f"crashed-{strategy}", plugins=[Average()], **options)
-        seen["resumed"] = fit(root / f"crashed-{strategy}", plugins=[Average()], **options).seen
-        return seen
+        rows["resumed"] = fit(root / f"crashed-{strategy}", plugins=[Average()], **options).rows
+        return rows
 
     def crossed(name: str, strategy: str, saved: str) -> Any:
         """The checkpoint of another strategy: once only loaded and saved again, once trained on."""
         source, plugins = root / saved, {"plugins": [Average()]} if "alone" not in saved else {}
         options = {"strategy": strategy, "batch_size": 2, "resume": step(source, SAVED), **plugins}
         fit(root / f"loaded-{name}", SAVED, **options)
-        return fit(root / f"{name}", **options).seen
+        return fit(root / f"{name}", **options).rows
 
     jobs: dict[str, Callable[[], Any]] = {
         "ddp": lambda: resumed("ddp"),
@@ -127,16 +127,16 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
         "stories": lambda: tell(root, "fsdp", 2),
         "ddp remembers": lambda: remember(root, "ddp"),
         "fsdp remembers": lambda: remember(root, "fsdp"),
-        "mixed": lambda: fit(root / "mixed", 2, strategy="fsdp:wrap=Linear", module=MixedWidths(), batch_size=2).seen,
-        "rows of its own": lambda: fit(root / "own-rows", strategy="ddp", module=RowsOfItsOwn(), batch_size=2).seen,
+        "mixed": lambda: fit(root / "mixed", 2, strategy="fsdp:wrap=Linear", module=MixedWidths(), batch_size=2).rows,
+        "rows of its own": lambda: fit(root / "own-rows", strategy="ddp", module=RowsOfItsOwn(), batch_size=2).rows,
     }
-    found = {}
+    results = {}
     for name, run in jobs.items():
         try:
-            found[name] = run()
+            results[name] = run()
         except Exception as exception:
-            found[name] = "".join(traceback.format_exception(exception))
-    return found
+            results[name] = "".join(traceback.format_exception(exception))
+    return results
 
 
 class Pair:
@@ -155,7 +155,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     root = tmp_path_factory.mktemp("pair")
-    alone = fit(root / "straight-alone").seen
+    alone = fit(root / "straight-alone").rows
     return Pair(root, alone, run_ranks(on_two_ranks, 2, root))
 
 
@@ -208,14 +208,14 @@ def test_the_order_of_samples_is_the_same_on_every_number_of_ranks_and_goes_on_a
     assert updates(*pair["fsdp to ddp"]) == alone[SAVED:]
     assert updates(*pair["single to fsdp"]) == alone[SAVED:]
     begun = fit(pair.root / "fsdp-to-single", resume=step(pair.root / "straight-fsdp", SAVED), plugins=[Average()])
-    assert updates(begun.seen) == alone[SAVED:]
+    assert updates(begun.rows) == alone[SAVED:]
 
 
 def rows_by_step(run_dir: Path, steps: range, ranks: int) -> list[list[list[int]]]:
     """By rank, what `fabricate rows` says that it saw, micro-batch by micro-batch; one without rows is an empty list."""
-    made, parts = fits(read_run(run_dir)), {}
+    history, parts = fits(read_run(run_dir)), {}
     for number in steps:
-        for part in rows_of_step(made, number)[1]:
+        for part in rows_of_step(history, number)[1]:
             parts[part.rank, number, part.micro_step] = part.rows
     return [[parts.get((rank, number, at), []) for number in steps for at in range(2)] for rank in range(ranks)]
 
@@ -231,7 +231,7 @@ def test_the_rows_of_every_rank_are_computed_from_the_files(pair: Pair, strategy
 def test_the_rows_are_those_of_the_ranks_that_there_were_at_that_step(pair: Pair, tmp_path: Path) -> None:
     two = [rank["straight"] for rank in pair["ddp"]]
     run_dir = shutil.copytree(pair.root / "straight-ddp", tmp_path / "run")
-    alone = fit(run_dir, STEPS + 3, plugins=[Average()], batch_size=4).seen
+    alone = fit(run_dir, STEPS + 3, plugins=[Average()], batch_size=4).rows
     assert rows_by_step(run_dir, range(1, STEPS + 1), 2) == two
     assert rows_by_step(run_dir, range(STEPS + 1, STEPS + 4), 1) == [alone]
 
@@ -244,16 +244,16 @@ def test_a_checkpoint_loads_under_another_strategy_bit_by_bit(pair: Pair, name: 
     else:
         pair[name.replace("-", " ")]
     before, after = content(saved), content(step(pair.root / f"loaded-{name}", SAVED))
-    kept = [key for key in before if key.startswith(("model/", "optimizer/", "plugin/"))]
-    assert len(kept) > 20
-    assert [key for key in kept if after.get(key) != before[key]] == []
+    keys = [key for key in before if key.startswith(("model/", "optimizer/", "plugin/"))]
+    assert len(keys) > 20
+    assert [key for key in keys if after.get(key) != before[key]] == []
     for key in ("optimizers", "schedulers", "progress", "data", "seed", "latest"):
         assert after["state.json"][key] == before["state.json"][key]
     collected = {
         when: [
-            entry for file in sorted(found) if file.startswith("rank-") for entry in found[file]["metrics"]["pending"]
+            entry for file in sorted(files) if file.startswith("rank-") for entry in files[file]["metrics"]["pending"]
         ]
-        for when, found in (("before", before), ("after", after))
+        for when, files in (("before", before), ("after", after))
     }
     assert collected["after"] == collected["before"], "since the last log boundary, on all ranks together"
 
@@ -285,16 +285,16 @@ def test_transformers_reads_the_exported_folder_and_computes_the_same(pair: Pair
 
     first, second = pair["stories"]
     assert second is None
-    told = {"fsdp": first, "single": tell(pair.root, "single", 4)}
-    initial = [load_file(pair.root / f"initial-{strategy}" / "model" / "model.safetensors") for strategy in told]
+    by_strategy = {"fsdp": first, "single": tell(pair.root, "single", 4)}
+    initial = [load_file(pair.root / f"initial-{strategy}" / "model" / "model.safetensors") for strategy in by_strategy]
     assert initial[0].keys() == initial[1].keys()
     assert all(torch.equal(value, initial[1][name]) for name, value in initial[0].items())
-    for strategy, logits in told.items():
+    for strategy, logits in by_strategy.items():
         folder = pair.root / f"stories-{strategy}" / "model"
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert type(model).__name__ == "GPT2LMHeadModel"
         assert model.lm_head.weight is model.transformer.wte.weight
         with torch.no_grad():
-            found = model(input_ids=stories().tensors[0]).logits
-        torch.testing.assert_close(found, torch.stack(logits), rtol=1e-5, atol=1e-6)
+            output = model(input_ids=stories().tensors[0]).logits
+        torch.testing.assert_close(output, torch.stack(logits), rtol=1e-5, atol=1e-6)
     assert Storyteller.load_from_checkpoint(pair.root / "stories-fsdp").model.lm_head.weight.shape == (31, 8)

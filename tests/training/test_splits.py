@@ -83,12 +83,12 @@ def by_fabricate(drawn: Drawn, strategy: str) -> np.ndarray[Any, Any]:
     )
     trainer.fit(module, TensorDataset(*drawn.tensors()), batch_size=drawn.batch_size, shuffle=False)
     whole: Any = module.weight.detach()
-    found: np.ndarray[Any, Any] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone().numpy()
-    return found
+    array: np.ndarray[Any, Any] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone().numpy()
+    return array
 
 
-def assert_equal(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
-    assert np.linalg.norm(found - wanted) <= TOLERANCE * max(1e-3, float(np.linalg.norm(wanted)))
+def assert_equal(actual: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
+    assert np.linalg.norm(actual - wanted) <= TOLERANCE * max(1e-3, float(np.linalg.norm(wanted)))
 
 
 DRAWN = st.builds(
@@ -133,17 +133,22 @@ def test_ranks_find_the_same_windows_and_share_every_row_of_them(
     ]
     order, size = [], batch_size * accumulation * world_size
     for windows in zip(*(source.windows(epoch) for source in sources), strict=True):
-        seen: list[int] = []
+        rows_of_window: list[int] = []
         for micro_step in zip(*(window.micro_batches for window in windows), strict=True):
             own = [counted for _, counted in micro_step]
             assert max(own) <= batch_size
             assert max(own) - min(own) <= 1, "as even as can be"
-            seen += [int(row) for (batch, counted) in micro_step for row in batch[0][:counted]]
+            rows_of_window += [int(row) for (batch, counted) in micro_step for row in batch[0][:counted]]
         assert {(w.rows, w.num_micro_steps, w.end, w.last) for w in windows} == {
-            (len(seen), windows[0].num_micro_steps, len(order) + len(seen), len(order) + len(seen) == rows)
+            (
+                len(rows_of_window),
+                windows[0].num_micro_steps,
+                len(order) + len(rows_of_window),
+                len(order) + len(rows_of_window) == rows,
+            )
         }
-        order += seen
-        assert len(seen) == size or len(order) == rows
+        order += rows_of_window
+        assert len(rows_of_window) == size or len(order) == rows
     assert sorted(order) == list(range(rows))
 
 
@@ -166,22 +171,22 @@ def drawn_on_ranks(world_size: int) -> list[Drawn]:
 
 
 def job(world_size: int) -> list[tuple[str, Drawn, Any]]:
-    found: list[tuple[str, Drawn, Any]] = []
+    results: list[tuple[str, Drawn, Any]] = []
     for strategy in ("ddp", "fsdp"):
         for drawn in drawn_on_ranks(world_size):
             try:
-                found.append((strategy, drawn, by_fabricate(drawn, strategy)))
+                results.append((strategy, drawn, by_fabricate(drawn, strategy)))
             except Exception as exception:
-                found.append((strategy, drawn, "".join(traceback.format_exception(exception))))
-    return found
+                results.append((strategy, drawn, "".join(traceback.format_exception(exception))))
+    return results
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_split_over_ranks_gives_the_update_of_the_whole_batch(world_size: int) -> None:
     for rank in run_ranks(job, world_size, world_size):
-        for strategy, drawn, found in rank:
-            assert not isinstance(found, str), f"{strategy}, {drawn}\n{found}"
-            assert_equal(found, by_hand(drawn, world_size))
+        for strategy, drawn, update in rank:
+            assert not isinstance(update, str), f"{strategy}, {drawn}\n{update}"
+            assert_equal(update, by_hand(drawn, world_size))
 
 
 @pytest.mark.parametrize(
@@ -213,6 +218,6 @@ def test_a_loss_scale_leaves_shorter_windows_and_empty_micro_batches_as_they_are
 
 
 def test_the_table_has_every_way_to_make_twelve() -> None:
-    found = [(split.ranks, split.micro_batch, split.accumulation) for ranks in (1, 2, 3) for split in splits(ranks)]
+    table = [(split.ranks, split.micro_batch, split.accumulation) for ranks in (1, 2, 3) for split in splits(ranks)]
     wanted = [(w, b, 12 // (w * b)) for w in (1, 2, 3) for b in range(1, 13) if 12 % (w * b) == 0]
-    assert found == wanted
+    assert table == wanted

@@ -47,12 +47,12 @@ def test_a_resumed_fit_goes_on_in_the_same_curve_with_hyper_parameters_once(tmp_
         fit(Regression(0.125), asks, Falls(), run_dir=tmp_path, max_steps=4, **SETTINGS)
     assert isinstance(asks.own, SummaryWriter)
     fit(Regression(0.125), asks, run_dir=tmp_path, max_steps=4, **SETTINGS)
-    read = EventAccumulator(str(tmp_path / "trackers" / "mine"))
-    read.Reload()
-    assert [event.step for event in read.Scalars("loss")] == [1, 2, 3, 4], (
+    accumulator = EventAccumulator(str(tmp_path / "trackers" / "mine"))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Scalars("loss")] == [1, 2, 3, 4], (
         "what came after the checkpoint is not there twice"
     )
-    assert "sample/text_summary" in read.Tags()["tensors"]
+    assert "sample/text_summary" in accumulator.Tags()["tensors"]
     assert len(list(tmp_path.rglob("hparams.yml"))) == 1
 
 
@@ -66,10 +66,10 @@ def test_what_a_validation_before_training_draws_does_not_count(tmp_path: Path) 
             trainer.accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("drawn_too", 1.0, trainer.step)
 
     fit(Draws(), run_dir=tmp_path, max_steps=4, sanity_batches=2, **SETTINGS)
-    read = EventAccumulator(str(tmp_path / "trackers" / "mine"))
-    read.Reload()
+    accumulator = EventAccumulator(str(tmp_path / "trackers" / "mine"))
+    accumulator.Reload()
     for name in ("drawn", "sent", "drawn_too"):
-        assert [event.step for event in read.Scalars(name)] == [2, 4], name
+        assert [event.step for event in accumulator.Scalars(name)] == [2, 4], name
 
 
 def test_a_tracker_that_the_fit_does_not_have_is_an_error_that_names_those_it_has(tmp_path: Path) -> None:

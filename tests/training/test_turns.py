@@ -87,19 +87,19 @@ def fit(strategy: str, run_dir: Path | None = None, module: Any = None, **option
 
 def job(world_size: int, directory: Path) -> dict[str, Any]:
     """Each strategy: whole, and again from the middle of an epoch."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind, (strategy, _) in ((kind, value) for kind, value in KINDS.items() if value[1] == world_size):
         try:
             whole = fit(strategy, directory / kind)
             again = fit(strategy, resume=directory / kind / "checkpoints" / "step-00000004")
-            found[kind] = (whole.weights, again.weights, whole.hooks)
+            results[kind] = (whole.weights, again.weights, whole.hooks)
         except Exception as exception:
-            found[kind] = "".join(traceback.format_exception(exception))
+            results[kind] = "".join(traceback.format_exception(exception))
     if world_size > 1:
         with pytest.raises(ConfigurationError) as refused:
             fit("ddp")
-        found["plain ddp"] = str(refused.value)
-    return found
+        results["plain ddp"] = str(refused.value)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +134,12 @@ def test_turns_train_as_a_loop_by_hand_and_resume_to_the_last_bit(
     runs: tuple[Path, dict[str, list[Any]]], kind: str
 ) -> None:
     wanted, norms = by_hand()
-    for found in runs[1][kind]:
-        assert not isinstance(found, str), found
-        whole, again, hooks = found
-        seen = [hook for hook in hooks if hook[0] in ("discriminator", "generator")]
-        assert [name for name, _ in seen] == ["discriminator", "generator"] * STEPS
-        np.testing.assert_allclose([norm for _, norm in seen], [norm for _, norm in norms], atol=2e-4)
+    for answer in runs[1][kind]:
+        assert not isinstance(answer, str), answer
+        whole, again, hooks = answer
+        steps = [hook for hook in hooks if hook[0] in ("discriminator", "generator")]
+        assert [name for name, _ in steps] == ["discriminator", "generator"] * STEPS
+        np.testing.assert_allclose([norm for _, norm in steps], [norm for _, norm in norms], atol=2e-4)
         for name, value in wanted.items():
             np.testing.assert_allclose(whole[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
             np.testing.assert_array_equal(again[name], whole[name], err_msg=name)

@@ -365,7 +365,7 @@ def test_another_trainer_takes_no_module_out_of_a_fit() -> None:
 
 
 def test_a_fit_beside_one_of_another_thread_is_refused() -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def fit(*plugins: object) -> int:
         return Trainer(max_steps=1, progress=False, plugins=plugins).fit(Regression(), ROWS, batch_size=2).steps
@@ -373,7 +373,7 @@ def test_a_fit_beside_one_of_another_thread_is_refused() -> None:
     def other() -> None:
         with pytest.raises(FabricateError) as caught:
             fit()
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     class Beside(Callback):
         def on_step(self) -> None:
@@ -382,11 +382,11 @@ def test_a_fit_beside_one_of_another_thread_is_refused() -> None:
             thread.join()
 
     assert fit(Beside()) == 1
-    assert "running in another thread of this process" in told[0]
-    thread = threading.Thread(target=lambda: told.append(str(fit())))
+    assert "running in another thread of this process" in messages[0]
+    thread = threading.Thread(target=lambda: messages.append(str(fit())))
     thread.start()
     thread.join()
-    assert told[1:] == ["1"]
+    assert messages[1:] == ["1"]
 
 
 def test_a_loader_that_accelerate_prepared_is_refused() -> None:
