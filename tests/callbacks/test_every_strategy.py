@@ -82,7 +82,7 @@ def fit(strategy: str, run_dir: Path | None, *plugins: object, batch_size: int =
 
 def reports(directory: Path) -> dict[str, Any]:
     """By strategy: whether the metrics are those of a fit without callbacks, and what was reported; or why that was refused."""
-    found: dict[str, Any] = {}
+    by_strategy: dict[str, Any] = {}
     for strategy in ALL:
         run_dir = directory / strategy.partition(":")[0]
         summary = ModelSummary()
@@ -106,14 +106,14 @@ def reports(directory: Path) -> dict[str, Any]:
         if strategy not in HIDING:
             fit(strategy, None, stages)
         tried = {type(plugin).__name__ for plugin in (*works, GradientNorms(), stages)}
-        said = sorted({str(warning.message) for warning in warned})
-        found[strategy] = same, [layer.name for layer in summary.layers], norms, refused, said, tried
-    return found
+        messages = sorted({str(warning.message) for warning in warned})
+        by_strategy[strategy] = same, [layer.name for layer in summary.layers], norms, refused, messages, tried
+    return by_strategy
 
 
 def others(directory: Path, hub: str) -> dict[str, Any]:
     """By strategy: what the callbacks came to that do not report: rates tried, predictions written, texts, weights averaged, pushes."""
-    found: dict[str, Any] = {}
+    by_strategy: dict[str, Any] = {}
     for strategy in ALL:
         folder = directory / strategy.partition(":")[0]
         finder, samples = LearningRateFinder(1e-4, 1e-2, num_training_steps=6), GenerateSamples([PROMPT])
@@ -125,18 +125,18 @@ def others(directory: Path, hub: str) -> dict[str, Any]:
         push = HubPush(f"me/{folder.name}", at="saves", endpoint=hub, token=TOKEN)
         fit(strategy, directory / f"run-{folder.name}", samples, push, *(() if drifts else (averaging,)))
         returned = Trainer(strategy=strategy, progress=False, plugins=[writer]).predict(Net(), ROWS, batch_size=2)
-        written = list(PredictionWriter.read(folder)) if returned is not None else []
+        predictions = list(PredictionWriter.read(folder)) if returned is not None else []
         few = Trainer(strategy=strategy, progress=False, limit_predict_batches=1).predict(Net(), ROWS, batch_size=2)
         tried = {type(plugin).__name__ for plugin in (finder, samples, averaging, writer, push)}
-        found[strategy] = (
+        by_strategy[strategy] = (
             finder.results["lr"],
             samples.texts,
             averaging.averages,
             refused,
-            (returned, written, few),
+            (returned, predictions, few),
             tried,
         )
-    return found
+    return by_strategy
 
 
 def _refused(strategy: str, plugin: object) -> str:
@@ -148,16 +148,16 @@ def _refused(strategy: str, plugin: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     directory = tmp_path_factory.mktemp("reports")
     return directory, run_ranks(reports, 2, directory, timeout=300)
 
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_what_reports_does_so_and_leaves_the_weights_alone(
-    found: tuple[Path, list[dict[str, Any]]], strategy: str
+    reported: tuple[Path, list[dict[str, Any]]], strategy: str
 ) -> None:
-    directory, ranks = found
+    directory, ranks = reported
     for rank in ranks:
         same, layers, norms, _, warned, _ = rank[strategy]
         assert warned == [], "a library's warning says nothing to a user"
@@ -173,19 +173,19 @@ def test_what_reports_does_so_and_leaves_the_weights_alone(
 
 @pytest.mark.parametrize("strategy", HIDING)
 def test_what_needs_gradients_is_refused_by_name_where_they_are_hidden(
-    found: tuple[Path, list[dict[str, Any]]], strategy: str
+    reported: tuple[Path, list[dict[str, Any]]], strategy: str
 ) -> None:
     name = strategy.partition(":")[0]
-    for rank in found[1]:
+    for rank in reported[1]:
         norms, stages = rank[strategy][3]
         assert f"strategy={name!r} hides gradients from on_before_step, which GradientNorms implements" in norms
         assert f"strategy={name!r}" in stages
 
 
-def test_gradient_norms_of_ranks_are_those_of_one_process(found: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_gradient_norms_of_ranks_are_those_of_one_process(reported: tuple[Path, list[dict[str, Any]]]) -> None:
     alone = fit("single", None, GradientNorms(every=1), batch_size=4)
     for strategy in ("ddp", "fsdp"):
-        for rank in found[1]:
+        for rank in reported[1]:
             norms = rank[strategy][2]
             assert norms == pytest.approx({name: alone[name] for name in norms}, rel=1e-4)
 
@@ -203,7 +203,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_what_changes_a_fit_or_writes_works_or_is_refused_by_name(worked: list[dict[str, Any]], strategy: str) -> None:
     expected = Net().predict_step(ROWS)
     for number, rank in enumerate(worked):
-        rates, texts, averages, refused, (returned, written, few), _ = rank[strategy]
+        rates, texts, averages, refused, (returned, predictions, few), _ = rank[strategy]
         assert rates == pytest.approx([1e-4 * 10 ** (update / 2.5) for update in range(6)])
         together = strategy in ("fsdp", "zero3")
         assert [text[: len(PROMPT)] for text in texts] == ([PROMPT] if number == 0 or together else [])
@@ -213,17 +213,17 @@ def test_what_changes_a_fit_or_writes_works_or_is_refused_by_name(worked: list[d
         )
         assert returned == ([] if number == 0 else None)
         if number == 0:
-            torch.testing.assert_close(torch.stack(written), expected)
+            torch.testing.assert_close(torch.stack(predictions), expected)
             assert few is not None
             torch.testing.assert_close(torch.stack(few), expected[:4])  # a batch of each rank
 
 
 def test_every_callback_that_comes_with_fabricate_is_tried(
-    found: tuple[Path, list[dict[str, Any]]], worked: list[dict[str, Any]]
+    reported: tuple[Path, list[dict[str, Any]]], worked: list[dict[str, Any]]
 ) -> None:
     offered = {name for name, home in fabricate._HOME.items() if home.startswith("callbacks.")}
     page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
     rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.count("|") == 5}
     assert rows == offered | {"BatchSizeFinder"}, "which tests/training/test_batch_size.py tries"
     for strategy in ALL:
-        assert found[1][0][strategy][-1] | worked[0][strategy][-1] == offered
+        assert reported[1][0][strategy][-1] | worked[0][strategy][-1] == offered

@@ -82,7 +82,7 @@ def rows() -> torch.Tensor:
 
 def fit(*plugins: object, module: TrainModule | None = None, **arguments: Any) -> TrainModule:
     module = module or Language()
-    given = {
+    defaults = {
         "max_steps": 4,
         "seed": 3,
         "validate_every": 2,
@@ -90,7 +90,7 @@ def fit(*plugins: object, module: TrainModule | None = None, **arguments: Any) -
         "progress": False,
         "print_plan": "none",
     }
-    Trainer(**{**given, "plugins": plugins, **arguments}).fit(module, rows(), rows(), batch_size=2)
+    Trainer(**{**defaults, "plugins": plugins, **arguments}).fit(module, rows(), rows(), batch_size=2)
     return module
 
 

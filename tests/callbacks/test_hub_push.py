@@ -127,9 +127,9 @@ def test_a_push_that_failed_half_way_goes_on_where_it_was(
     hub.refuse = ""
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # what HF_ENDPOINT sets at import
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    done = CliRunner().invoke(main, ["push", str(run_dir), "me/tiny", "--message", "again"])
-    assert done.exit_code == 0, done.output
-    assert f"{hub.url}/me/tiny/commit/" in done.output
+    result = CliRunner().invoke(main, ["push", str(run_dir), "me/tiny", "--message", "again"])
+    assert result.exit_code == 0, result.output
+    assert f"{hub.url}/me/tiny/commit/" in result.output
     assert len(hub.sent) == len(set(hub.sent)) == 2
     assert [(message, sorted(paths)) for message, paths in hub.commits] == [
         ("again", ["README.md", "layer.bias.safetensors", "layer.weight.safetensors"])
@@ -170,10 +170,10 @@ def test_saves_are_pushed_and_one_that_fails_is_a_note_and_pushed_with_the_next(
     assert "note: step 2: pushing" in capsys.readouterr().err
     messages = [message for message, _ in hub.commits]
     assert messages == ["step 4", "step 6", "step 8"], "at the end all of it is there already"
-    found = []
+    weights = []
     for digest in dict.fromkeys(hub.sent):
-        found.append(load(hub.objects[digest])["layer.weight"])
-    for step, weight in zip((4, 6, 8), found, strict=True):
+        weights.append(load(hub.objects[digest])["layer.weight"])
+    for step, weight in zip((4, 6, 8), weights, strict=True):
         torch.testing.assert_close(weight, repairs.weights[step], rtol=0, atol=0)
     assert not (run_dir / ".hub-model").exists()
 
@@ -213,8 +213,8 @@ def test_wrong_arguments_are_errors_that_name_them(tmp_path: Path) -> None:
         HubPush("me/tiny", datasets="me/rows")
     with pytest.raises(ConfigurationError, match="repo=''"):
         HubPush("")
-    done = CliRunner().invoke(main, ["push", str(tmp_path), "me/tiny"])
-    assert (done.exit_code, "has no folder model/" in done.output) == (2, True)
+    result = CliRunner().invoke(main, ["push", str(tmp_path), "me/tiny"])
+    assert (result.exit_code, "has no folder model/" in result.output) == (2, True)
 
 
 def on_two_ranks(hub: str, run_dir: Path) -> str:

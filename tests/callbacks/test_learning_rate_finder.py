@@ -95,8 +95,8 @@ def test_rates_and_losses_are_those_of_a_range_test_by_hand_and_the_module_is_as
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_ranks_find_the_same(strategy: str) -> None:
-    for found in run_ranks(run_of, 2, strategy):
-        check(*found)
+    for answer in run_ranks(run_of, 2, strategy):
+        check(*answer)
 
 
 def test_linear_rates_without_an_early_end_are_all_tried() -> None:

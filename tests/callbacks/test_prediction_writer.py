@@ -70,8 +70,8 @@ def compare(
         expected = Trainer(**arguments).predict(module, loader)
     finally:
         prediction_writer.PART_BYTES = before
-    written = list(PredictionWriter.read(folder)) if expected is not None else []
-    same = expected is None or (len(written) == ROWS and all(map(equal, written, expected)))
+    predictions = list(PredictionWriter.read(folder)) if expected is not None else []
+    same = expected is None or (len(predictions) == ROWS and all(map(equal, predictions, expected)))
     return returned, len(list(folder.glob("rank-*/*.safetensors"))), same
 
 

@@ -41,18 +41,18 @@ def lines(*shown: str) -> dict[int | None, str]:
 
 
 def test_a_line_has_what_fits_and_begins_with_what_matters() -> None:
-    found = lines()
-    assert all(line.startswith("step 4/4  loss ") for line in found.values())
-    assert len(found[60]) <= 60
-    assert "left" in found[60]
-    assert "accuracy 0.25  perplexity 12.5" in found[200]
-    assert "accuracy" not in found[None]
+    by_width = lines()
+    assert all(line.startswith("step 4/4  loss ") for line in by_width.values())
+    assert len(by_width[60]) <= 60
+    assert "left" in by_width[60]
+    assert "accuracy 0.25  perplexity 12.5" in by_width[200]
+    assert "accuracy" not in by_width[None]
 
 
 def test_the_metrics_to_show_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    found = lines("perplexity", "accuracy")
-    assert all(line.startswith("step 4/4  perplexity 12.5  accuracy 0.25  ") for line in found.values())
-    assert "loss" not in "".join(found.values())
+    by_width = lines("perplexity", "accuracy")
+    assert all(line.startswith("step 4/4  perplexity 12.5  accuracy 0.25  ") for line in by_width.values())
+    assert "loss" not in "".join(by_width.values())
     capsys.readouterr()
     Trainer(max_steps=1, log_every=1, progress=["accuracy"]).fit(Accuracy(), ROWS, batch_size=2)
     assert "step 1/1  accuracy 0.25" in capsys.readouterr().out
@@ -63,31 +63,31 @@ def test_a_metric_of_the_validation_can_be_chosen_and_one_that_never_comes_is_na
 ) -> None:
     trainer = Trainer(max_epochs=3, log_every=1, progress=["val_loss", "perplexity", "acuracy"])
     trainer.fit(Accuracy(), ROWS, ROWS[:2], batch_size=2)
-    said = capsys.readouterr()
-    assert "  val_loss " in said.out.splitlines()[-1]
-    (note,) = [line for line in said.err.splitlines() if line.startswith("note: progress=")]
+    output = capsys.readouterr()
+    assert "  val_loss " in output.out.splitlines()[-1]
+    (note,) = [line for line in output.err.splitlines() if line.startswith("note: progress=")]
     assert (
         "progress=['acuracy']: no such metrics were recorded so far. Recorded metrics: accuracy, loss, lr, perplexity, val_"
         in note
     )
 
 
-@pytest.mark.parametrize("given", ["loss", 3, [1]])
-def test_a_choice_that_is_not_a_list_of_names_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("choice", ["loss", 3, [1]])
+def test_a_choice_that_is_not_a_list_of_names_is_refused(choice: Any) -> None:
     with pytest.raises(ConfigurationError, match="give True, False, or the metrics to show"):
-        Trainer(progress=given)
+        Trainer(progress=choice)
 
 
 def test_the_bar_rests_while_a_debugger_waits() -> None:
-    seen: list[bool] = []
+    states: list[bool] = []
 
     class Debugger(bdb.Bdb):
         def user_line(self, frame: Any) -> None:
-            seen.append(debugging())
+            states.append(debugging())
             self.set_continue()
 
     Debugger().runcall(lambda: None)
-    assert seen == [True]
+    assert states == [True]
     assert not debugging()
 
 
@@ -117,22 +117,22 @@ def test_a_live_bar_is_gone_while_a_debugger_waits(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    bar, seen = ProgressBar(), list[bool]()
+    bar, hidden = ProgressBar(), list[bool]()
 
     class Waits(bdb.Bdb):
         def user_line(self, frame: Any) -> None:
             time.sleep(0.7)  # the bar is drawn four times a second
-            seen.append(bar._text() == "")
+            hidden.append(bar._text() == "")
             self.set_continue()
 
     class Debugs(Callback):
         def on_step(self) -> None:
             Waits().runcall(lambda: None)
             time.sleep(0.7)
-            seen.append(bar._text() == "")
+            hidden.append(bar._text() == "")
 
     Trainer(max_steps=1, progress=False, plugins=[bar, Debugs()]).fit(Accuracy(), ROWS, batch_size=2)
-    assert seen == [True, False]
+    assert hidden == [True, False]
 
 
 def test_validation_results_are_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

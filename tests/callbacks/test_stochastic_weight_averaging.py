@@ -99,7 +99,7 @@ def fit(
 
 def job(world_size: int, directory: Path) -> dict[str, Any]:
     """Each strategy: whole, again from checkpoints, and when it is complete."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for strategy in (strategy for strategy, ranks in KINDS.items() if ranks == world_size):
         try:
             run_dir = directory / strategy
@@ -110,14 +110,14 @@ def job(world_size: int, directory: Path) -> dict[str, Any]:
             complete, complete_result, _ = fit(strategy, run_dir)
             again.append(complete.final)
             same = complete_result.metrics == result.metrics and not complete.epochs
-            found[strategy] = (watches, result, module.counted, again, same)
+            results[strategy] = (watches, result, module.counted, again, same)
         except Exception as exception:
-            found[strategy] = "".join(traceback.format_exception(exception))
+            results[strategy] = "".join(traceback.format_exception(exception))
     if world_size > 1:
         with pytest.raises(ConfigurationError) as refused:
             fit("diloco")
-        found["diloco"] = str(refused.value)
-    return found
+        results["diloco"] = str(refused.value)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -160,17 +160,17 @@ def test_rates_go_from_those_of_the_schedule_to_the_own_one() -> None:
 
 def test_it_may_begin_after_a_number_of_updates_and_average_every_few_of_them() -> None:
     swa = StochasticWeightAveraging([0.1], "4 steps", "4 steps", "linear", average_every="3 steps")
-    seen: list[Weights] = []
+    snapshots: list[Weights] = []
 
     class Steps(Watches):
         def on_step(self, trainer: Trainer, module: TrainModule) -> None:
-            seen.append(self.weights(trainer, module))
+            snapshots.append(self.weights(trainer, module))
 
     steps = Steps()
     module = Net()
     Trainer(max_steps=11, progress=False, print_plan="none", plugins=[swa, steps]).fit(module, ROWS, batch_size=8)
     assert swa.averages == 2
-    mean = (seen[6]["last.weight"] + seen[9]["last.weight"]) / 2  # after the updates 7 and 10
+    mean = (snapshots[6]["last.weight"] + snapshots[9]["last.weight"]) / 2  # after the updates 7 and 10
     torch.testing.assert_close(module.last.weight.detach(), mean)
     before = 0.01 * (1 - 0.5 * 4 / 12)
     assert steps.rates[4:] == pytest.approx([before + min(1, n / 4) * (0.1 - before) for n in range(7)])

@@ -52,12 +52,12 @@ class Net(TrainModule):
 
 class Watches(Callback):
     def __init__(self) -> None:
-        self.seen: list[Weights] = []
+        self.weights: list[Weights] = []
         self.groups: list[int] = []
 
     def on_step(self, trainer: Trainer, module: TrainModule) -> None:
         whole = {name: trainer.strategy.gather(parameter) for name, parameter in module.named_parameters()}
-        self.seen.append({name: tensor.detach().clone().numpy() for name, tensor in whole.items()})
+        self.weights.append({name: tensor.detach().clone().numpy() for name, tensor in whole.items()})
         (optimizer,) = trainer.optimizers.values()
         self.groups.append(sum(len(group["params"]) for group in optimizer.param_groups))
 
@@ -79,16 +79,16 @@ def fit(kind: str, run_dir: Path | None = None, stages: Any = STAGES, module: An
 
 def job(world_size: int, directory: Path) -> dict[str, Any]:
     """Each kind: whole, and again from checkpoints on both sides of the moments."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in (kind for kind, (_, _, ranks) in KINDS.items() if ranks == world_size):
         try:
             whole = fit(kind, directory / kind)
             checkpoints = directory / kind / "checkpoints"
-            again = [fit(kind, resume=checkpoints / f"step-{step:08d}").seen[-1] for step in SAVED]
-            found[kind] = (whole.seen, again, whole.groups)
+            again = [fit(kind, resume=checkpoints / f"step-{step:08d}").weights[-1] for step in SAVED]
+            results[kind] = (whole.weights, again, whole.groups)
         except Exception as exception:
-            found[kind] = "".join(traceback.format_exception(exception))
-    return found
+            results[kind] = "".join(traceback.format_exception(exception))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 def by_hand() -> list[Weights]:
     """The usual loop, with `requires_grad_` at each moment."""
-    module, seen = Net(), []
+    module, snapshots = Net(), []
     optimizer, schedule = module.configure_optimizers()
     for update, frozen in enumerate(FROZEN):
         for name, parameter in module.named_parameters():
@@ -110,8 +110,8 @@ def by_hand() -> list[Weights]:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        seen.append({name: parameter.detach().clone().numpy() for name, parameter in module.named_parameters()})
-    return seen
+        snapshots.append({name: parameter.detach().clone().numpy() for name, parameter in module.named_parameters()})
+    return snapshots
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,17 +121,17 @@ def test_stages_train_as_a_loop_by_hand_and_resume_to_the_last_bit_on_both_sides
     wanted = by_hand()
     initial = {name: parameter.detach().numpy() for name, parameter in Net().named_parameters()}
     close = {"rtol": 1e-4, "atol": 1e-5} if kind != "bf16" else {"rtol": 0.1, "atol": 0.05}
-    for found in runs[kind]:
-        assert not isinstance(found, str), found
-        seen, again, groups = found
+    for answer in runs[kind]:
+        assert not isinstance(answer, str), answer
+        snapshots, again, groups = answer
         assert groups == [8] * len(FROZEN), "all parameters are in the groups throughout"
-        for update, (weights, frozen) in enumerate(zip(seen, FROZEN, strict=True)):
+        for update, (weights, frozen) in enumerate(zip(snapshots, FROZEN, strict=True)):
             for name, value in wanted[update].items():
                 np.testing.assert_allclose(weights[name], value, err_msg=f"{update} {name}", **close)
                 if ".".join(name.split(".")[:2]) in frozen:
                     np.testing.assert_array_equal(weights[name], initial[name], err_msg=f"{update} {name}")
         for resumed in again:
-            for name, value in seen[-1].items():
+            for name, value in snapshots[-1].items():
                 np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
 
@@ -153,11 +153,13 @@ def test_a_resume_with_other_stages_is_refused_unless_it_is_meant(tmp_path: Path
     first = tmp_path / "checkpoints" / "step-00000003"
     again = fit("single", tmp_path, {"backbone": 7}, accept_changes=("plugins",))
     name = "backbone.0.0.weight"
-    np.testing.assert_array_equal(again.seen[0][name], before.seen[-1][name], err_msg="frozen again until update 8")
-    assert not np.array_equal(again.seen[1][name], before.seen[-1][name])
+    np.testing.assert_array_equal(
+        again.weights[0][name], before.weights[-1][name], err_msg="frozen again until update 8"
+    )
+    assert not np.array_equal(again.weights[1][name], before.weights[-1][name])
     shrunk = fit("single", None, {"backbone.1": 7}, resume=first, accept_changes=("plugins",))
-    np.testing.assert_array_equal(shrunk.seen[0]["backbone.1.0.weight"], before.seen[2]["backbone.1.0.weight"])
-    assert not np.array_equal(shrunk.seen[0][name], before.seen[2][name]), "of a stage that is gone"
+    np.testing.assert_array_equal(shrunk.weights[0]["backbone.1.0.weight"], before.weights[2]["backbone.1.0.weight"])
+    assert not np.array_equal(shrunk.weights[0][name], before.weights[2][name]), "of a stage that is gone"
 
 
 @pytest.mark.parametrize(

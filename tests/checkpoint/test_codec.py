@@ -170,20 +170,20 @@ def test_decoded_arrays_can_be_written_to() -> None:
 
 
 def test_tensors_go_through_the_callback_with_their_path() -> None:
-    seen: dict[str, object] = {}
+    tensors: dict[str, object] = {}
 
     def put(path: str, value: object) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
-        seen[path] = value
+        tensors[path] = value
         return path
 
     state = {"history": [1, torch.ones(2)], "a key": {3: torch.zeros(1)}, "small": np.ones(2)}
     tree = encode(state, put, path="plugin/ema")
-    assert list(seen) == ["plugin/ema.history[1]", "plugin/ema['a key'][3]"]
-    again = decode(loads(dumps(tree)), seen.__getitem__)
+    assert list(tensors) == ["plugin/ema.history[1]", "plugin/ema['a key'][3]"]
+    again = decode(loads(dumps(tree)), tensors.__getitem__)
     assert isinstance(again, dict)
-    assert again["history"][1] is seen["plugin/ema.history[1]"]
+    assert again["history"][1] is tensors["plugin/ema.history[1]"]
 
 
 def test_an_array_goes_through_the_callback_first() -> None:

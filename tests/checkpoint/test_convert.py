@@ -91,9 +91,9 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["ckpt", *map(str, arguments)])
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], wanted[name]) and found[name].dtype == wanted[name].dtype for name in wanted
+def same(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return weights.keys() == wanted.keys() and all(
+        torch.equal(weights[name], wanted[name]) and weights[name].dtype == wanted[name].dtype for name in wanted
     )
 
 
@@ -113,9 +113,9 @@ def test_a_torch_file_is_a_state_dict_that_loads_without_running_code(run: Any, 
     root, wanted = run
     shown = invoke("export", root / SAVED, tmp_path / "model.pt", "--format", "torch")
     assert "this format is a pickle" in shown.stderr
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert same(found, dict(wanted))
-    assert found["tied.weight"].data_ptr() == found["first.weight"].data_ptr()
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert same(weights, dict(wanted))
+    assert weights["tied.weight"].data_ptr() == weights["first.weight"].data_ptr()
     assert sorted(os.listdir(tmp_path)) == ["model.pt"]
 
 
@@ -149,11 +149,11 @@ def test_transformers_reads_an_exported_checkpoint_and_computes_the_same(tmp_pat
     tokens = stories.tensors[0]
     with torch.no_grad():
         wanted = module.model.eval()(tokens).logits
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(tokens).logits
-    assert torch.equal(found, wanted)
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(tokens).logits
+    assert torch.equal(logits, wanted)
     for name in ("config.json", "generation_config.json"):
-        written = [json.loads((folder / name).read_text()) for folder in (tmp_path / "out", tmp_path / "run/model")]
-        assert written[0] == written[1]
+        documents = [json.loads((folder / name).read_text()) for folder in (tmp_path / "out", tmp_path / "run/model")]
+        assert documents[0] == documents[1]
 
 
 def test_a_module_without_a_transformers_model_has_no_such_layout(run: Any, tmp_path: Path) -> None:
@@ -199,20 +199,20 @@ def test_accelerate_loads_an_exported_folder_with_optimizer_schedule_and_generat
     import random
 
     root, wanted = run
-    found = torch.load(accelerated / "loaded.pt", weights_only=False)
-    assert same(found["module"], dict(wanted))
+    state = torch.load(accelerated / "loaded.pt", weights_only=False)
+    assert same(state["module"], dict(wanted))
     with Reader(root / SAVED) as reader:
         names = [name for n in (0, 1) for name in reader.json("state.json")["optimizers"]["main"]["groups"][n]["names"]]  # type: ignore
-        assert len(found["optimizer"]["state"]) == len(names) == 7
+        assert len(state["optimizer"]["state"]) == len(names) == 7
         for number, name in enumerate(names):
             for key in ("exp_avg", "exp_avg_sq", "step"):
-                value = found["optimizer"]["state"][number][key].numpy()
+                value = state["optimizer"]["state"][number][key].numpy()
                 assert value.tobytes() == reader.read(f"optimizer/main/{name}/{key}")
-    groups = found["optimizer"]["param_groups"]
+    groups = state["optimizer"]["param_groups"]
     assert [group["params"] for group in groups] == [[0, 1], [2, 3, 4, 5, 6]]
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
     assert groups[0]["lr"] == pytest.approx(0.005 * (1 + math.cos(math.pi * STEPS / 20)))
-    assert found["scheduler"]["last_epoch"] == STEPS
+    assert state["scheduler"]["last_epoch"] == STEPS
     from fabricate.checkpoint.state.logical import decode_with
     from fabricate.seeding import rng_state, set_rng_state
 
@@ -222,7 +222,7 @@ def test_accelerate_loads_an_exported_folder_with_optimizer_schedule_and_generat
         set_rng_state(decode_with(reader, tree["rng"]))
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     set_rng_state(before)
-    assert found["drawn"] == drawn
+    assert state["drawn"] == drawn
 
 
 def test_an_export_never_overwrites_and_leaves_nothing_when_the_checkpoint_is_damaged(run: Any, tmp_path: Path) -> None:
@@ -269,12 +269,12 @@ def peak_memory(function: Callable[[], object]) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
-    done = threading.Event()
+    event = threading.Event()
     before = highest = own()
 
     def watch() -> None:
         nonlocal highest
-        while not done.wait(0.002):
+        while not event.wait(0.002):
             highest = max(highest, own())
 
     watcher = threading.Thread(target=watch)
@@ -282,7 +282,7 @@ def peak_memory(function: Callable[[], object]) -> int:
     try:
         function()
     finally:
-        done.set()
+        event.set()
         watcher.join()
     return highest - before
 
@@ -320,8 +320,8 @@ def test_a_folder_of_accelerate_becomes_a_checkpoint_that_a_module_loads(
 def test_a_trainer_evaluates_what_was_imported(run: Any, accelerated: Path, tmp_path: Path) -> None:
     path = fabricate.import_checkpoint(accelerated / "saved", tmp_path / "imported")
     trainer = Trainer(progress=False)
-    found, wanted = (trainer.validate(Net(), data(), checkpoint=c, batch_size=4) for c in (path, run[0] / SAVED))
-    assert found == wanted
+    metrics, wanted = (trainer.validate(Net(), data(), checkpoint=c, batch_size=4) for c in (path, run[0] / SAVED))
+    assert metrics == wanted
 
 
 def lightning(path: Path, weights: dict[str, torch.Tensor]) -> Path:

@@ -158,7 +158,7 @@ def test_a_reader_written_from_the_documentation_agrees(saved: Path) -> None:
     body = json.dumps(document["manifest"], sort_keys=True, separators=(",", ":")).encode("ascii")
     assert hashlib.sha256(body).hexdigest() == document["sha256"]
     types = {code: name for name, code in CODES.items()}
-    found = {
+    arrays = {
         name: np.zeros(np.prod(record["shape"], dtype=int), types[record["dtype"]])
         for name, record in document["manifest"]["tensors"].items()
     }
@@ -168,8 +168,8 @@ def test_a_reader_written_from_the_documentation_agrees(saved: Path) -> None:
         blocks = [data[start : start + size] for start in range(0, len(data), size)]
         assert [xxhash.xxh3_128_hexdigest(block) for block in blocks] == record["block_xxh3_128"]
         for tensor, start, count, dtype, _, offset in record["chunks"]:
-            found[tensor][start : start + count] = np.frombuffer(data, types[dtype], count, offset)
-    assert {name: tensor.tobytes() for name, tensor in found.items()} == {
+            arrays[tensor][start : start + count] = np.frombuffer(data, types[dtype], count, offset)
+    assert {name: tensor.tobytes() for name, tensor in arrays.items()} == {
         name: tensor.tobytes() for name, tensor in example().items()
     }
 
@@ -186,7 +186,7 @@ def test_an_export_has_names_shapes_and_metadata(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_plain_safetensors(path, [chunk(name, tensor) for name, tensor in tensors.items()])
     loaded = load_file(path)
-    assert {name: (found.shape, found.tobytes()) for name, found in loaded.items()} == {
+    assert {name: (array.shape, array.tobytes()) for name, array in loaded.items()} == {
         name: (tensor.shape, tensor.tobytes()) for name, tensor in tensors.items()
     }
     with safe_open(path, framework="np") as file:
@@ -408,26 +408,26 @@ def test_clean_removes_leftovers_and_does_not_follow_links(tmp_path: Path) -> No
 
 
 def test_prune_takes_the_name_away_before_it_deletes(tmp_path: Path) -> None:
-    done: list[str] = []
+    operations: list[str] = []
 
     class Recording(Files):
         def rename(self, source: Path, target: Path) -> None:
-            done.append(f"rename {source.name} {target.name}")
+            operations.append(f"rename {source.name} {target.name}")
             super().rename(source, target)
 
         def fsync_directory(self, path: Path) -> None:
-            done.append("fsync")
+            operations.append("fsync")
             super().fsync_directory(path)
 
         def unlink(self, path: Path) -> None:
-            done.append("unlink")
+            operations.append("unlink")
             super().unlink(path)
 
     old, new = save(tmp_path, 1), save(tmp_path, 2)
     (tmp_path / ".trash-step-00000001").mkdir()
     (tmp_path / ".trash-step-00000001" / "leftover.json").touch()
     prune([old], Recording())
-    assert done == ["unlink", "rename step-00000001 .trash-step-00000001", "fsync", *["unlink"] * 4]
+    assert operations == ["unlink", "rename step-00000001 .trash-step-00000001", "fsync", *["unlink"] * 4]
     assert list(tmp_path.iterdir()) == [new]
 
 

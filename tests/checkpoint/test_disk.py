@@ -112,9 +112,9 @@ def test_a_disk_that_is_full_at_any_write_costs_no_checkpoint(
         CheckpointError, match=r"was not written: .*No space left.*\. The previous checkpoint is intact"
     ):
         fit(tmp_path, Looks(), save=save)
-    found = committed(tmp_path)
-    assert before.items() <= found.items()
-    assert all(found[step] == straight[step] for step in found)
+    checkpoints = committed(tmp_path)
+    assert before.items() <= checkpoints.items()
+    assert all(checkpoints[step] == straight[step] for step in checkpoints)
     assert leftovers(tmp_path) == []
     disk.full = False
     assert fit(tmp_path).stop_reason == "max_steps"
@@ -135,8 +135,8 @@ def test_one_refusal_is_survived_and_three_in_a_row_end_the_fit(
     assert list(committed(tmp_path)) == [6]
     assert [event["path"][-2:] for event in events(tmp_path, "save_failed")] == ["02", "04", "08", "10", "12"]
     assert [(event["step"], event["failed"]) for event in events(tmp_path, "retried")] == [(6, 2)]
-    told = capsys.readouterr().err
-    assert told.count("Training goes on; the next save that is due tries again") == 4
+    output = capsys.readouterr().err
+    assert output.count("Training goes on; the next save that is due tries again") == 4
 
 
 def test_the_free_space_is_asked_for_before_anything_is_written(
@@ -187,8 +187,8 @@ def test_a_small_disk_fills_up_and_the_run_goes_on_when_there_is_room(
         monkeypatch.setattr(Files, "free_bytes", lambda self, path: 2**40)
     with pytest.raises(CheckpointError, match=r"The previous checkpoint is intact"):
         fit(small / "run", steps=30)
-    found = committed(small / "run")
-    assert all(found[step] == straight[step] for step in found)
+    checkpoints = committed(small / "run")
+    assert all(checkpoints[step] == straight[step] for step in checkpoints)
     assert leftovers(small / "run") == []
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     shutil.copytree(small / "run", tmp_path / "larger")
@@ -226,11 +226,11 @@ def test_a_directory_without_permission_is_an_error_with_a_remedy(tmp_path: Path
             path.chmod(0o755)
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o555)
-    told = in_child(lambda: fit(tmp_path / "run"))
-    assert told.startswith("CheckpointError: cannot use")
-    assert "Permission denied; give this user write permission, or point run_dir elsewhere" in told
-    told = in_child(lambda: fit(tmp_path / "run" / "deeper"))
-    assert told.startswith("CheckpointError: cannot use")
+    error = in_child(lambda: fit(tmp_path / "run"))
+    assert error.startswith("CheckpointError: cannot use")
+    assert "Permission denied; give this user write permission, or point run_dir elsewhere" in error
+    error = in_child(lambda: fit(tmp_path / "run" / "deeper"))
+    assert error.startswith("CheckpointError: cannot use")
 
 
 def test_a_checkpoint_directory_that_becomes_read_only_costs_nothing(
@@ -245,9 +245,9 @@ def test_a_checkpoint_directory_that_becomes_read_only_costs_nothing(
 
     monkeypatch.setattr(Files, "make_directory", refusing)
     assert fit(tmp_path).stop_reason == "max_steps"
-    found = committed(tmp_path)
-    assert list(found) == [2, 4, 10]
-    assert found[10] == straight[10]
+    checkpoints = committed(tmp_path)
+    assert list(checkpoints) == [2, 4, 10]
+    assert checkpoints[10] == straight[10]
     assert all("Read-only file system; give this user" in e["reason"] for e in events(tmp_path, "save_failed"))
 
 

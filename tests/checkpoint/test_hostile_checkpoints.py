@@ -227,10 +227,10 @@ def repeated(*path: Any) -> Spoil:
     """A list of the manifest, followed by itself."""
 
     def spoil(folder: Path, mark: Path) -> None:
-        found: Any = body_of(folder)
+        value: Any = body_of(folder)
         for key in path:
-            found = found[key]
-        edit(folder, "manifest.json", *path, value=found * 2)
+            value = value[key]
+        edit(folder, "manifest.json", *path, value=value * 2)
 
     return spoil
 
@@ -441,10 +441,10 @@ fit(resume=folder)
 Net.load_from_checkpoint(folder)
 assert seen == [], seen
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parent), str(folder)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr

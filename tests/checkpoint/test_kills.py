@@ -81,11 +81,11 @@ def test_after_a_kill_at_any_operation_the_newest_checkpoint_is_the_old_or_the_n
             finished = True
         except Killed:
             finished = False
-        found = committed(root)
-        for path in found:
+        checkpoints = committed(root)
+        for path in checkpoints:
             assert content(path) == (before if path.name == old.name else after)
-        outcomes.append([path.name for path in found])
-        assert found, f"nothing is left after a kill at operation {fatal}"
+        outcomes.append([path.name for path in checkpoints])
+        assert checkpoints, f"nothing is left after a kill at operation {fatal}"
         clean(root)
         assert sorted(path.name for path in root.iterdir()) == outcomes[-1]
         if outcomes[-1] == [old.name]:
@@ -100,27 +100,27 @@ def test_after_a_kill_at_any_operation_the_newest_checkpoint_is_the_old_or_the_n
 
 
 def test_every_file_is_durable_before_the_manifest_and_the_manifest_before_the_name(tmp_path: Path) -> None:
-    done: list[str] = []
+    operations: list[str] = []
 
     class Recording(Files):
         def create(self, path: Path) -> Writer:
-            done.append(f"create {path.name}")
+            operations.append(f"create {path.name}")
             return super().create(path)
 
         def fsync(self, writer: Writer) -> None:
-            done.append(f"fsync {writer.path.name}")
+            operations.append(f"fsync {writer.path.name}")
             super().fsync(writer)
 
         def rename(self, source: Path, target: Path) -> None:
-            done.append("rename")
+            operations.append("rename")
             super().rename(source, target)
 
         def fsync_directory(self, path: Path) -> None:
-            done.append(f"fsync {path.name}")
+            operations.append(f"fsync {path.name}")
             super().fsync_directory(path)
 
     save(tmp_path / "run" / "checkpoints", files=Recording())
-    assert done == [
+    assert operations == [
         f"fsync {tmp_path.name}",
         "fsync run",
         "create data-00000.safetensors",

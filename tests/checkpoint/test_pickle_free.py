@@ -93,7 +93,7 @@ class Remembers(Callback):
 
 def save_and_resume(root: str, strategy: str, save: str) -> tuple[int, Any]:
     """Two updates, then two more from the checkpoint; returns the steps of the second fit and what its plugin got back."""
-    found = []
+    runs = []
     rows = TensorDataset(torch.randn(16, 5, generator=torch.Generator().manual_seed(0)))
     # Modules that are imported late derive classes from those of pickle.
     Trainer(strategy=strategy, max_steps=1, seed=1, progress=False).fit(Net(), rows, batch_size=2)
@@ -105,8 +105,8 @@ def save_and_resume(root: str, strategy: str, save: str) -> tuple[int, Any]:
         )  # fmt: skip
         with without_pickle():
             result = trainer.fit(Net(), rows, batch_size=2)
-        found.append((result.steps, remembers.loaded))
-    return found[1][0], found[1][1]["list"]
+        runs.append((result.steps, remembers.loaded))
+    return runs[1][0], runs[1][1]["list"]
 
 
 @pytest.mark.timeout(600)

@@ -16,11 +16,11 @@ from tests.support.device_values import DEVICE, Device, Stream, device, put
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    with device(monkeypatch) as made:
-        monkeypatch.setattr(torch, "Stream", lambda device: Stream(made, "beside"))
-        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: made.events.append(f"uses {device}"))
+    with device(monkeypatch) as fake:
+        monkeypatch.setattr(torch, "Stream", lambda device: Stream(fake, "beside"))
+        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: fake.events.append(f"uses {device}"))
         monkeypatch.setattr(staging, "_pinned_memory", lambda size, device: staging._host_memory(size))
-        yield made
+        yield fake
 
 
 def _bytes(values: list[Any], dtype: torch.dtype) -> bytes:

@@ -150,14 +150,15 @@ def test_inspect_shows_step_topology_versions_optimizer_groups_and_every_tensor(
 
 def test_inspect_as_json_agrees_with_the_files(runs: Path) -> None:
     path = runs / "one/checkpoints/step-00000004"
-    found = json.loads(invoke("inspect", path, "--json").output)
-    assert (found["step"], found["topology"]["world_size"], found["metrics"]["lr"]) == (4, 1, found["metrics"]["lr"])
-    assert found["size"] == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
-    assert found["tensors"]["model/last.bias"] == {"dtype": "F32", "shape": [4], "bytes": 16}
-    assert found["groups"]["weights"]["bytes"] == sum(
-        tensor["bytes"] for name, tensor in found["tensors"].items() if name.startswith("model/")
+    report = json.loads(invoke("inspect", path, "--json").output)
+    assert (report["step"], report["topology"]["world_size"]) == (4, 1)
+    assert "lr" in report["metrics"]
+    assert report["size"] == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+    assert report["tensors"]["model/last.bias"] == {"dtype": "F32", "shape": [4], "bytes": 16}
+    assert report["groups"]["weights"]["bytes"] == sum(
+        tensor["bytes"] for name, tensor in report["tensors"].items() if name.startswith("model/")
     )
-    assert [group["parameters"] for group in found["optimizers"]["main"]["groups"]] == [2, 5]
+    assert [group["parameters"] for group in report["optimizers"]["main"]["groups"]] == [2, 5]
 
 
 # -- diff
@@ -171,10 +172,10 @@ def test_runs_with_the_same_seed_do_not_differ(runs: Path) -> None:
 def test_a_difference_is_told_by_component_with_the_first_and_the_largest(runs: Path) -> None:
     shown = invoke("diff", runs / "one", runs / "other", "--json")
     assert shown.exit_code == 1
-    found = json.loads(shown.output)["differences"]
-    components = list(dict.fromkeys(d["component"] for d in found))
+    differences = json.loads(shown.output)["differences"]
+    components = list(dict.fromkeys(d["component"] for d in differences))
     assert components == ["weights", "optimizer main", "rng", "metrics"]
-    weight = next(d for d in found if d["name"] == "model/first.weight")
+    weight = next(d for d in differences if d["name"] == "model/first.weight")
     with Reader(committed(runs / "one/checkpoints")[-1]) as a, Reader(committed(runs / "other/checkpoints")[-1]) as b:
         x, y = (numbers(r.read("model/first.weight"), "F32") for r in (a, b))
     assert weight["count"] == np.count_nonzero(x != y) == weight["elements"] == 24
@@ -253,15 +254,15 @@ def test_equality_is_bitwise_and_a_nan_on_one_side_is_an_infinite_difference(tmp
         "nan": lambda x: x.__setitem__(3, np.nan),
         "one": lambda x: x.__setitem__(2, 1.5),
     }
-    found = {}
+    differences = {}
     base = write(tmp_path / "base", {"model/w": ("F32", [2, 2], values.tobytes())})
     for name, change in changes.items():
         other = values.copy()
         change(other)
         path = write(tmp_path / name, {"model/w": ("F32", [2, 2], other.tobytes())})
         with Reader(base) as a, Reader(path) as b:
-            found[name] = [(d.count, d.first, d.largest) for d in compare(a, b)]
-    assert found == {
+            differences[name] = [(d.count, d.first, d.largest) for d in compare(a, b)]
+    assert differences == {
         "nothing": [],
         "sign of zero": [(1, (0, 0), 0.0)],
         "nan": [(1, (1, 1), np.inf)],
@@ -275,9 +276,9 @@ def test_a_difference_beyond_the_first_slice_is_found_at_its_index(tmp_path: Pat
     values[1000, 699], values[1023, 0] = 7, -9
     other = write(tmp_path / "other", {"model/w": ("I32", [1024, 700], values.tobytes())})
     with Reader(one) as a, Reader(other) as b:
-        (found,) = compare(a, b)
-    assert (found.count, found.first, found.largest, found.relative) == (2, (1000, 699), 9.0, 1.0)
-    assert "first at [1000, 699]: 0 against 7" in found.text
+        (difference,) = compare(a, b)
+    assert (difference.count, difference.first, difference.largest, difference.relative) == (2, (1000, 699), 9.0, 1.0)
+    assert "first at [1000, 699]: 0 against 7" in difference.text
 
 
 def test_what_only_one_has_and_kinds_of_values_are_differences(tmp_path: Path) -> None:
@@ -288,8 +289,8 @@ def test_what_only_one_has_and_kinds_of_values_are_differences(tmp_path: Path) -
         tmp_path / "two", {"model/a": byte, "model/b": byte}, {"plugins": {"p": {"x": pair, "y": 1.0}, "q": {}}}
     )
     with Reader(one) as a, Reader(two) as b:
-        found = [(d.component, d.name, d.text) for d in compare(a, b)]
-    assert found == [
+        differences = [(d.component, d.name, d.text) for d in compare(a, b)]
+    assert differences == [
         ("weights", "model/b", "only in the second"),
         ("plugin p", "plugins.p.x", "[1, 2] against (1, 2)"),
         ("plugin p", "plugins.p.y", "1 against 1.0"),
@@ -307,11 +308,11 @@ def steps(run_dir: Path) -> list[int]:
 
 def test_prune_only_tells_what_it_would_delete_until_yes_is_given(run_dir: Path) -> None:
     shown = invoke("prune", run_dir, "--keep", "last=1")
-    told = "step-00000002: would be deleted\nstep-00000004: would be deleted\nstep-00000006: kept\n"
-    assert (shown.exit_code, shown.output) == (0, told + "nothing is deleted without --yes\n")
+    lines = "step-00000002: would be deleted\nstep-00000004: would be deleted\nstep-00000006: kept\n"
+    assert (shown.exit_code, shown.output) == (0, lines + "nothing is deleted without --yes\n")
     assert steps(run_dir) == [2, 4, 6]
     shown = invoke("prune", run_dir, "--keep", "last=1", "--yes")
-    assert (shown.exit_code, shown.output) == (0, told.replace("would be deleted", "deleted"))
+    assert (shown.exit_code, shown.output) == (0, lines.replace("would be deleted", "deleted"))
     assert steps(run_dir) == [6]
 
 

@@ -28,10 +28,10 @@ def diff(*arguments: object) -> Result:
 
 
 def differences(*arguments: object) -> dict[str, dict[str, dict[str, str]]]:
-    found: dict[str, Any] = {}
+    by_topic: dict[str, Any] = {}
     for different in json.loads(diff(*arguments, "--json").stdout):
-        found.setdefault(different["topic"], {})[different["name"]] = different
-    return found
+        by_topic.setdefault(different["topic"], {})[different["name"]] = different
+    return by_topic
 
 
 def test_a_run_differs_in_nothing_from_itself(runs: tuple[Path, Path]) -> None:
@@ -40,12 +40,12 @@ def test_a_run_differs_in_nothing_from_itself(runs: tuple[Path, Path]) -> None:
 
 
 def test_what_was_set_otherwise_is_named_with_both_values(runs: tuple[Path, Path]) -> None:
-    found = differences(*runs)
-    assert found["plan"].keys() == {"learning_rate"}
-    rate = found["configuration"]["lr of group 0 of optimizer 'main'"]
+    by_topic = differences(*runs)
+    assert by_topic["plan"].keys() == {"learning_rate"}
+    rate = by_topic["configuration"]["lr of group 0 of optimizer 'main'"]
     assert (rate["first"], rate["second"]) == ("0.01", "0.03")
-    assert "versions" not in found
-    assert "data" not in found
+    assert "versions" not in by_topic
+    assert "data" not in by_topic
 
 
 def test_the_first_metric_and_the_first_tensor_that_differ_are_named(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_versions_and_data_come_from_the_last_fit(runs: tuple[Path, Path], tmp_p
     copy = shutil.copytree(runs[0], tmp_path / "copy")
     text = (copy / "events.jsonl").read_text()
     (copy / "events.jsonl").write_text(text.replace('"seed": 1', '"seed": 2').replace('"torch": "', '"torch": "x'))
-    found = differences(runs[0], copy)
-    assert (found["versions"].keys(), found["data"].keys()) == ({"torch"}, {"seed"})
+    by_topic = differences(runs[0], copy)
+    assert (by_topic["versions"].keys(), by_topic["data"].keys()) == ({"torch"}, {"seed"})
 
 
 def test_a_log_that_ends_earlier_is_a_difference(runs: tuple[Path, Path], tmp_path: Path) -> None:

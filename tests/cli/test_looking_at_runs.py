@@ -37,8 +37,8 @@ def test_it_is_known_what_every_command_of_the_page_shows() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_command_of_the_page_works(command: list[str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    done = CliRunner().invoke(main, command)
-    assert done.exit_code == (1 if command[0] == "diff" else 0), done.output
-    assert EXPECTED[command[0]] in done.stdout
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == (1 if command[0] == "diff" else 0), result.output
+    assert EXPECTED[command[0]] in result.stdout
     if "--html" in command:
         assert (place / command[-1]).read_text(encoding="utf-8").startswith("<!DOCTYPE html>")

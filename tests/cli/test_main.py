@@ -58,14 +58,14 @@ def _invoke(*arguments: str) -> Result:
 
 
 def _commands(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    for name, found in group.commands.items():
-        yield (*names, name), found
-        if isinstance(found, click.Group):
-            yield from _commands(found, *names, name)
+    for name, command in group.commands.items():
+        yield (*names, name), command
+        if isinstance(command, click.Group):
+            yield from _commands(command, *names, name)
 
 
-@pytest.mark.parametrize(("names", "found"), [((), main), *_commands(main)])
-def test_every_command_has_help_with_an_example(names: tuple[str, ...], found: click.Command) -> None:
+@pytest.mark.parametrize(("names", "command"), [((), main), *_commands(main)])
+def test_every_command_has_help_with_an_example(names: tuple[str, ...], command: click.Command) -> None:
     shown = _invoke(*names, "--help")
     assert shown.exit_code == 0
     assert re.search(rf"Examples?:\n +fabricate {' '.join(names)}", shown.output)
@@ -85,9 +85,9 @@ def test_importing_it_does_not_import_torch() -> None:
 
 
 def test_one_process_runs_in_plain_python(script: str) -> None:
-    done = _run("run", script, "--lr", "0.1", "-x", "file", "--strategy", "single", "--key=value")
-    assert done.stdout == f"{ {'FABRICATE_STRATEGY': 'single'} } ['--lr', '0.1', '-x', 'file', '--key=value']\n"
-    assert (done.returncode, done.stderr) == (0, "")
+    process = _run("run", script, "--lr", "0.1", "-x", "file", "--strategy", "single", "--key=value")
+    assert process.stdout == f"{ {'FABRICATE_STRATEGY': 'single'} } ['--lr', '0.1', '-x', 'file', '--key=value']\n"
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_the_exit_code_is_the_scripts(script: str) -> None:
@@ -109,13 +109,13 @@ def test_two_processes_run_through_torchrun_with_options_on_both_sides(script: s
         "--plugin",
         "b:x=1,y=2",
     )
-    done = _run("run", *options, "--", "--nproc", "9", "--", "last", CODE="3")
-    told = {"FABRICATE_STRATEGY": "ddp", "FABRICATE_PRECISION": "bf16", "FABRICATE_PLUGINS": "a;b:x=1,y=2"}
+    process = _run("run", *options, "--", "--nproc", "9", "--", "last", CODE="3")
+    variables = {"FABRICATE_STRATEGY": "ddp", "FABRICATE_PRECISION": "bf16", "FABRICATE_PLUGINS": "a;b:x=1,y=2"}
     arguments = ["--log", "1", "--nproc", "9", "--", "last"]
-    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} | told for rank in range(2)]
-    assert sorted(done.stdout.splitlines()) == [f"{rank} {arguments}" for rank in ranks]
-    assert done.returncode == 3
-    assert "Traceback" not in done.stderr
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} | variables for rank in range(2)]
+    assert sorted(process.stdout.splitlines()) == [f"{rank} {arguments}" for rank in ranks]
+    assert process.returncode == 3
+    assert "Traceback" not in process.stderr
 
 
 def test_two_nodes_find_each_other(script: str) -> None:
@@ -161,29 +161,29 @@ answer(rank)
 def test_an_error_is_printed_once_and_what_to_know_of_it_last(tmp_path: Path, waits: str, fail: str) -> None:
     (tmp_path / "train.py").write_text(WRONG)
     for _ in range(4):  # on a busy machine the launcher may end the other rank before it has said why it fails
-        done = _run("run", "--nproc", "2", str(tmp_path / "train.py"), waits, fail)
-        if waits != "none" or done.stderr.count(" failed: ValueError") == 2:
+        process = _run("run", "--nproc", "2", str(tmp_path / "train.py"), waits, fail)
+        if waits != "none" or process.stderr.count(" failed: ValueError") == 2:
             break
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert done.stderr.count('    raise ValueError(f"no answer on rank {rank}")') == 1
-    assert "runpy" not in done.stderr, "the traceback begins with the script"
-    what, where, remedy = done.stderr.splitlines()[-3:]
+    assert process.returncode == 1
+    assert process.stderr.count("Traceback") == 1
+    assert process.stderr.count('    raise ValueError(f"no answer on rank {rank}")') == 1
+    assert "runpy" not in process.stderr, "the traceback begins with the script"
+    what, where, remedy = process.stderr.splitlines()[-3:]
     assert re.fullmatch(r"rank [01] failed: ValueError: no answer on rank [01]", what)
     assert where.endswith('train.py:4, in answer: raise ValueError(f"no answer on rank {rank}")')
     assert remedy == "correct it and start the same command again"
-    first = re.search(r"^rank ([01]):$", done.stderr, re.MULTILINE)
+    first = re.search(r"^rank ([01]):$", process.stderr, re.MULTILINE)
     assert first is not None
     if waits == "none":  # the other rank's in one line
         other = 1 - int(first[1])
-        assert f"rank {other} failed: ValueError: no answer on rank {other} (at " in done.stderr
+        assert f"rank {other} failed: ValueError: no answer on rank {other} (at " in process.stderr
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nos.kill(os.getpid(), 9)")
-    done = _run("run", "--nproc", "2", str(tmp_path / "train.py"))
-    assert done.returncode == 128 + 9
-    assert done.stderr.splitlines()[-1].endswith(
+    process = _run("run", "--nproc", "2", str(tmp_path / "train.py"))
+    assert process.returncode == 128 + 9
+    assert process.stderr.splitlines()[-1].endswith(
         " was ended by SIGKILL. The system does this when memory is full: see the system's log (dmesg)"
     )
 
@@ -207,8 +207,8 @@ sys.exit(3)
 def test_a_rank_that_does_not_end_after_another_failed_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
     """torch alone gives it 30 seconds, whatever it was told: here it would last."""
     (tmp_path / "train.py").write_text(STUBBORN)
-    done = _run("run", "--nproc", "2", "--shutdown-timeout", "0", str(tmp_path / "train.py"), str(tmp_path))
-    assert done.returncode == 3, done.stderr
+    process = _run("run", "--nproc", "2", "--shutdown-timeout", "0", str(tmp_path / "train.py"), str(tmp_path))
+    assert process.returncode == 3, process.stderr
     assert (tmp_path / "ready").exists()
     assert not (tmp_path / "lasted").exists()
 
@@ -225,14 +225,14 @@ def test_a_config_file_fills_what_the_command_line_leaves_open(script: str, tmp_
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 1\n"
         "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4, zero3_init_flag: true}\n"
     )
-    done = _run("run", script, "--config", str(config), "--precision", "bf16")
-    told = {
+    process = _run("run", script, "--config", str(config), "--precision", "bf16")
+    variables = {
         "FABRICATE_STRATEGY": "zero2",
         "FABRICATE_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
     }
-    assert done.stdout == f"{told} []\n"
-    assert done.stderr == f"note: {config}: not used by fabricate: deepspeed_config.zero3_init_flag\n"
+    assert process.stdout == f"{variables} []\n"
+    assert process.stderr == f"note: {config}: not used by fabricate: deepspeed_config.zero3_init_flag\n"
 
 
 @pytest.mark.parametrize(
@@ -248,10 +248,10 @@ def test_a_config_file_that_differs_from_the_command_line_is_an_error(
 ) -> None:
     config = tmp_path / "accelerate.yaml"
     config.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n")
-    done = _run("run", script, "--config", str(config), option, value)
-    assert (done.returncode, done.stdout) == (2, "")
+    process = _run("run", script, "--config", str(config), option, value)
+    assert (process.returncode, process.stdout) == (2, "")
     assert (
-        done.stderr
+        process.stderr
         == f"error: {option} {value} and config file {str(config)!r} ({message}) contradict each other. Set only one of them\n"
     )
 
@@ -259,9 +259,9 @@ def test_a_config_file_that_differs_from_the_command_line_is_an_error(
 def test_ranks_that_the_nodes_cannot_share_are_an_error(script: str, tmp_path: Path) -> None:
     config = tmp_path / "accelerate.yaml"
     config.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nnum_machines: 2\nmain_process_ip: a\n")
-    done = _run("run", script, "--config", str(config))
-    assert done.returncode == 2
-    assert "num_processes=3 is not a multiple of the number of nodes, 2. Change one of them" in done.stderr
+    process = _run("run", script, "--config", str(config))
+    assert process.returncode == 2
+    assert "num_processes=3 is not a multiple of the number of nodes, 2. Change one of them" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -278,10 +278,10 @@ def test_ranks_that_the_nodes_cannot_share_are_an_error(script: str, tmp_path: P
     ],
 )
 def test_a_wrong_command_is_explained_in_a_line(script: str, arguments: tuple[str, ...], message: str) -> None:
-    done = _run("run", *(script if argument == "SCRIPT" else argument for argument in arguments))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    process = _run("run", *(script if argument == "SCRIPT" else argument for argument in arguments))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
@@ -303,29 +303,29 @@ def test_a_near_miss_of_an_option_does_not_reach_the_script(
     script: str, command: str, option: str, remedy: str
 ) -> None:
     for arguments in ((script, option, "4"), (option, "4", script)):
-        done = _invoke(command, *arguments)
-        assert done.exit_code == 2
+        result = _invoke(command, *arguments)
+        assert result.exit_code == 2
         named = option.partition("=")[0]
-        assert f"{named} is not an option of fabricate{remedy}. Put an option of SCRIPT after --" in done.output
+        assert f"{named} is not an option of fabricate{remedy}. Put an option of SCRIPT after --" in result.output
 
 
 def test_any_option_reaches_the_script_after_two_dashes(script: str) -> None:
-    done = _run("run", script, "--lr", "0.1", "--", "--gpus", "2")
-    assert done.returncode == 0, done.stderr
-    assert "'--lr', '0.1', '--gpus', '2'" in done.stdout
+    process = _run("run", script, "--lr", "0.1", "--", "--gpus", "2")
+    assert process.returncode == 0, process.stderr
+    assert "'--lr', '0.1', '--gpus', '2'" in process.stdout
 
 
 def test_variables_that_contradict_each_other_are_told_once_before_any_rank_starts(script: str) -> None:
-    done = _run("run", script, "--nproc", "2", "--precision", "fp32", ACCELERATE_MIXED_PRECISION="bf16")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: precision: FABRICATE_PRECISION says 'fp32' and ACCELERATE_MIXED_PRECISION")
-    assert done.stderr.count("\n") == 1
+    process = _run("run", script, "--nproc", "2", "--precision", "fp32", ACCELERATE_MIXED_PRECISION="bf16")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("error: precision: FABRICATE_PRECISION says 'fp32' and ACCELERATE_MIXED_PRECISION")
+    assert process.stderr.count("\n") == 1
 
 
 def test_debug_shows_the_traceback() -> None:
-    done = _run("--debug", "run", "absent.py")
-    assert "Traceback" in done.stderr
-    assert "ConfigurationError: SCRIPT 'absent.py' is not a file" in done.stderr
+    process = _run("--debug", "run", "absent.py")
+    assert "Traceback" in process.stderr
+    assert "ConfigurationError: SCRIPT 'absent.py' is not a file" in process.stderr
 
 
 def test_plugins_are_listed_with_what_they_offer() -> None:
@@ -349,9 +349,9 @@ def test_a_broken_plugin_is_listed_with_its_reason(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fabricate-broken\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text("[fabricate]\nbroken = broken_plugin\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    done = _run("plugins", PYTHONPATH=path)
-    assert done.returncode == 0
-    assert re.search(r"broken +fabricate-broken +1\.2 +broken .*ValueError: no such luck", done.stdout)
+    process = _run("plugins", PYTHONPATH=path)
+    assert process.returncode == 0
+    assert re.search(r"broken +fabricate-broken +1\.2 +broken .*ValueError: no such luck", process.stdout)
 
 
 def _saved(root: Path, step: int) -> Path:

@@ -111,11 +111,11 @@ def test_looking_at_plugins_imports_no_torch(arguments: list[str], install: Inst
         "assert not {'accelerate', 'numpy', 'torch'} & sys.modules.keys()"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert "light" in done.stdout or "--help" in arguments
+    assert process.returncode == 0, process.stderr
+    assert "light" in process.stdout or "--help" in arguments
 
 
 @pytest.mark.parametrize(

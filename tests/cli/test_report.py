@@ -60,11 +60,11 @@ def report(run_dir: Path, *options: str) -> Result:
     return CliRunner().invoke(main, ["report", str(run_dir), *options])
 
 
-def found(run_dir: Path) -> dict[str, Any]:
+def content(run_dir: Path) -> dict[str, Any]:
     shown = report(run_dir, "--json")
     assert shown.exit_code == 0, shown.stderr
-    told: dict[str, Any] = json.loads(shown.output)
-    return told
+    values: dict[str, Any] = json.loads(shown.output)
+    return values
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -72,32 +72,32 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def test_a_report_agrees_with_the_files(run: Path) -> None:
-    told = found(run)
-    assert told["plan"] == {
+    values = content(run)
+    assert values["plan"] == {
         "strategy": "single",
         "world_size": 1,
         "precision": "fp32",
         "global_batch_size": 4,
         "total_steps": 6,
     }
-    assert told["progress"] == {"steps": 6, "epoch": 1, "samples": 24, "skipped": 0}
-    assert told["checkpoints"]["count"] == 3
-    assert told["checkpoints"]["newest"] == "step 6"
+    assert values["progress"] == {"steps": 6, "epoch": 1, "samples": 24, "skipped": 0}
+    assert values["checkpoints"]["count"] == 3
+    assert values["checkpoints"]["newest"] == "step 6"
     size = sum(f.stat().st_size for f in run.glob("checkpoints/step-*/*") if f.name != "manifest.json")
-    assert told["checkpoints"]["size"] == size
+    assert values["checkpoints"]["size"] == size
     recorded = lines(run / "metrics.jsonl")
     losses = {line["step"]: line["metrics"]["val_loss"] for line in recorded if "val_loss" in line["metrics"]}
     lowest = min(losses, key=lambda step: losses[step])
-    assert told["metrics"]["val_loss"]["lowest"] == {"value": losses[lowest], "step": lowest}
-    assert told["metrics"]["val_loss"]["last"] == {"value": losses[6], "step": 6}
+    assert values["metrics"]["val_loss"]["lowest"] == {"value": losses[lowest], "step": lowest}
+    assert values["metrics"]["val_loss"]["last"] == {"value": losses[6], "step": 6}
     saved = json.loads((run / "checkpoints/step-00000006/manifest.json").read_text())["manifest"]["progress"]
-    assert told["time"]["in_fit"] == saved["seconds"] >= recorded[-1]["clock"]["seconds"]
-    assert [incident["event"] for incident in told["incidents"]] == ["resumed"]
+    assert values["time"]["in_fit"] == saved["seconds"] >= recorded[-1]["clock"]["seconds"]
+    assert [incident["event"] for incident in values["incidents"]] == ["resumed"]
     clocks = [line["clock"] for line in recorded if line["stage"] == "train"]
     laps = [clock["seconds_per_step"] for clock in clocks]  # of two steps each
-    assert told["rates"]["seconds_per_step"] == pytest.approx(sum(laps) / len(laps))
+    assert values["rates"]["seconds_per_step"] == pytest.approx(sum(laps) / len(laps))
     waited = sum(clock["data_share"] * lap for clock, lap in zip(clocks, laps, strict=True)) / sum(laps)
-    assert told["shares"] == {"waiting_for_data": pytest.approx(waited)}
+    assert values["shares"] == {"waiting_for_data": pytest.approx(waited)}
 
 
 def test_the_page_says_the_same_in_words(run: Path) -> None:
@@ -123,10 +123,10 @@ def test_intervals_count_as_long_as_they_took(run_dir: Path) -> None:
         return json.dumps({"step": step, "epoch": 0, "stage": "train", "metrics": {"loss": 1.0}, "clock": clock}) + "\n"
 
     (run_dir / "metrics.jsonl").write_text(line(10, 1.0, 0.5) + line(20, 3.0, 0.1, 0.2))
-    told = found(run_dir)
-    assert told["rates"] == {"steps_per_second": 0.5, "samples_per_second": 4.0, "seconds_per_step": 2.0}
-    assert told["shares"] == pytest.approx({"waiting_for_data": (10 * 0.5 + 30 * 0.1) / 40, "communication": 0.2})
-    assert told["progress"]["steps"] == 20
+    values = content(run_dir)
+    assert values["rates"] == {"steps_per_second": 0.5, "samples_per_second": 4.0, "seconds_per_step": 2.0}
+    assert values["shares"] == pytest.approx({"waiting_for_data": (10 * 0.5 + 30 * 0.1) / 40, "communication": 0.2})
+    assert values["progress"]["steps"] == 20
 
 
 def test_incidents_that_are_alike_are_told_once(run_dir: Path) -> None:
@@ -138,7 +138,7 @@ def test_incidents_that_are_alike_are_told_once(run_dir: Path) -> None:
         {"event": "saved", "step": 10, "path": "step-00000010", "time": 4.0},
     ]
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert found(run_dir)["incidents"] == [
+    assert content(run_dir)["incidents"] == [
         {"event": "skipped", "step": 3, "reason": "loss scale overflow", "count": 2, "last_step": 9},
         {"event": "skipped", "step": 9, "reason": "non-finite gradients", "count": 1},
         {"event": "rejected", "step": 0, "reason": "data: block 0", "path": "step-00000007", "count": 1},
@@ -150,9 +150,9 @@ def test_what_was_not_recorded_is_left_out(run_dir: Path, tmp_path: Path) -> Non
     for name in ("plan.json", "events.jsonl"):
         (run_dir / name).unlink()
     shutil.rmtree(run_dir / "checkpoints")
-    told = found(run_dir)
-    assert (told["plan"], told["checkpoints"], told["incidents"]) == ({}, {}, [])
-    assert (told["progress"], "saving" in told["time"]) == ({"steps": 6}, False)
+    values = content(run_dir)
+    assert (values["plan"], values["checkpoints"], values["incidents"]) == ({}, {}, [])
+    assert (values["progress"], "saving" in values["time"]) == ({"steps": 6}, False)
     (run_dir / "metrics.jsonl").unlink()
     shown = report(run_dir)
     assert (shown.exit_code, shown.stdout) == (2, "")
@@ -164,15 +164,15 @@ def test_damaged_checkpoints_are_counted_and_a_line_that_was_being_written_is_no
     (run_dir / "checkpoints/.bad-step-00000005").mkdir()
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "epoch": 1, "stage": "tr')
-    told = found(run_dir)
-    checkpoints = told["checkpoints"]
+    values = content(run_dir)
+    checkpoints = values["checkpoints"]
     assert (checkpoints["count"], checkpoints["newest"], checkpoints["damaged"], checkpoints["set_aside"]) == (
         2,
         "step 4",
         1,
         1,
     )
-    assert told["progress"]["steps"] == 6
+    assert values["progress"]["steps"] == 6
 
 
 @pytest.mark.parametrize(
@@ -193,5 +193,5 @@ sys.modules["torch"] = None
 from fabricate.cli.main import main
 main(["report", {str(run)!r}], standalone_mode=False)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "val_loss" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "val_loss" in process.stdout

@@ -81,8 +81,8 @@ def report(*arguments: object) -> Result:
 
 def page_of(*run_dirs: Path) -> Page:
     file = run_dirs[0].parent / f"{len(run_dirs)}.html"
-    written = report(*run_dirs, "--html", file)
-    assert written.exit_code == 0, written.stderr
+    invocation = report(*run_dirs, "--html", file)
+    assert invocation.exit_code == 0, invocation.stderr
     return Page(file.read_text(encoding="utf-8"))
 
 

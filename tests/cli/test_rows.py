@@ -31,7 +31,7 @@ from tests.support.recorded import SAVED, SCRIPT, SKIPPED, STEPS, record, rows_o
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def run_and_batches(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A run that skipped an update, failed and went on; the rows of every window that counts, the skipped one included."""
     run_dir = tmp_path_factory.mktemp("rows") / "run"
     batches = record(run_dir)
@@ -56,16 +56,16 @@ def answer(*arguments: object) -> Any:
     return json.loads(shown.stdout)
 
 
-def test_the_rows_of_a_step_are_those_that_the_training_saw(seen: tuple[Path, list[list[int]]]) -> None:
-    run_dir, batches = seen
+def test_the_rows_of_a_step_are_those_that_the_training_saw(run_and_batches: tuple[Path, list[list[int]]]) -> None:
+    run_dir, batches = run_and_batches
     applied = batches[:SKIPPED] + batches[SKIPPED + 1 :]
     for step in range(1, STEPS + 1):
         (part,) = answer(run_dir, "--step", step)["parts"]
         assert part["rows"] == applied[step - 1], step
 
 
-def test_the_steps_of_a_row_are_those_that_saw_it(seen: tuple[Path, list[list[int]]]) -> None:
-    run_dir, batches = seen
+def test_the_steps_of_a_row_are_those_that_saw_it(run_and_batches: tuple[Path, list[list[int]]]) -> None:
+    run_dir, batches = run_and_batches
     for row in range(18):
         uses = [(use["step"], use["applied"]) for use in answer(run_dir, "--row", row)["uses"]]
         expected = []
@@ -75,8 +75,8 @@ def test_the_steps_of_a_row_are_those_that_saw_it(seen: tuple[Path, list[list[in
         assert uses == expected, row
 
 
-def test_what_is_printed_can_be_read(seen: tuple[Path, list[list[int]]]) -> None:
-    run_dir, batches = seen
+def test_what_is_printed_can_be_read(run_and_batches: tuple[Path, list[list[int]]]) -> None:
+    run_dir, batches = run_and_batches
     shown = rows(run_dir, "--step", 1).stdout
     assert shown.startswith("step 1, epoch 0, 4 rows\n")
     assert " ".join(map(str, batches[0])) in shown
@@ -84,10 +84,10 @@ def test_what_is_printed_can_be_read(seen: tuple[Path, list[list[int]]]) -> None
 
 
 def test_a_script_shows_the_rows_themselves_and_trains_nothing(
-    seen: tuple[Path, list[list[int]]], script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_and_batches: tuple[Path, list[list[int]]], script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_dir, batches = seen
+    run_dir, batches = run_and_batches
     shown = answer(run_dir, "--step", 1, script)
     first = batches[0][0]
     assert (
@@ -97,14 +97,14 @@ def test_a_script_shows_the_rows_themselves_and_trains_nothing(
     assert not (tmp_path / "never").exists()
 
 
-def test_data_that_is_not_the_runs_is_refused(seen: tuple[Path, list[list[int]]], script: Path) -> None:
-    refused = rows(seen[0], "--step", 1, script, "--weighted")
+def test_data_that_is_not_the_runs_is_refused(run_and_batches: tuple[Path, list[list[int]]], script: Path) -> None:
+    refused = rows(run_and_batches[0], "--step", 1, script, "--weighted")
     assert (refused.exit_code, "passes other data to fit" in refused.stderr) == (2, True)
 
 
-def test_a_script_without_a_fit_is_refused(seen: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+def test_a_script_without_a_fit_is_refused(run_and_batches: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print('hello')")
-    refused = rows(seen[0], "--step", 1, tmp_path / "nothing.py")
+    refused = rows(run_and_batches[0], "--step", 1, tmp_path / "nothing.py")
     assert (refused.exit_code, "without calling Trainer.fit" in refused.stderr) == (2, True)
 
 
@@ -159,9 +159,9 @@ def test_data_that_gives_rows_in_its_own_order_is_refused_by_name() -> None:
     ],
 )
 def test_what_cannot_be_answered_is_an_error(
-    seen: tuple[Path, list[list[int]]], arguments: Sequence[object], message: str
+    run_and_batches: tuple[Path, list[list[int]]], arguments: Sequence[object], message: str
 ) -> None:
-    refused = rows(seen[0], *arguments)
+    refused = rows(run_and_batches[0], *arguments)
     assert refused.exit_code == 2
     assert message in refused.stderr
 
@@ -226,10 +226,10 @@ def test_the_computed_rows_are_what_the_sources_of_all_ranks_read(
         return sources[0].order_of(epoch)  # type: ignore[attr-defined]
 
     for step in range(begin + 1, len(windows) + 1):
-        found: list[list[list[int]]] = [[] for _ in range(ranks)]
+        by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
         for part in rows_of_step([fit], step, order)[1]:
-            found[part.rank].append(part.rows)
-        assert found == [[micro for micro in rank if micro] for rank in windows[step - 1]]
+            by_rank[part.rank].append(part.rows)
+        assert by_rank == [[micro for micro in rank if micro] for rank in windows[step - 1]]
     row = int(np.random.default_rng(number).integers(number))
     steps = [use.step for use in uses_of_row([fit], row, order)]
     assert steps == [
@@ -258,6 +258,6 @@ def test_skipped_updates_take_rows_and_make_no_step() -> None:
 def test_a_run_that_went_back_is_what_the_last_fit_made_of_it() -> None:
     source = opened(rows_of(8), batch_size=4)
     ended = {"event": "ended", "step": 9, "time": 1.0}
-    made = fits(files(started(source), started(source, step=6), ended, started(source, step=2), last=4))
-    assert [(fit.begin, fit.end) for fit in made] == [(0, 2), (2, 4)]
+    history = fits(files(started(source), started(source, step=6), ended, started(source, step=2), last=4))
+    assert [(fit.begin, fit.end) for fit in history] == [(0, 2), (2, 4)]
     assert files(started(source), ended, started(source, step=2), last=4).last_step == 4

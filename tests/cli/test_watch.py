@@ -89,19 +89,19 @@ def test_in_a_terminal_what_is_added_appears_and_ctrl_c_ends_it(run_dir: Path) -
 
 
 def test_only_whole_lines_are_taken_and_a_cut_log_is_read_anew(run_dir: Path) -> None:
-    file, kept = run_dir / "metrics.jsonl", lines(run_dir)
+    file, entries = run_dir / "metrics.jsonl", lines(run_dir)
     following = Following(run_dir)
-    assert len(following.look().lines) == len(kept)
+    assert len(following.look().lines) == len(entries)
     with file.open("a") as handle:
         handle.write(logged(run_dir, 11, 1.0)[:-5])
-    assert len(following.look().lines) == len(kept)
+    assert len(following.look().lines) == len(entries)
     with file.open("a") as handle:
         handle.write(logged(run_dir, 11, 1.0)[-5:])
     assert [line["step"] for line in following.look().lines][-1] == 11
-    file.write_text("".join(kept[:4]))
+    file.write_text("".join(entries[:4]))
     assert len(following.look().lines) == 4
     other = [logged(run_dir, step, 2.0) for step in range(3, 40)]  # cut and longer than before
-    file.write_text("".join(kept[:2] + other))
+    file.write_text("".join(entries[:2] + other))
     assert [line["step"] for line in following.look().lines][-1] == 39
 
 

@@ -43,7 +43,7 @@ def test_every_argument_is_described_for_help_and_editors(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "checked"),
+    ("name", "argument", "checked"),
     [
         ("max_time", "11 hours", Every(hours=11)),
         ("log_every", 5, Every(steps=5)),
@@ -56,8 +56,10 @@ def test_every_argument_is_described_for_help_and_editors(name: str) -> None:
         ("accept_changes", ["seed"], ("seed",)),
     ],
 )
-def test_a_checked_value_has_the_form_that_the_rest_of_the_package_reads(name: str, given: Any, checked: Any) -> None:
-    assert getattr(Trainer(**{name: given}).settings, name) == checked
+def test_a_checked_value_has_the_form_that_the_rest_of_the_package_reads(
+    name: str, argument: Any, checked: Any
+) -> None:
+    assert getattr(Trainer(**{name: argument}).settings, name) == checked
 
 
 @pytest.mark.parametrize("name", [n for n, hint in typing.get_type_hints(Settings).items() if hint is not Any])

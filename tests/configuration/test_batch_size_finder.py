@@ -29,13 +29,13 @@ class Net(TrainModule):
 def search(most: int, allowed: Any = None, **options: Any) -> tuple[int, list[int]]:
     """What is found where `most` rows fit, and what was tried."""
     finder = BatchSizeFinder(**options)
-    found = finder.search(allowed or sizes(1, None, None), lambda size: size <= most)
+    largest = finder.search(allowed or sizes(1, None, None), lambda size: size <= most)
     assert finder.results == {size: size <= most for size in finder.results}
-    return found, list(finder.results)
+    return largest, list(finder.results)
 
 
 @pytest.mark.parametrize(
-    ("most", "options", "found", "tried"),
+    ("most", "options", "largest", "tried"),
     [
         (21, {}, 16, [2, 4, 8, 16, 32]),
         (21, {"mode": "binsearch", "margin": 0}, 21, [2, 4, 8, 16, 32, 24, 20, 22, 21]),
@@ -48,9 +48,9 @@ def search(most: int, allowed: Any = None, **options: Any) -> tuple[int, list[in
     ],
 )
 def test_sizes_are_doubled_until_one_does_not_fit_and_then_searched_for_in_between(
-    most: int, options: dict[str, Any], found: int, tried: list[int]
+    most: int, options: dict[str, Any], largest: int, tried: list[int]
 ) -> None:
-    assert search(most, **options) == (found, tried)
+    assert search(most, **options) == (largest, tried)
 
 
 def test_only_sizes_that_divide_the_global_batch_are_tried() -> None:

@@ -47,9 +47,9 @@ print(json.dumps([settings.max_steps, settings.max_epochs, str(settings.save_eve
     ],
 )
 def test_values_are_written_as_in_yaml(text: str, value: Any) -> None:
-    name, found = read_setting(text)
-    assert (name, found, type(found)) == (text.partition("=")[0], value, type(value))
-    Trainer(**{name: found})
+    name, setting = read_setting(text)
+    assert (name, setting, type(setting)) == (text.partition("=")[0], value, type(value))
+    Trainer(**{name: setting})
 
 
 def launched(**arguments: Any) -> str:
@@ -140,9 +140,9 @@ def test_the_file_on_the_page_reaches_the_plan_with_its_name(tmp_path: Path, mon
     Path("run.yaml").write_text(file + "max_grad_norm: 1e-1\n")
     Path("train.py").touch()
     for config, settings in (("run.yaml", ()), (None, shlex.split(command)[4::2])):
-        given: dict[str, Any] = {name: None for name in inspect.signature(prepared).parameters}
-        given |= {"script": "train.py", "arguments": (), "plugins": (), "config": config, "settings": settings}
-        _, environment = prepared(**(given | {"plan_only": False}))
+        keywords: dict[str, Any] = {name: None for name in inspect.signature(prepared).parameters}
+        keywords |= {"script": "train.py", "arguments": (), "plugins": (), "config": config, "settings": settings}
+        _, environment = prepared(**(keywords | {"plan_only": False}))
         source, arguments = (config, yaml.safe_load(file)) if config else ("--set", dict(map(read_setting, settings)))
         assert len(arguments) >= 3
         with monkeypatch.context() as patched:
@@ -200,9 +200,9 @@ def test_a_file_and_set_together_reach_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "run.yaml").write_text("strategy: ddp\nsave_every: 1 epoch\nkeep: {last: 2, best: 1}\n")
     command = [sys.executable, "-m", "fabricate", "run", "train.py", "--config", "run.yaml", "--set", "max-steps=9"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     # The strategy travels as the option --strategy does.
-    assert json.loads(done.stdout) == [9, 2, "1 epoch", "auto", 1]
+    assert json.loads(process.stdout) == [9, 2, "1 epoch", "auto", 1]
 
 
 def test_a_time_is_not_read_as_a_number_of_steps() -> None:

@@ -21,11 +21,11 @@ class Notes(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
+        self.rows: list[list[int]] = []
         self.validated: list[list[int]] = []
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        self.seen.append(batch.flatten().int().tolist())
+        self.rows.append(batch.flatten().int().tolist())
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -39,8 +39,8 @@ class Notes(TrainModule):
 def fit(train: Any = ROWS, val: Any = None, batch_size: int | None = 4, few: Any = 2, **arguments: Any) -> Notes:
     module = Notes()
     shuffle = arguments.pop("shuffle", None)
-    given = {"max_epochs": 2, "overfit_batches": few, "sanity_batches": 0, "progress": False, "print_plan": "none"}
-    Trainer(**{**given, **arguments}).fit(module, train, val, batch_size=batch_size, shuffle=shuffle)
+    defaults = {"max_epochs": 2, "overfit_batches": few, "sanity_batches": 0, "progress": False, "print_plan": "none"}
+    Trainer(**{**defaults, **arguments}).fit(module, train, val, batch_size=batch_size, shuffle=shuffle)
     return module
 
 
@@ -65,19 +65,19 @@ class Stream(IterableDataset[Any]):
 )
 def test_every_epoch_and_the_validation_read_the_same_first_batches(train: Any, batch_size: int | None) -> None:
     module = fit(train, ROWS + 100, batch_size)
-    assert module.seen == FIRST * 2
+    assert module.rows == FIRST * 2
     assert module.validated == FIRST * 2
 
 
 def test_a_share_counts_batches_and_without_val_nothing_is_validated() -> None:
     module = fit(few=0.2)
-    assert (module.seen, module.validated) == (FIRST * 2, [])
-    assert fit(few=0).seen[:2] != FIRST, "0 turns it off, as in Lightning"
+    assert (module.rows, module.validated) == (FIRST * 2, [])
+    assert fit(few=0).rows[:2] != FIRST, "0 turns it off, as in Lightning"
 
 
 def on_ranks() -> tuple[list[list[int]], list[list[int]]]:
     module = fit(ROWS, ROWS + 100, 2, strategy="ddp")
-    return module.seen, module.validated
+    return module.rows, module.validated
 
 
 def test_ranks_share_the_batches() -> None:

@@ -120,12 +120,12 @@ def _own_state() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def arguments(**given: Any) -> TrainingArguments:
-    return TrainingArguments(**given)
+def arguments(**fields: Any) -> TrainingArguments:
+    return TrainingArguments(**fields)
 
 
-def moved(**given: Any) -> FromTransformers:
-    return from_training_arguments(arguments(**given))
+def moved(**fields: Any) -> FromTransformers:
+    return from_training_arguments(arguments(**fields))
 
 
 def refused(args: Any, *parts: str, **options: Any) -> str:
@@ -140,10 +140,10 @@ def refused(args: Any, *parts: str, **options: Any) -> str:
 
 @pytest.mark.parametrize("name", [name for name in MAPPED if name in FIELDS])  # earlier versions lack some
 def test_a_field_becomes_the_argument_of_the_trainer(name: str) -> None:
-    given, wanted = MAPPED[name]
-    found = moved(**given).trainer
-    assert {argument: found[argument] for argument in wanted} == wanted
-    Trainer(**found)
+    fields, wanted = MAPPED[name]
+    arguments = moved(**fields).trainer
+    assert {argument: arguments[argument] for argument in wanted} == wanted
+    Trainer(**arguments)
 
 
 def changed(name: str) -> Any:
@@ -165,9 +165,9 @@ def test_every_other_field_is_refused_by_name_or_needs_nothing(name: str, capsys
     setattr(args, name, changed(name))  # some of them do something to the process when they are set in the constructor
     remedy = foreign_names.ARGUMENTS[name]
     if remedy.startswith("nothing: "):
-        found = from_training_arguments(args)
-        assert [line for line in found.lines if f" {name}=" in line and remedy.removeprefix("nothing: ") in line]
-        assert found.lines == tuple(capsys.readouterr().out.splitlines())
+        translation = from_training_arguments(args)
+        assert [line for line in translation.lines if f" {name}=" in line and remedy.removeprefix("nothing: ") in line]
+        assert translation.lines == tuple(capsys.readouterr().out.splitlines())
         return
     refused(args, f"TrainingArguments.{name}=", f"use {remedy}", f"handled=['{name}']")
     from_training_arguments(args, handled=[name])
@@ -188,7 +188,7 @@ def test_accelerators_options_are_refused_where_one_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"num_train_epochs": 2.5}, "num_train_epochs=2.5: a fit has whole epochs. Give max_steps"),
         ({"eval_strategy": "steps", "eval_steps": 0.1}, "eval_steps=0.1 is a share of all updates. Give a number"),
@@ -207,8 +207,8 @@ def test_accelerators_options_are_refused_where_one_is_set() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_value_without_a_counterpart_is_an_error(given: dict[str, Any], message: str) -> None:
-    assert refused(arguments(**given), message).startswith("TrainingArguments.")
+def test_a_value_without_a_counterpart_is_an_error(fields: dict[str, Any], message: str) -> None:
+    assert refused(arguments(**fields), message).startswith("TrainingArguments.")
 
 
 # ----------------------------------------------------------------------------------------------------------- what is accepted
@@ -232,9 +232,9 @@ def test_what_the_script_does_itself_is_read_as_if_it_were_at_its_default() -> N
         optim="adamw_bnb_8bit", report_to="clearml", run_name="x", save_strategy="no", num_train_epochs=2.5
     )
     handled = ["optim", "report_to", "run_name", "save_strategy", "num_train_epochs"]
-    found = from_training_arguments(args, handled=handled)
-    assert found.trainer == moved().trainer
-    assert "num_train_epochs" not in found.lines[1]
+    translation = from_training_arguments(args, handled=handled)
+    assert translation.trainer == moved().trainer
+    assert "num_train_epochs" not in translation.lines[1]
     assert args.optim == "adamw_bnb_8bit"
 
 
@@ -250,8 +250,8 @@ def test_the_fields_of_a_subclass_are_the_scripts() -> None:
 
 
 def test_defaults_that_mean_something_are_taken_over_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    found = moved()
-    assert found.trainer == {
+    translation = moved()
+    assert translation.trainer == {
         "max_epochs": 3,
         "run_dir": "trainer_output",
         "seed": 42,
@@ -263,7 +263,7 @@ def test_defaults_that_mean_something_are_taken_over_with_a_line(capsys: pytest.
         "save_every": "500 steps",
         "keep": "all",
     }
-    assert found.resume == "auto"
+    assert translation.resume == "auto"
     printed = capsys.readouterr().out
     assert (
         "num_train_epochs=3.0, per_device_train_batch_size=8, learning_rate=5e-05, lr_scheduler_type='linear'"
@@ -288,11 +288,11 @@ def test_a_checkpoint_to_resume_from_goes_to_fit() -> None:
 
 def test_loaders_have_the_rows_and_the_order_of_the_fields() -> None:
     data = TensorDataset(torch.arange(20.0))
-    given = moved(
+    settings = moved(
         per_device_train_batch_size=4, per_device_eval_batch_size=16, dataloader_drop_last=True, dataloader_num_workers=1,
         dataloader_prefetch_factor=3, dataloader_persistent_workers=True, dataloader_multiprocessing_context="spawn",
     )  # fmt: skip
-    train, val = given.loaders(data, {"a": data}, torch.stack)
+    train, val = settings.loaders(data, {"a": data}, torch.stack)
     assert (train.batch_size, train.drop_last, type(train.sampler).__name__) == (4, True, "RandomSampler")
     assert (val["a"].batch_size, val["a"].drop_last, type(val["a"].sampler).__name__) == (
         16,
@@ -325,9 +325,9 @@ def test_a_stream_is_not_shuffled() -> None:
 
 
 class Tiny(TrainModule):
-    def __init__(self, given: FromTransformers) -> None:
+    def __init__(self, settings: FromTransformers) -> None:
         super().__init__()
-        self.given = given
+        self.settings = settings
         config = transformers.BertConfig(
             vocab_size=16,
             hidden_size=8,
@@ -347,11 +347,11 @@ class Tiny(TrainModule):
         self.rates.append(self.trainer.optimizers["main"].param_groups[0]["lr"])
 
     def configure_optimizers(self) -> Any:
-        return self.given.optimizers(self)
+        return self.settings.optimizers(self)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"weight_decay": 0.1, "adam_beta2": 0.99, "adam_epsilon": 1e-6},
         {"optim": "adamw_torch"},
@@ -360,10 +360,10 @@ class Tiny(TrainModule):
         {"optim": "adagrad", "optim_args": "lr_decay=0.1"},
         {"optim": "adafactor"},
     ],
-    ids=lambda given: given.get("optim", "default"),
+    ids=lambda fields: fields.get("optim", "default"),
 )
-def test_the_optimizer_and_its_groups_are_those_of_transformers(given: dict[str, Any]) -> None:
-    args = arguments(**given, learning_rate=0.01)
+def test_the_optimizer_and_its_groups_are_those_of_transformers(fields: dict[str, Any]) -> None:
+    args = arguments(**fields, learning_rate=0.01)
     module = Tiny(from_training_arguments(args))
     module.model.bert.pooler.requires_grad_(False)
     optimizer, _ = module.configure_optimizers()
@@ -377,7 +377,7 @@ def test_the_optimizer_and_its_groups_are_those_of_transformers(given: dict[str,
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {},
         {"warmup_steps": 3},
@@ -390,16 +390,16 @@ def test_the_optimizer_and_its_groups_are_those_of_transformers(given: dict[str,
         {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
         {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 2, "lr_scheduler_kwargs": {"num_decay_steps": 4}},
     ],
-    ids=lambda given: "-".join(map(str, given.values())) or "linear",
+    ids=lambda fields: "-".join(map(str, fields.values())) or "linear",
 )
-def test_the_rates_are_those_of_transformers(given: dict[str, Any], tmp_path: Path) -> None:
-    args = arguments(**given, learning_rate=0.01, output_dir=str(tmp_path), max_steps=12, save_strategy="no")
+def test_the_rates_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+    args = arguments(**fields, learning_rate=0.01, output_dir=str(tmp_path), max_steps=12, save_strategy="no")
     module = Tiny(from_training_arguments(args))
     rows = TensorDataset(torch.ones(4, 3, dtype=torch.long), torch.zeros(4, dtype=torch.long))
-    found = Trainer(
+    trainer = Trainer(
         **from_training_arguments(args).trainer | {"run_dir": None, "progress": False, "print_plan": "none"}
     )
-    found.fit(module, rows, batch_size=4)
+    trainer.fit(module, rows, batch_size=4)
     theirs = TheirTrainer(module.model, args)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     scheduler = theirs.create_scheduler(12, optimizer)
@@ -412,7 +412,7 @@ def test_the_rates_are_those_of_transformers(given: dict[str, Any], tmp_path: Pa
 
 
 def test_a_schedule_by_a_metric_follows_the_best_models() -> None:
-    given = moved(
+    settings = moved(
         lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 3}, eval_strategy="epoch", metric_for_best_model="f1",
     )  # fmt: skip
-    assert given.optimizers(Tiny(given))[1:] == ("reduce_lr_on_plateau:patience=3", "val_f1")
+    assert settings.optimizers(Tiny(settings))[1:] == ("reduce_lr_on_plateau:patience=3", "val_f1")
