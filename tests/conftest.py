@@ -89,7 +89,7 @@ def _threads() -> dict[int, str]:
 
 def _processes() -> dict[int, str]:
     """Child processes by id, without the rank pools and the helper that multiprocessing keeps for the session."""
-    found = {}
+    commands = {}
     for child in psutil.Process().children():
         try:
             if child.pid in worker_process_ids() or child.status() == psutil.STATUS_ZOMBIE:
@@ -98,8 +98,8 @@ def _processes() -> dict[int, str]:
         except psutil.NoSuchProcess:
             continue
         if "multiprocessing.resource_tracker" not in command:
-            found[child.pid] = command
-    return found
+            commands[child.pid] = command
+    return commands
 
 
 def _left(look: Callable[[], dict[int, str]], before: dict[int, str]) -> list[str]:

@@ -66,9 +66,9 @@ def test_the_script_in_the_readme_is_short_and_learns_the_line(tmp_path: Path) -
     (tmp_path / "line.py").write_text(script)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "fabricate", "run", "line.py", "--nproc", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    losses = re.findall(r"^200 steps, loss (\S+)$", done.stdout, re.MULTILINE)
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr[-4000:]
+    losses = re.findall(r"^200 steps, loss (\S+)$", process.stdout, re.MULTILINE)
     assert len(losses) == 1, "rank 0 says so"
     assert float(losses[0]) < 1e-3
 
@@ -77,8 +77,8 @@ def test_every_explained_error_is_in_the_source() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     keys = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
     assert len(keys) == len(re.findall("^### ", page, re.MULTILINE)) > 30
-    known = list(messages())
-    missing = [key for key in keys if not any(key in message for message in known)]
+    texts = list(messages())
+    missing = [key for key in keys if not any(key in message for message in texts)]
     assert missing == []
 
 
@@ -150,10 +150,10 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         if target.startswith("https://"):
             continue
         name, _, anchor = target.partition("#")
-        found = page.parent / name if name else page
-        assert found.exists(), target
+        path = page.parent / name if name else page
+        assert path.exists(), target
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert anchor in anchors, target
 

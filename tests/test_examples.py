@@ -69,16 +69,16 @@ def test_digits_are_recognised_and_training_is_shown_in_tensorboard(tmp_path: Pa
     printed = run("digits.py", *arguments, directory=tmp_path)
     accuracy = metrics(tmp_path / "here", "validate", "val_accuracy")
     assert accuracy[180] > 0.9
-    found = re.search(r"accuracy (\S+), (\d+) of 360 digits right", printed)
-    assert found is not None
-    assert float(found[1]) == round(int(found[2]) / 360, 4) == round(accuracy[180], 4)
+    match = re.search(r"accuracy (\S+), (\d+) of 360 digits right", printed)
+    assert match is not None
+    assert float(match[1]) == round(int(match[2]) / 360, 4) == round(accuracy[180], 4)
     assert list((tmp_path / "here").rglob("events.out.tfevents.*"))
 
 
 def test_the_gan_comes_near_to_the_distribution(tmp_path: Path) -> None:
     printed = run("gan.py", "--max-steps", "1000", directory=tmp_path)
     for name, allowed in (("mean", 0.25), ("std", 0.35)):
-        found = re.search(rf"{name}: generated (\S+) (\S+), wanted (\S+) (\S+)", printed)
-        assert found is not None
-        made, wanted = [float(found[1]), float(found[2])], [float(found[3]), float(found[4])]
-        assert max(abs(a - b) for a, b in zip(made, wanted, strict=True)) < allowed, printed
+        match = re.search(rf"{name}: generated (\S+) (\S+), wanted (\S+) (\S+)", printed)
+        assert match is not None
+        values, wanted = [float(match[1]), float(match[2])], [float(match[3]), float(match[4])]
+        assert max(abs(a - b) for a, b in zip(values, wanted, strict=True)) < allowed, printed

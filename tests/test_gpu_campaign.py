@@ -48,39 +48,39 @@ def test_the_smoke_script_rehearses_a_training_as_by_hand(
     cases = ["fp32, clip", "fp16, accumulate 2"]
     monkeypatch.setattr("sys.argv", ["smoke", "--device", "cpu", "--out", str(tmp_path), "--only", *cases])
     assert smoke.main() == 0
-    written = json.loads((tmp_path / "smoke.json").read_text())
-    assert written["verdict"] == "passed"
-    assert sorted(written["cases"]) == sorted(cases)
-    for figures in written["cases"].values():
+    record = json.loads((tmp_path / "smoke.json").read_text())
+    assert record["verdict"] == "passed"
+    assert sorted(record["cases"]) == sorted(cases)
+    for figures in record["cases"].values():
         assert figures["losses_differ"] < 1e-4
         assert figures["waits_per_update"] == {"by hand": 0, "fabricate": 0}
     assert "a rehearsal" in capsys.readouterr().out
 
 
 def test_figures_are_in_the_file_before_the_next_case_begins(place: measuring.Host, tmp_path: Path) -> None:
-    kept = report(place, tmp_path)
+    trial = report(place, tmp_path)
 
     def second() -> dict[str, object]:
         assert json.loads((tmp_path / "trial.json").read_text())["cases"]["first"]["milliseconds"] == 5
         raise ValueError("this one breaks")
 
-    kept.case("first", lambda: {"milliseconds": 5, "failed": []})
-    kept.case("second", second)
-    kept.case("third", lambda: {"failed": []})
-    written = json.loads((tmp_path / "trial.json").read_text())
-    assert written["cases"]["second"]["failed"] == ["ValueError: this one breaks"]
-    assert list(written["cases"]) == ["first", "second", "third"]
-    assert written["rehearsal"]
-    assert kept.end(["case"], []) == 1
+    trial.case("first", lambda: {"milliseconds": 5, "failed": []})
+    trial.case("second", second)
+    trial.case("third", lambda: {"failed": []})
+    record = json.loads((tmp_path / "trial.json").read_text())
+    assert record["cases"]["second"]["failed"] == ["ValueError: this one breaks"]
+    assert list(record["cases"]) == ["first", "second", "third"]
+    assert record["rehearsal"]
+    assert trial.end(["case"], []) == 1
 
 
 def test_a_script_begins_no_case_that_would_outlast_its_time_and_is_incomplete_then(place: measuring.Host) -> None:
     place.real = True  # type: ignore[misc]  # of this object: a rehearsal leaves nothing out for time
-    kept = report(place, seconds=10.0)
-    kept.case("short", lambda: {"failed": []}, takes=5)
-    kept.case("long", lambda: {"failed": []}, takes=20)
-    assert "left_out" in kept.cases["long"]
-    assert kept.end(["case"], []) == 3
+    trial = report(place, seconds=10.0)
+    trial.case("short", lambda: {"failed": []}, takes=5)
+    trial.case("long", lambda: {"failed": []}, takes=20)
+    assert "left_out" in trial.cases["long"]
+    assert trial.end(["case"], []) == 3
 
 
 def test_the_idle_share_is_what_no_kernel_covers() -> None:
@@ -107,5 +107,5 @@ def test_the_floating_point_operations_of_an_update_are_those_of_its_matrix_prod
 
 def test_a_process_that_takes_too_long_is_ended() -> None:
     sleeping = "import time; print('here', flush=True); time.sleep(60)"
-    done = measuring.started([sys.executable, "-c", sleeping], 1.5)
-    assert (done.returncode, done.stdout) == (124, "here\n")
+    process = measuring.started([sys.executable, "-c", sleeping], 1.5)
+    assert (process.returncode, process.stdout) == (124, "here\n")

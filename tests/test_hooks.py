@@ -32,9 +32,9 @@ def _everything(base: type, hear: Callable[..., None]) -> Any:
 
 
 def _recorder() -> tuple[Callback, list[str]]:
-    heard: list[str] = []
-    listener: Callback = _everything(Callback, lambda self, hook, **arguments: heard.append(hook))
-    return listener, heard
+    calls: list[str] = []
+    listener: Callback = _everything(Callback, lambda self, hook, **arguments: calls.append(hook))
+    return listener, calls
 
 
 # ------------------------------------------------------------------------------------------------------ when they are called
@@ -54,7 +54,7 @@ EPOCH = [
 
 
 def test_a_fit_calls_every_hook_in_exactly_this_order(tmp_path: Path) -> None:
-    listener, heard = _recorder()
+    listener, calls = _recorder()
     fit(
         listener,
         val=ROWS[:4],
@@ -64,29 +64,29 @@ def test_a_fit_calls_every_hook_in_exactly_this_order(tmp_path: Path) -> None:
         log_every=2,
         run_dir=tmp_path,
     )
-    assert heard == ["on_fit_start", *EPOCH, *EPOCH, "on_complete", "on_export", "on_fit_end", "on_teardown"]
+    assert calls == ["on_fit_start", *EPOCH, *EPOCH, "on_complete", "on_export", "on_fit_end", "on_teardown"]
 
 
 def test_what_is_not_asked_for_is_not_called() -> None:
-    listener, heard = _recorder()
+    listener, calls = _recorder()
     fit(listener, log_every=100)
     once = ["train_step", "on_accumulate", "on_before_step", "optimizer_step", "on_step"]
-    assert heard == ["on_fit_start", "on_epoch_start", *once, "on_log", "on_complete", "on_fit_end", "on_teardown"]
+    assert calls == ["on_fit_start", "on_epoch_start", *once, "on_log", "on_complete", "on_fit_end", "on_teardown"]
 
 
 def test_a_state_that_no_moment_saved_is_saved_at_the_end(tmp_path: Path) -> None:
-    listener, heard = _recorder()
+    listener, calls = _recorder()
     fit(listener, max_steps=3, run_dir=tmp_path, save_every=2)
-    assert heard.count("write_checkpoint") == 2
+    assert calls.count("write_checkpoint") == 2
     end = ["write_checkpoint", "on_save", "on_saved", "on_log", "on_complete", "on_export", "on_fit_end", "on_teardown"]
-    assert heard[-8:] == end
+    assert calls[-8:] == end
 
 
 def test_a_resumed_fit_loads_after_it_started(tmp_path: Path) -> None:
     fit(_recorder()[0], run_dir=tmp_path)
-    listener, heard = _recorder()
+    listener, calls = _recorder()
     fit(listener, run_dir=tmp_path, max_steps=2)
-    assert heard[:3] == ["on_fit_start", "on_load", "on_epoch_start"]
+    assert calls[:3] == ["on_fit_start", "on_load", "on_epoch_start"]
 
 
 def test_an_update_that_is_skipped_is_told_instead_of_the_step() -> None:
@@ -94,10 +94,10 @@ def test_an_update_that_is_skipped_is_told_instead_of_the_step() -> None:
         def training_step(self, batch: Any) -> torch.Tensor:
             return super().training_step(batch) * (torch.inf if self.trainer.progress.skipped == 0 else 1.0)
 
-    listener, heard = _recorder()
+    listener, hook_calls = _recorder()
     fit(listener, module=Infinite(), nonfinite="skip")
-    told = [hook for hook in heard if hook.startswith("on_step")]
-    assert told == ["on_step_skipped", "on_step"]
+    calls = [hook for hook in hook_calls if hook.startswith("on_step")]
+    assert calls == ["on_step_skipped", "on_step"]
 
 
 def test_a_failure_is_told_before_the_teardown(tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_a_failure_is_told_before_the_teardown(tmp_path: Path) -> None:
         def training_step(self, batch: Any) -> torch.Tensor:
             raise RuntimeError("broken")
 
-    listener, heard = _recorder()
+    listener, calls = _recorder()
     with pytest.raises(RuntimeError, match="broken"):
         fit(listener, module=Failing(), run_dir=tmp_path)
-    assert heard == ["on_fit_start", "on_epoch_start", "train_step", "on_exception", "on_teardown"]
+    assert calls == ["on_fit_start", "on_epoch_start", "train_step", "on_exception", "on_teardown"]
 
 
 def test_weights_that_a_listener_changes_when_the_fit_is_complete_are_validated_and_exported(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_weights_that_a_listener_changes_when_the_fit_is_complete_are_validated_
                 parameter.data.zero_()
             trainer.request_eval()
 
-    module, heard = Regression(), _recorder()
-    result = fit(Changes(), heard[0], module=module, val=ROWS[:4], run_dir=tmp_path)
+    module, recorder = Regression(), _recorder()
+    result = fit(Changes(), recorder[0], module=module, val=ROWS[:4], run_dir=tmp_path)
     evaluation = ["on_eval_start", "eval_step", "eval_step", "on_eval_end"]
-    assert heard[1][-8:] == ["on_complete", *evaluation, "on_export", "on_fit_end", "on_teardown"]
+    assert recorder[1][-8:] == ["on_complete", *evaluation, "on_export", "on_fit_end", "on_teardown"]
     zeros = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
     assert result.metrics["val_loss"] == pytest.approx(float(torch.stack([y for _, y in ROWS[:4]]).square().mean()))
     assert load_file(tmp_path / "model" / "model.safetensors").keys() == zeros.keys()
@@ -136,16 +136,16 @@ def test_an_interrupted_fit_saves_and_exports_nothing(tmp_path: Path) -> None:
         def on_step(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    listener, heard = _recorder()
+    listener, calls = _recorder()
     result = fit(listener, Interrupts(), run_dir=tmp_path, max_steps=5)
-    assert heard[-6:] == ["write_checkpoint", "on_save", "on_saved", "on_preempt", "on_fit_end", "on_teardown"]
+    assert calls[-6:] == ["write_checkpoint", "on_save", "on_saved", "on_preempt", "on_fit_end", "on_teardown"]
     assert (result.steps, result.stop_reason) == (1, "interrupted")
 
 
 def test_every_event_is_heard_by_the_tests_above(tmp_path: Path) -> None:
     listed = {*EPOCH, "on_fit_start", "on_complete", "on_export", "on_fit_end", "on_teardown"}
-    told = {"on_load", "on_load_weights", "on_step_skipped", "on_exception", "on_preempt"}
-    assert listed | told == set(EVENTS)
+    others = {"on_load", "on_load_weights", "on_step_skipped", "on_exception", "on_preempt"}
+    assert listed | others == set(EVENTS)
 
 
 @pytest.mark.parametrize(
@@ -159,19 +159,19 @@ def test_an_evaluation_calls_its_own_hooks_only(stage: str, method: str) -> None
         def predict_step(self, batch: Any) -> torch.Tensor:
             return self.layer(batch[0])  # type: ignore[no-any-return]
 
-    listener, heard = _recorder()
+    listener, calls = _recorder()
     getattr(Trainer(plugins=[listener], progress=False), stage)(Evaluated(), ROWS, batch_size=4)
-    assert heard == ["on_eval_start", "eval_step", "eval_step", "on_eval_end", "on_teardown"]
+    assert calls == ["on_eval_start", "eval_step", "eval_step", "on_eval_end", "on_teardown"]
 
 
 # -------------------------------------------------------------------------------------------------- who hears them, in which order
 
 
 def test_listeners_are_called_in_a_fixed_order(tmp_path: Path) -> None:
-    heard: dict[str, list[str]] = {hook: [] for hook in EVENTS}
+    calls: dict[str, list[str]] = {hook: [] for hook in EVENTS}
 
     def hear(self: Any, hook: str, **arguments: Any) -> None:
-        heard[hook].append(getattr(self, "label", type(self).__name__))
+        calls[hook].append(getattr(self, "label", type(self).__name__))
 
     first, second = _everything(Callback, hear), _everything(Callback, hear)
     first.label, second.label = "first", "second"
@@ -191,7 +191,7 @@ def test_listeners_are_called_in_a_fixed_order(tmp_path: Path) -> None:
     )
     expected = ["HearingSingle", "HearingPrecision", "HearingRegression", "first", "second"]
     silent = {"on_load", "on_load_weights", "on_step_skipped", "on_exception", "on_preempt"}
-    assert {hook: names[:5] for hook, names in heard.items() if hook not in silent} == {
+    assert {hook: names[:5] for hook, names in calls.items() if hook not in silent} == {
         hook: expected for hook in EVENTS if hook not in silent
     }
 
@@ -200,32 +200,32 @@ def test_what_fabricate_ships_comes_last() -> None:
     class Looks(Callback):
         def on_log(self, trainer: Trainer) -> None:
             manager = trainer._live().calls.manager
-            self.found = manager.order("on_log"), manager.order("optimizer_step")
+            self.orders = manager.order("on_log"), manager.order("optimizer_step")
 
     looks = Looks()
     fit(looks, progress=True, log_every=1)
-    assert looks.found == (["Looks", "progress_bar"], ["fabricate"])
+    assert looks.orders == (["Looks", "progress_bar"], ["fabricate"])
 
 
 def test_tryfirst_and_trylast_move_a_listener() -> None:
-    heard: list[str] = []
+    calls: list[str] = []
 
     class Late(Callback):
         @hookimpl(trylast=True)
         def on_step(self) -> None:
-            heard.append("late")
+            calls.append("late")
 
     class Early(Callback):
         @hookimpl(tryfirst=True)
         def on_step(self) -> None:
-            heard.append("early")
+            calls.append("early")
 
     class Plain(Callback):
         def on_step(self) -> None:
-            heard.append("plain")
+            calls.append("plain")
 
     fit(Late(), Plain(), Early())
-    assert heard == ["early", "plain", "late"]
+    assert calls == ["early", "plain", "late"]
 
 
 # ------------------------------------------------------------------------------------------------------------------- arguments
@@ -233,14 +233,14 @@ def test_tryfirst_and_trylast_move_a_listener() -> None:
 
 @pytest.mark.parametrize("hook", [hook for hook in EVENTS if len(_arguments(hook)) > 1])
 def test_any_subset_of_the_arguments_may_be_taken(hook: str, tmp_path: Path) -> None:
-    seen: dict[int, dict[str, Any]] = {}
+    by_listener: dict[int, dict[str, Any]] = {}
     names = _arguments(hook)
     subsets = [[], *([name] for name in names), names[::-1]]
     listeners = []
     for number, subset in enumerate(subsets):
 
         def hear(self: Any, hook: str, *, number: int = number, **arguments: Any) -> None:
-            seen.setdefault(number, arguments)
+            by_listener.setdefault(number, arguments)
 
         listeners.append(type(f"Taking{number}", (Callback,), {hook: hearing(hook, subset, hear)})())
 
@@ -276,9 +276,9 @@ def test_any_subset_of_the_arguments_may_be_taken(hook: str, tmp_path: Path) -> 
     if hook in PER_LISTENER:
         listened_to(max_steps=5)
     if hook in ("on_load", "on_load_weights"):  # what a listener saved nothing for, it does not hear
-        assert seen == {}
+        assert by_listener == {}
     else:
-        assert [list(seen[number]) for number in range(len(subsets))] == subsets
+        assert [list(by_listener[number]) for number in range(len(subsets))] == subsets
 
 
 def test_on_load_gives_back_what_on_save_put_there(tmp_path: Path) -> None:
@@ -330,8 +330,8 @@ def test_what_a_module_saved_beside_its_weights_comes_with_them(
     assert "on_save" not in str(capsys.readouterr())
     assert trainer.validate(Centred(), ROWS, checkpoint="last", batch_size=4) == {"val_mean": 0.0}
     assert Centred.load_from_checkpoint(tmp_path).mean == 0.0
-    said = capsys.readouterr()
-    for text in said:
+    output = capsys.readouterr()
+    for text in output:
         assert "note: Centred.on_save put values into" in text
         assert "define on_load_weights(self, state)" in text
 
@@ -445,7 +445,7 @@ def test_overrides_with_some_of_the_arguments_pass_mypy_strict(tmp_path: Path) -
     file.write_text(USER_CODE)
     # With the configuration and the cache of the lint that precedes the tests: what torch means is known then.
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "mypy", *options, str(file)], capture_output=True, text=True, check=False
     )
-    assert (done.stdout, done.stderr) == ("Success: no issues found in 1 source file\n", "")
+    assert (process.stdout, process.stderr) == ("Success: no issues found in 1 source file\n", "")

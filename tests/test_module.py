@@ -68,7 +68,7 @@ def _same(one: torch.nn.Module, two: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("step", "seen"),
+    ("step", "arguments"),
     [
         (lambda self, batch: [batch], ["batch"]),
         (lambda self, batch, batch_idx: [batch, batch_idx], ["batch", 7]),
@@ -78,9 +78,9 @@ def _same(one: torch.nn.Module, two: torch.nn.Module) -> bool:
         (lambda self, *everything: list(everything), ["batch", 7]),
     ],
 )
-def test_a_step_gets_the_batch_and_its_number_if_it_takes_one(step: Any, seen: list[Any]) -> None:
+def test_a_step_gets_the_batch_and_its_number_if_it_takes_one(step: Any, arguments: list[Any]) -> None:
     module = type("Steps", (TrainModule,), {"training_step": step})()
-    assert step_function(module, "train")("batch", 7) == seen
+    assert step_function(module, "train")("batch", 7) == arguments
 
 
 def test_batches_are_numbered_within_the_epoch() -> None:
@@ -104,23 +104,23 @@ def test_an_override_is_told_from_a_default() -> None:
 
 
 def test_the_trainer_and_the_device_are_known_in_a_step() -> None:
-    seen: list[Any] = []
+    values: list[Any] = []
 
     class Asks(Regression):
         def training_step(self, batch: Any) -> torch.Tensor:
-            seen.append((self.trainer.step, self.trainer.epoch, self.trainer.total_steps, self.device))
+            values.append((self.trainer.step, self.trainer.epoch, self.trainer.total_steps, self.device))
             return super().training_step(batch)
 
     _fit(Asks(), max_steps=2)
-    assert seen == [(0, 0, 2, torch.device("cpu")), (1, 0, 2, torch.device("cpu"))]
+    assert values == [(0, 0, 2, torch.device("cpu")), (1, 0, 2, torch.device("cpu"))]
 
 
 def test_a_module_may_bring_its_own_data() -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     class Brings(Regression):
         def provide_data(self, trainer: Trainer, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
-            asked.append((trainer.settings.max_steps, trainer.running, stage, train, val))
+            calls.append((trainer.settings.max_steps, trainer.running, stage, train, val))
             return (torch.utils.data.DataLoader(ROWS, batch_size=4), None) if stage == "fit" else (None, val * 2)
 
         def predict_step(self, batch: Any) -> Any:
@@ -130,7 +130,7 @@ def test_a_module_may_bring_its_own_data() -> None:
     assert trainer.plan(Brings())["updates_per_epoch"] == 2
     assert trainer.fit(Brings()).steps == 2
     assert len(trainer.predict(Brings(), ROWS, batch_size=4) or []) == 16
-    assert asked == [(2, False, "fit", None, None), (2, False, "fit", None, None), (2, False, "predict", None, ROWS)]
+    assert calls == [(2, False, "fit", None, None), (2, False, "fit", None, None), (2, False, "predict", None, ROWS)]
 
 
 def test_the_trainer_is_gone_after_the_fit_even_if_it_failed() -> None:
@@ -218,8 +218,8 @@ def test_a_hook_of_the_module_may_log() -> None:
 
 
 def test_arguments_that_json_holds_are_recorded() -> None:
-    held, lost = recorded(Regression(8, rate=0.5, act=torch.nn.ReLU(), depth=3, names=["a"], pair=(1, 2)))
-    assert held == {"width": 8, "rate": 0.5, "depth": 3, "names": ["a"]}
+    values, lost = recorded(Regression(8, rate=0.5, act=torch.nn.ReLU(), depth=3, names=["a"], pair=(1, 2)))
+    assert values == {"width": 8, "rate": 0.5, "depth": 3, "names": ["a"]}
     assert lost == ["act", "pair"]
 
 
@@ -228,8 +228,8 @@ def test_arguments_left_out_are_not_recorded() -> None:
 
 
 def test_numbers_of_numpy_are_recorded_as_pythons_and_a_fit_saves_them(tmp_path: Path) -> None:
-    given = {"rate": numpy.logspace(-4, -3, 2)[0], "width": numpy.int64(6), "sizes": [numpy.float32(0.5)]}
-    _fit(Regression(**given), run_dir=tmp_path)
+    arguments = {"rate": numpy.logspace(-4, -3, 2)[0], "width": numpy.int64(6), "sizes": [numpy.float32(0.5)]}
+    _fit(Regression(**arguments), run_dir=tmp_path)
     again = Regression.load_from_checkpoint(tmp_path)
     assert (again.rate, again.layers[0].out_features, again.rest) == (1e-4, 6, {"sizes": [0.5]})
     assert type(again.rate) is float

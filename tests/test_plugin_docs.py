@@ -42,9 +42,9 @@ def test_a_generated_page_is_up_to_date(page: str) -> None:
 def test_the_interfaces_page_says_of_every_method_and_attribute_what_it_is_for(kind: type) -> None:
     page = (DOCS / "interfaces.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {kind.__name__}\n")[2].partition("\n## ")[0]
-    told = re.findall(r"^### `(?:Strategy\.)?(\w+)|^- `(\w+): .+: \w", section, re.MULTILINE)
+    entries = re.findall(r"^### `(?:Strategy\.)?(\w+)|^- `(\w+): .+: \w", section, re.MULTILINE)
     assert {name for name in vars(kind) if not name.startswith("_")} <= {
-        method or attribute for method, attribute in told
+        method or attribute for method, attribute in entries
     }
 
 
@@ -54,8 +54,8 @@ def test_every_method_to_override_says_what_it_is_for(kind: type) -> None:
 
 
 def test_the_hook_reference_has_every_hook_once() -> None:
-    found = re.findall(r"^### `(\w+)\(", (DOCS / "hooks.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(found) == sorted(hooks.HOOKS)
+    names = re.findall(r"^### `(\w+)\(", (DOCS / "hooks.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(names) == sorted(hooks.HOOKS)
 
 
 @pytest.mark.parametrize("name", hooks.HOOKS)

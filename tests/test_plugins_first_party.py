@@ -149,8 +149,8 @@ def test_weights_without_their_average_get_a_note(
     assert "beside the weights" not in capsys.readouterr().err
     trainer().validate(Net(), ROWS[:16], "best", batch_size=4)
     Net.load_from_checkpoint(tmp_path)
-    said = capsys.readouterr()
-    for text in (said.err, said.out):
+    output = capsys.readouterr()
+    for text in (output.err, output.out):
         assert "also holds the state of the plugin ema" in text
     assert "the plugin ema" in "".join(export(tmp_path, tmp_path / "weights", "safetensors"))
 
@@ -175,7 +175,7 @@ def test_a_fit_that_fails_while_the_average_is_validated_saves_its_weights(tmp_p
 
 def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
     torch.manual_seed(0)
-    module, seen = Net().bfloat16(), list[torch.Tensor]()
+    module, weights = Net().bfloat16(), list[torch.Tensor]()
     average: list[torch.Tensor] = [module.second.bias.detach().float()]
 
     class Looks(Callback):
@@ -183,11 +183,11 @@ def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
             average.append(average[-1].lerp(_weights(module)["second.bias"].float(), 0.001))
 
         def on_eval_end(self, module: TrainModule) -> None:
-            seen.append(_weights(module)["second.bias"])
+            weights.append(_weights(module)["second.bias"])
 
     trainer = Trainer(plugins=[Looks(), "ema:decay=0.999"], max_steps=100, validate_every="100 steps", progress=False)
     trainer.fit(module, ROWS.bfloat16(), ROWS.bfloat16(), batch_size=4)
-    torch.testing.assert_close(seen[0].float(), average[-1], rtol=0.004, atol=1e-6)  # half of bfloat16's spacing
+    torch.testing.assert_close(weights[0].float(), average[-1], rtol=0.004, atol=1e-6)  # half of bfloat16's spacing
     assert (average[-1] - average[0]).abs().max() > 0.002
     assert module.second.bias.dtype == torch.bfloat16
 
@@ -208,8 +208,8 @@ def test_an_average_that_is_validated_at_the_end_is_what_is_exported(tmp_path: P
 
 
 def test_an_average_over_drifting_replicas_is_refused() -> None:
-    (told, _) = run_ranks(_refused, 2, strategy="diloco", plugins=("ema",))
-    assert "ema: weights differ between ranks under 'diloco'" in told
+    (error, _) = run_ranks(_refused, 2, strategy="diloco", plugins=("ema",))
+    assert "ema: weights differ between ranks under 'diloco'" in error
 
 
 def test_replicas_drift_meet_and_resume_bit_for_bit(tmp_path: Path) -> None:
@@ -248,12 +248,12 @@ def _refused(**arguments: Any) -> str:
 
 
 def test_replicas_refuse_a_loss_scale_of_their_own() -> None:
-    (told, _) = run_ranks(_refused, 2, strategy="diloco", precision="fp16")
-    assert "use precision='bf16' or 'fp32'" in told
+    (error, _) = run_ranks(_refused, 2, strategy="diloco", precision="fp16")
+    assert "use precision='bf16' or 'fp32'" in error
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             {"strategy": "diloco:every=0"},
@@ -266,8 +266,8 @@ def test_replicas_refuse_a_loss_scale_of_their_own() -> None:
         ({"precision": "fp8:emulate=true,skip=."}, "no linear layer to convert: both sizes have to be multiples of 16"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(arguments: dict[str, Any], told: str) -> None:
-    assert told in _refused(**arguments)
+def test_what_cannot_run_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    assert message in _refused(**arguments)
 
 
 def test_float8_is_emulated_when_asked_and_the_plan_says_so(capfd: pytest.CaptureFixture[str]) -> None:
@@ -282,16 +282,16 @@ def test_float8_is_emulated_when_asked_and_the_plan_says_so(capfd: pytest.Captur
 
 def _twice(strategy: str, second: str) -> Any:
     """One module trained in float8 and then in another precision; its layers in between and the error of the second fit."""
-    module, told = Net(), ""
+    module, error = Net(), ""
     names = list(module.state_dict())
     for precision in ("fp8:emulate=true", second):
         trainer = Trainer(strategy=strategy, precision=precision, max_steps=2, seed=3, progress=False)
         try:
             trainer.fit(module, ROWS, batch_size=4)
         except ConfigurationError as exc:
-            told = str(exc)
+            error = str(exc)
     assert list(module.state_dict()) == names
-    return type(module.first).__name__, told
+    return type(module.first).__name__, error
 
 
 def test_a_module_has_its_plain_layers_again_after_a_fit_in_float8() -> None:
@@ -300,11 +300,11 @@ def test_a_module_has_its_plain_layers_again_after_a_fit_in_float8() -> None:
 
 
 def test_a_sharded_module_keeps_its_layers_and_refuses_a_precision_that_needs_others() -> None:
-    ((kind, told), _) = run_ranks(_twice, 2, "fsdp", "fp32")
+    ((kind, error), _) = run_ranks(_twice, 2, "fsdp", "fp32")
     assert "Float8Linear" in kind
-    assert "was prepared for precision='fp8'" in told
-    ((_, told), _) = run_ranks(_twice, 2, "fsdp", "fp8:emulate=true")
-    assert told == ""
+    assert "was prepared for precision='fp8'" in error
+    ((_, error), _) = run_ranks(_twice, 2, "fsdp", "fp8:emulate=true")
+    assert error == ""
 
 
 def test_what_was_trained_in_float8_is_in_the_plain_layers() -> None:

@@ -72,5 +72,5 @@ def test_a_name_that_is_not_public_is_an_attribute_error(module: object) -> None
 @pytest.mark.parametrize("module", ["fabricate", "fabricate.testing"])
 def test_importing_loads_no_heavy_library(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "[]\n"

@@ -70,28 +70,28 @@ def test_limit_val_batches_cuts_each_evaluation() -> None:
 
 
 def test_fast_dev_run_goes_through_everything_and_writes_nothing(tmp_path: Path) -> None:
-    heard: list[str] = []
+    calls: list[str] = []
 
     class Walks(Callback):
         def on_step(self) -> None:
-            heard.append("step")
+            calls.append("step")
 
         def on_eval_end(self) -> None:
-            heard.append("eval")
+            calls.append("eval")
 
         def on_saved(self, path: Path) -> None:
-            heard.append("saved")
+            calls.append("saved")
             assert path.is_dir()
             self.path = path
 
         def on_export(self, path: Path) -> None:
-            heard.append("export")
+            calls.append("export")
             assert (path / "model.safetensors").is_file()
 
     walks = Walks()
     run_dir = tmp_path / "run"
     result = fit(None, walks, val=ROWS, max_steps=None, max_epochs=5, fast_dev_run=True, run_dir=run_dir)
-    assert heard == ["step", "eval", "saved", "export"]
+    assert calls == ["step", "eval", "saved", "export"]
     assert (result.steps, result.checkpoint) == (1, None)
     assert files(tmp_path) == []
     assert not walks.path.exists()
@@ -120,11 +120,11 @@ def test_a_plan_is_resolved_without_training() -> None:
     module = Regression()
     before = weights(module)
     plan = Trainer(max_epochs=3, gradient_accumulation_steps=2, precision="bf16").plan(module, ROWS, batch_size=2)
-    found = {
+    values = {
         name: plan[name]
         for name in ("strategy", "precision", "compute_dtype", "global_batch_size", "total_steps", "world_size")
     }
-    assert found == {
+    assert values == {
         "strategy": "single",
         "precision": "bf16",
         "compute_dtype": "bfloat16",
@@ -162,17 +162,17 @@ class Watches(Regression):
 def test_the_precision_asked_for_is_in_effect(precision: str, activation: torch.dtype) -> None:
     module = Watches()
     fit(module, precision=precision)
-    told = precision if precision in ("bf16", "fp16") else "no"
-    assert module.dtypes == (activation, torch.float32, told)
+    autocast = precision if precision in ("bf16", "fp16") else "no"
+    assert module.dtypes == (activation, torch.float32, autocast)
 
 
 def test_fits_with_other_precisions_follow_one_another() -> None:
     module = Watches()
-    seen = []
+    dtypes = []
     for precision in ("fp32", "bf16", "fp16", "fp32"):
         fit(module, precision=precision)
-        seen.append(module.dtypes[0])
-    assert seen == [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+        dtypes.append(module.dtypes[0])
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float16, torch.float32]
 
 
 def test_one_trainer_fits_twice_from_the_beginning() -> None:
@@ -235,18 +235,18 @@ class Predicts(Regression):
 
 
 def test_predictions_come_in_the_order_of_the_data() -> None:
-    found = Trainer().predict(Predicts(), ROWS[:7], batch_size=3)
-    assert found is not None
-    assert [(int(row["twice"]), row["names"]) for row in found] == [
+    predictions = Trainer().predict(Predicts(), ROWS[:7], batch_size=3)
+    assert predictions is not None
+    assert [(int(row["twice"]), row["names"]) for row in predictions] == [
         (2 * number, f"row {number}") for number in range(7)
     ]
 
 
 def test_predictions_of_a_shuffled_loader_come_in_the_order_of_the_data_too() -> None:
     loader = torch.utils.data.DataLoader(ROWS, batch_size=3, shuffle=True)  # type: ignore[arg-type]
-    found = Trainer(seed=1).predict(Predicts(), loader)
-    assert found is not None
-    assert [row["names"] for row in found] == [f"row {number}" for number in range(8)]
+    predictions = Trainer(seed=1).predict(Predicts(), loader)
+    assert predictions is not None
+    assert [row["names"] for row in predictions] == [f"row {number}" for number in range(8)]
 
 
 def test_an_evaluation_takes_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ def test_an_evaluation_takes_the_weights_of_a_checkpoint(tmp_path: Path) -> None
 def test_the_best_checkpoint_is_kept_and_found(tmp_path: Path) -> None:
     common: dict[str, Any] = {"run_dir": tmp_path, "keep": {"last": 1, "best": 1, "metric": "val_loss"}}
     fit(Scripted([3.0, 1.0, 2.0, 4.0]), val=ROWS[:2], max_steps=4, validate_every=1, save_every=1, **common)
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step-00000002", "step-00000004"]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
     first = Scripted([0.0])
     Trainer(**common).validate(first, ROWS[:2], "best", batch_size=2)
     assert equal(
@@ -390,7 +390,7 @@ def test_trackers_are_told(tmp_path: Path) -> None:
 
     fit(None, val=ROWS, run_dir=tmp_path, trackers=["tensorboard"], log_every=1, validate_every=2)
     [events] = list(tmp_path.rglob("events.out.tfevents.*"))[:1]
-    read = EventAccumulator(str(events))
-    read.Reload()
-    assert {"loss", "lr", "val_loss"} <= set(read.Tags()["scalars"])
-    assert [event.step for event in read.Scalars("loss")] == [1, 2]
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    assert {"loss", "lr", "val_loss"} <= set(accumulator.Tags()["scalars"])
+    assert [event.step for event in accumulator.Scalars("loss")] == [1, 2]

@@ -54,10 +54,10 @@ def test_steps_and_epochs_are_whole(wrong: dict[str, Any]) -> None:
         Every(**wrong)
 
 
-@pytest.mark.parametrize("given", [{}, {"steps": 1, "epochs": 1}])
-def test_exactly_one_unit_is_given(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("units", [{}, {"steps": 1, "epochs": 1}])
+def test_exactly_one_unit_is_given(units: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="needs exactly one unit"):
-        Every(**given)
+        Every(**units)
 
 
 @pytest.mark.parametrize("value", [True, "5", float("nan")])

@@ -26,10 +26,12 @@ def test_the_table_has_every_public_name_of_accelerate() -> None:
 
 
 def test_every_name_gives_the_right_answer_or_an_error_as_documented() -> None:
-    found = observe()
-    wrong = {(case, name): said for case, each in found.items() for name, said in each.items() if said[:5] == "wrong"}
+    by_case = observe()
+    wrong = {
+        (case, name): answer for case, each in by_case.items() for name, answer in each.items() if answer[:5] == "wrong"
+    }
     assert wrong == {}
-    assert [line for line in rows(found) if line not in PAGE.splitlines()] == [], (
+    assert [line for line in rows(by_case) if line not in PAGE.splitlines()] == [], (
         "run python -m campaigns.accelerator --out docs/accelerator.md"
     )
 
@@ -38,20 +40,20 @@ class Looks(Callback):
     """Calls `look` in on_step and keeps what it returns or raises."""
 
     def __init__(self, look: Any) -> None:
-        self.look, self.found = look, []
+        self.look, self.answers = look, []
 
     def on_step(self, trainer: Trainer) -> None:
         try:
-            self.found.append(self.look(trainer.accelerator))
+            self.answers.append(self.look(trainer.accelerator))
         except FabricateError as exc:
-            self.found.append(str(exc))
+            self.answers.append(str(exc))
 
 
 def look_at(look: Any, **options: Any) -> list[Any]:
     looks = Looks(look)
     options = {"max_steps": 1} | options
     Trainer(progress=False, plugins=[looks], **options).fit(Regression(), ROWS, batch_size=2)
-    return looks.found
+    return looks.answers
 
 
 def test_it_is_an_accelerator_that_code_can_ask() -> None:
@@ -67,14 +69,14 @@ def test_it_is_an_accelerator_that_code_can_ask() -> None:
 
 @pytest.mark.parametrize("name", ["sync_gradients", "gradient_accumulation_steps", "step"])
 def test_what_the_loop_sets_cannot_be_set(name: str) -> None:
-    (found,) = look_at(lambda accelerator: setattr(accelerator, name, 2))
-    assert found.startswith(f"trainer.accelerator.{name}")
+    (message,) = look_at(lambda accelerator: setattr(accelerator, name, 2))
+    assert message.startswith(f"trainer.accelerator.{name}")
 
 
 @pytest.mark.parametrize("method", ["log", "get_tracker"])
 def test_trackers_that_are_not_there_are_named(method: str) -> None:
-    (found,) = look_at(lambda accelerator: getattr(accelerator, method)({}))
-    assert f"{method}: this run has no trackers; name them in Trainer" in found
+    (message,) = look_at(lambda accelerator: getattr(accelerator, method)({}))
+    assert f"{method}: this run has no trackers; name them in Trainer" in message
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
@@ -109,21 +111,21 @@ def test_a_skipped_update_is_known() -> None:
 
 def on_two_ranks(folder: str) -> list[Any]:
     """Ranks that differ are errors; fits with trackers follow each other; precision is known under DeepSpeed."""
-    rank, found = int(os.environ["RANK"]), []
-    found += look_at(lambda accelerator: accelerator.gather(torch.ones(1 + rank)), strategy="ddp")
-    found += look_at(
+    rank, answers = int(os.environ["RANK"]), []
+    answers += look_at(lambda accelerator: accelerator.gather(torch.ones(1 + rank)), strategy="ddp")
+    answers += look_at(
         lambda accelerator: accelerator.gather(torch.ones(1)) if rank else accelerator.wait_for_everyone(),
         strategy="ddp",
     )
-    found += look_at(lambda accelerator: accelerator.reduce(torch.ones(1), "min"), strategy="ddp")
+    answers += look_at(lambda accelerator: accelerator.reduce(torch.ones(1), "min"), strategy="ddp")
     for number in range(2):
         look_at(lambda accelerator: None, strategy="ddp", trackers=[Recorder()], run_dir=Path(folder, str(number)))
-    found += look_at(lambda accelerator: accelerator.mixed_precision, strategy="zero2", precision="bf16")
+    answers += look_at(lambda accelerator: accelerator.mixed_precision, strategy="zero2", precision="bf16")
     for detach in (True, False):
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             Trainer(max_steps=1, progress=False, strategy="ddp").fit(Gathering(detach), ROWS, batch_size=2)
-        found.append(said.getvalue())
-    return found
+        answers.append(stderr.getvalue())
+    return answers
 
 
 class Gathering(Regression):
@@ -138,8 +140,8 @@ class Gathering(Regression):
 
 
 def test_ranks_that_differ_are_named_and_fits_with_trackers_follow_each_other(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(on_two_ranks, 2, str(tmp_path))):
-        shapes, methods, reduction, precision, detached, without_gradient = found
+    for rank, answers in enumerate(run_ranks(on_two_ranks, 2, str(tmp_path))):
+        shapes, methods, reduction, precision, detached, without_gradient = answers
         assert "rank 0 calls gather((1,) torch.float32) and rank 1 gather((2,) torch.float32)" in shapes
         assert "rank 0 calls wait_for_everyone() and rank 1 gather((1,) torch.float32)" in methods
         assert "reduction='min': give sum, mean, max, none" in reduction

@@ -44,11 +44,11 @@ def remembered(function: str, happened: list[str]) -> Iterator[None]:
     """Calls of a function of torch.distributed are put on the list as well."""
     own = getattr(dist, function)
 
-    def told(*args: Any, **options: Any) -> Any:
+    def recording(*args: Any, **options: Any) -> Any:
         happened.append(function)
         return own(*args, **options)
 
-    setattr(dist, function, told)
+    setattr(dist, function, recording)
     try:
         yield
     finally:
@@ -89,8 +89,8 @@ def test_what_ranks_sum_up_is_on_its_way_while_backward_runs(ranks: list[dict[st
 def test_fsdp_gathers_no_more_than_fully_shard_by_hand(ranks: list[dict[str, list[str]]]) -> None:
     """Each block before its forward and before its backward, what is in no block once."""
     for happened in ranks:
-        told = [each for each in happened["fsdp"] if each not in ("backward", "all_reduce")]
-        assert told[: 3 * 6] == [*["all_gather_single"] * 5, "step"] * 3
+        calls = [each for each in happened["fsdp"] if each not in ("backward", "all_reduce")]
+        assert calls[: 3 * 6] == [*["all_gather_single"] * 5, "step"] * 3
 
 
 def test_no_gather_of_a_backward_waits_behind_the_sum_over_ranks(ranks: list[dict[str, list[str]]]) -> None:
@@ -105,7 +105,7 @@ def test_no_gather_of_a_backward_waits_behind_the_sum_over_ranks(ranks: list[dic
 def groups() -> list[tuple[int, set[int]]]:
     """After each fit: how many process groups are open, and the time-outs in minutes of those that a rank opened for strategies."""
     data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
-    found = []
+    counts = []
     for strategy, minutes in (("ddp", 7), ("fsdp", 7), ("zero1", 7), ("ddp", 9), ("fsdp", 9), ("zero1", 9)):
         module = Classes([])
         trainer = Trainer(
@@ -114,8 +114,8 @@ def groups() -> list[tuple[int, set[int]]]:
         trainer.fit(module, data, batch_size=2)
         every = dist.distributed_c10d._world.pg_map
         limits = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
-        found.append((len(every), {limit.total_seconds() // 60 for limit in limits}))
-    return found
+        counts.append((len(every), {limit.total_seconds() // 60 for limit in limits}))
+    return counts
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +145,11 @@ def shared_values() -> list[Any]:
     module.register_buffer("counts", torch.full((3,), rank + 1, dtype=torch.int16))
     module.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t() + 10 * rank)
     module.register_buffer("flag", torch.tensor(rank == 0))
-    found = [[buffer.tolist() for buffer in module.buffers()]]
+    values = [[buffer.tolist() for buffer in module.buffers()]]
     restore = Group(rank, 2).share_buffers(module)
-    found.append([buffer.tolist() for buffer in module.buffers()])
+    values.append([buffer.tolist() for buffer in module.buffers()])
     restore()
-    return [*found, [buffer.tolist() for buffer in module.buffers()], module.get_buffer("turned").is_contiguous()]
+    return [*values, [buffer.tolist() for buffer in module.buffers()], module.get_buffer("turned").is_contiguous()]
 
 
 def only_what_nccl_takes() -> list[Any]:

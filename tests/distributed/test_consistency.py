@@ -65,7 +65,7 @@ def _told(case: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "message"),
     [
         (
             "plugin",
@@ -76,9 +76,9 @@ def _told(case: str) -> str:
         ("frozen", "layer.bias is [[1], True] on rank 0 and [[1], False] on rank 2"),
     ],
 )
-def test_what_differs_is_told_on_every_rank(case: str, told: str) -> None:
+def test_what_differs_is_told_on_every_rank(case: str, message: str) -> None:
     messages = run_ranks(_told, 3, case)
-    assert told in messages[0]
+    assert message in messages[0]
     assert messages[1:] == messages[:1] * 2
 
 
@@ -134,20 +134,20 @@ def test_nodes_try_a_save_beside_the_run_directory_that_they_share(
 
 def _compared(*ranks: dict[str, str], devices: Sequence[str] = ("", "", "")) -> list[str]:
     """What each rank is told before there is a process group; a thread stands for each process, the store is real."""
-    store, told = dist.HashStore(), [""] * len(ranks)
+    store, errors = dist.HashStore(), [""] * len(ranks)
 
     def compare(rank: int, built: dict[str, str]) -> None:
         try:
             compare_builds(store, rank, len(ranks), built, devices[rank])
         except RankError as exc:
-            told[rank] = str(exc)
+            errors[rank] = str(exc)
 
     threads = [threading.Thread(target=compare, args=each) for each in enumerate(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return told
+    return errors
 
 
 def test_another_build_of_torch_or_another_device_is_named_before_ranks_wait_for_each_other() -> None:
@@ -173,8 +173,8 @@ def test_two_ranks_on_one_device_are_named_before_nccl_waits_for_them() -> None:
     assert "init_process_group('cpu:gloo,cuda:gloo')" in messages[0]
 
 
-@pytest.mark.parametrize(("rank", "found"), [(0, "1/2 clients joined"), (1, "timed out")])
-def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rank", "reason"), [(0, "1/2 clients joined"), (1, "timed out")])
+def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = str(free_port())
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -183,7 +183,7 @@ def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, found: str, mo
     assert f"did not find all 2 ranks at 127.0.0.1:{port} within 0:00:01: start one process per rank" in str(
         caught.value
     )
-    assert found in str(caught.value)
+    assert reason in str(caught.value)
 
 
 class Drifts(Callback):
@@ -232,7 +232,7 @@ def _drifted(what: str, strategy: str, run_dir: str) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("what", "strategy", "told", "saved"),
+    ("what", "strategy", "message", "saved"),
     [
         (
             "gradient",
@@ -245,10 +245,10 @@ def _drifted(what: str, strategy: str, run_dir: str) -> tuple[str, list[int]]:
     ],
 )
 def test_replicas_that_drift_apart_are_an_error_before_they_are_saved(
-    what: str, strategy: str, told: str, saved: list[int], tmp_path: Path
+    what: str, strategy: str, message: str, saved: list[int], tmp_path: Path
 ) -> None:
     for rank, (text, announced) in enumerate(run_ranks(_drifted, 2, what, strategy, str(tmp_path / "run"))):
-        assert told in text, rank
+        assert message in text, rank
         assert announced == saved
 
 
@@ -322,7 +322,7 @@ class AnyRows(Regression):
 
 
 def _with_own_data(kinds: list[str], evaluate: bool) -> list[str]:
-    found = []
+    errors = []
     for kind in kinds:
         trainer = Trainer(max_epochs=1, seed=1, progress=False)
         size = {} if kind == "batches" or "sampler" in kind else {"batch_size": 2}
@@ -331,10 +331,10 @@ def _with_own_data(kinds: list[str], evaluate: bool) -> list[str]:
                 trainer.validate(AnyRows(1), _data(kind), **size)
             else:
                 trainer.fit(AnyRows(1), _data(kind), **size)
-            found.append("")
+            errors.append("")
         except ConfigurationError as exc:
-            found.append(str(exc))
-    return found
+            errors.append(str(exc))
+    return errors
 
 
 DIVIDED = {
@@ -354,6 +354,6 @@ DIVIDED = {
 
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_data_that_is_divided_already_is_refused_and_its_own_noise_is_not(evaluate: bool) -> None:
-    for found in run_ranks(_with_own_data, 2, list(DIVIDED), evaluate):
-        for text, (kind, wanted) in zip(found, DIVIDED.items(), strict=True):
+    for errors in run_ranks(_with_own_data, 2, list(DIVIDED), evaluate):
+        for text, (kind, wanted) in zip(errors, DIVIDED.items(), strict=True):
             assert (wanted in text) if wanted else not text, (kind, text)

@@ -124,12 +124,12 @@ def test_a_launcher_that_shows_some_devices_gets_a_plan_on_one_of_them(
 ) -> None:
     environ, count, device, world_size = STARTS[name]
     see(monkeypatch, "cuda", count)
-    found = plan(monkeypatch, environ)
-    assert (str(found["device"]), found["world_size"]) == (device, world_size)
-    assert found["strategy"] == ("single" if world_size == 1 else "ddp")
-    assert found["distributed_type"] == ("NO" if world_size == 1 else "MULTI_GPU")
-    assert found["precision"] == "bf16"
-    assert "74.5 GiB (free on NVIDIA H100)" in found.source("memory_per_rank")
+    resolved = plan(monkeypatch, environ)
+    assert (str(resolved["device"]), resolved["world_size"]) == (device, world_size)
+    assert resolved["strategy"] == ("single" if world_size == 1 else "ddp")
+    assert resolved["distributed_type"] == ("NO" if world_size == 1 else "MULTI_GPU")
+    assert resolved["precision"] == "bf16"
+    assert "74.5 GiB (free on NVIDIA H100)" in resolved.source("memory_per_rank")
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_a_strategy_for_ranks_on_one_process_says_that_nothing_is_divided(
     strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see(monkeypatch, "cuda", 1)
-    found = plan(monkeypatch, torchrun(0, 1, 1), strategy)
+    resolved = plan(monkeypatch, torchrun(0, 1, 1), strategy)
     name = strategy.partition(":")[0]
-    assert found["distributed_type"] == kind
-    assert f"strategy={name!r} on one process: nothing is divided between ranks" in found.notes
+    assert resolved["distributed_type"] == kind
+    assert f"strategy={name!r} on one process: nothing is divided between ranks" in resolved.notes
 
 
 # ------------------------------------------------------------------------------------------------- the Accelerator's environment
@@ -274,9 +274,9 @@ def test_a_tpu_is_not_silently_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_without_process_groups_takes_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, "mps", 1)
-    found = plan(monkeypatch, {})
-    assert (str(found["device"]), found["strategy"]) == ("mps:0", "single")
-    assert any(note.startswith("fabricate has not been tested on mps") for note in found.notes)
+    resolved = plan(monkeypatch, {})
+    assert (str(resolved["device"]), resolved["strategy"]) == ("mps:0", "single")
+    assert any(note.startswith("fabricate has not been tested on mps") for note in resolved.notes)
     for environ, strategy in (({}, "ddp"), (torchrun(0, 2, 2), "auto")):
         with pytest.raises(FabricateError, match="torch has no process group for this type of device"):
             plan(monkeypatch, environ, strategy)

@@ -124,9 +124,9 @@ def run(tmp_path: Path) -> Iterator[tuple[Path, Future[Any]]]:
             (tmp_path / "over").touch()
 
 
-def asked(folder: Path, *options: str) -> tuple[int, str]:
-    done = CliRunner().invoke(main, ["doctor", "--run", str(folder / "run-1"), *options], catch_exceptions=False)
-    return done.exit_code, done.output
+def doctor_of(folder: Path, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["doctor", "--run", str(folder / "run-1"), *options], catch_exceptions=False)
+    return result.exit_code, result.output
 
 
 EXPECTED = {
@@ -162,7 +162,7 @@ def test_doctor_says_where_each_rank_of_a_live_run_is(run: tuple[Path, Future[An
             assert time.monotonic() < deadline, (case, text)
             time.sleep(0.1)
             if (folder / case).exists():  # and rank 0 comes to where it waits
-                code, text = asked(folder)
+                code, text = doctor_of(folder)
                 assert code == 0, text
                 one = matches(text, *expected)
         if case == "loop":
@@ -179,7 +179,7 @@ def assert_stopped(folder: Path, process: int) -> None:
     """Of a rank that is stopped no stack can be had, but how far it came."""
     os.kill(process, signal.SIGSTOP)
     try:
-        code, text = asked(folder, "--json")
+        code, text = doctor_of(folder, "--json")
     finally:
         os.kill(process, signal.SIGCONT)
     zero, one = json.loads(text)
@@ -274,7 +274,7 @@ def test_processes_that_are_not_there_are_not_asked() -> None:
             Address(own.host, sleeper.pid, began, own.memory),  # shows nothing of itself
             Address("far-away", 1, 1, 3),
         ]
-        assert [seen.state for seen in ask(others)] == ["gone", "gone", "elsewhere"]
+        assert [process.state for process in ask(others)] == ["gone", "gone", "elsewhere"]
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
@@ -303,14 +303,14 @@ print("done")
 
 def test_a_process_that_computes_can_be_asked_again_and_again() -> None:
     """The handler of the signal runs between any two instructions."""
-    done = subprocess.run([sys.executable, "-c", COMPUTES], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    process = subprocess.run([sys.executable, "-c", COMPUTES], capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
 
 
 def test_a_directory_without_a_fit_and_one_whose_fit_is_over_say_so(tmp_path: Path) -> None:
     def doctor() -> tuple[int, str]:
-        done = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path)])
-        return done.exit_code, done.output.strip()
+        result = CliRunner().invoke(main, ["doctor", "--run", str(tmp_path)])
+        return result.exit_code, result.output.strip()
 
     assert doctor() == (
         2,

@@ -65,8 +65,8 @@ def start(prefix: str, name: str, folder: Path) -> subprocess.Popen[bytes]:
 def cut(prefix: str, name: str) -> None:
     """The host loses its cable, then its power: nobody tells the other one."""
     ip("-n", prefix + name, "link", "set", "cable", "down")
-    found = subprocess.run(["ip", "netns", "pids", prefix + name], check=True, capture_output=True, text=True)
-    subprocess.run(["kill", "-9", *found.stdout.split()], check=True)
+    listing = subprocess.run(["ip", "netns", "pids", prefix + name], check=True, capture_output=True, text=True)
+    subprocess.run(["kill", "-9", *listing.stdout.split()], check=True)
 
 
 def test_two_hosts_train_together_and_a_host_that_is_gone_is_named(cables: dict[str, str], tmp_path: Path) -> None:
@@ -83,10 +83,10 @@ def test_two_hosts_train_together_and_a_host_that_is_gone_is_named(cables: dict[
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             cut(prefix, gone)
-        for gone, (left, message) in LEFT.items():
-            code = running[gone][left].wait(LIMIT_SECONDS)
+        for gone, (host, message) in LEFT.items():
+            code = running[gone][host].wait(LIMIT_SECONDS)
             assert code != 0, "the time-out of the script is 15 seconds, torch's own half an hour"
-            assert f"RankError: {message}" in (tmp_path / gone / f"{left}.txt").read_text()
+            assert f"RankError: {message}" in (tmp_path / gone / f"{host}.txt").read_text()
     finally:
         for pair in running.values():
             for process in pair.values():

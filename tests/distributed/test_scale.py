@@ -162,7 +162,7 @@ def test_values_of_rank_0_and_values_for_rank_0_travel_no_further() -> None:
         answers, traffic[size] = on_each(size, work)
         assert [value for value, _ in answers] == ["x" * 1000] * size
         assert answers[0][1] == [[rank % 7] * 100 for rank in range(size)]
-        assert all(sent == [] for _, sent in answers[1:])
+        assert all(values == [] for _, values in answers[1:])
     settle(traffic)
 
 
@@ -312,8 +312,8 @@ def save_copies(group: Group, folder: Path, shards: int) -> None:
     copy, shard = divmod(group.rank, shards)
     for name, tensor in WEIGHTS.items():
         start, end = (len(tensor) * number // shards for number in (shard, shard + 1))
-        held = Part(tensor[start:end], start, (301,), shards == 1, copy, group.world_size // shards)
-        saver.part(name, held)
+        part = Part(tensor[start:end], start, (301,), shards == 1, copy, group.world_size // shards)
+        saver.part(name, part)
         saver.whole(f"{name}/steps", torch.tensor(4.0))
     content = Content(saver.chunks, {}, {}, saver.tensors, dict(MANIFEST), [])
     commit.write(group, content, folder / "step-00000005", [])

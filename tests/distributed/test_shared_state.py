@@ -39,18 +39,18 @@ class During(Callback):
     """What Accelerate says while the fit runs."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.values: list[Any] = []
 
     def on_step(self, trainer: Trainer) -> None:
         state = PartialState()
         with state.main_process_first():
-            self.seen = [state.num_processes, state.process_index, trainer.accelerator.mixed_precision]
+            self.values = [state.num_processes, state.process_index, trainer.accelerator.mixed_precision]
 
 
 def fit(**options: Any) -> list[Any]:
     during = During()
     Trainer(max_steps=1, progress=False, plugins=[during], **options).fit(Regression(), ROWS, batch_size=2)
-    return during.seen
+    return during.values
 
 
 def test_a_partial_state_from_before_is_adopted_and_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,23 +128,23 @@ def test_a_device_that_is_not_that_of_the_fit_is_an_error(monkeypatch: pytest.Mo
 
 def on_two_ranks() -> list[Any]:
     """A PartialState that knows of one process is refused; one that knows of two serves before, during and after fits."""
-    rank, found = int(os.environ["RANK"]), []
+    rank, answers = int(os.environ["RANK"]), []
     assert not dist.is_initialized(), "the PartialState below has to open the process group"
     PartialState()  # without cpu=True Accelerate takes each CPU process for a training of its own
     try:
         fit(strategy="ddp")
     except ConfigurationError as exc:
-        found.append(str(exc))
+        answers.append(str(exc))
     forget()
     state = PartialState(cpu=True)
     with state.main_process_first():
         pass
-    found += [fit(strategy=strategy) for strategy in ("ddp", "fsdp")]
+    answers += [fit(strategy=strategy) for strategy in ("ddp", "fsdp")]
     with state.main_process_first():
-        found.append((state.num_processes, state.process_index == rank, state.distributed_type.value))
+        answers.append((state.num_processes, state.process_index == rank, state.distributed_type.value))
     forget()
-    found.append(fit(strategy="ddp"))
-    return found
+    answers.append(fit(strategy="ddp"))
+    return answers
 
 
 def test_two_ranks_have_to_know_of_each_other() -> None:

@@ -35,11 +35,13 @@ def test_the_page_takes_what_was_measured_and_holds_it_against_the_targets(
         "--only",
         "Accelerate",
     ]
-    done = subprocess.run([*command, "fabricate", "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr  # which it is not where a loop trains other weights than the bare one
-    found = json.loads(figures.read_text())
-    assert found.keys() == WORKS.keys()
-    for case in found.values():
+    process = subprocess.run([*command, "fabricate", "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, (
+        process.stderr
+    )  # which it is not where a loop trains other weights than the bare one
+    by_case = json.loads(figures.read_text())
+    assert by_case.keys() == WORKS.keys()
+    for case in by_case.values():
         assert case["loops"].keys() == LOOPS.keys()
         assert case["loops"]["fabricate"]["weights"] == "bit-identical"
 
@@ -47,16 +49,16 @@ def test_the_page_takes_what_was_measured_and_holds_it_against_the_targets(
     before = suite.PAGE.read_text(encoding="utf-8")
     page.write_text(before, encoding="utf-8")
     monkeypatch.setattr(suite, "PAGE", page)
-    results = {"overhead": {"machine": machine(), "found": found, "text": ""}}
+    results = {"overhead": {"machine": machine(), "found": by_case, "text": ""}}
     suite.write_page(results)
     suite.write_page(results)  # in place of the first, not beside it
     after = page.read_text(encoding="utf-8")
     assert _by_hand(after) == _by_hand(before)
     for case in WORKS:
-        assert f"{found[case]['loops']['fabricate']['micro_batch']:.1f}" in _table(after, case)
-    held = _table(after, "targets").splitlines()[2:]
-    assert len(held) == len(TARGETS)
-    for target, row in zip(TARGETS, held, strict=True):
+        assert f"{by_case[case]['loops']['fabricate']['micro_batch']:.1f}" in _table(after, case)
+    rows = _table(after, "targets").splitlines()[2:]
+    assert len(rows) == len(TARGETS)
+    for target, row in zip(TARGETS, rows, strict=True):
         assert target.promise in row
         assert ("not measured" in row) == (target.part != "overhead")
 
@@ -64,8 +66,8 @@ def test_the_page_takes_what_was_measured_and_holds_it_against_the_targets(
 def test_loops_of_two_ranks_train_the_same_weights(tmp_path: Path) -> None:
     figures = tmp_path / "found.json"
     command = [sys.executable, "-m", "benchmarks.ranks", "quiet", "--rounds", "1", "--micro-batches", "44"]
-    done = subprocess.run([*command, "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr  # which it is not where weights differ
+    process = subprocess.run([*command, "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr  # which it is not where weights differ
     assert {loop: len(times) for loop, times in json.loads(figures.read_text())["quiet"].items()} == dict.fromkeys(
         ranks.LOOPS["ddp"], 1
     )

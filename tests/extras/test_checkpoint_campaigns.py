@@ -35,9 +35,9 @@ def test_altered_and_forged_checkpoints_are_refused() -> None:
 
 @pytest.mark.timeout(1200)
 def test_the_code_without_one_fsync_rename_digest_or_proof_of_coverage_is_noticed() -> None:
-    found = mutants.run(mutants.VITAL)
-    assert [str(site) for site, noticed in found.items() if not noticed] == []
-    kinds = [site.kind for site in found]
+    by_site = mutants.run(mutants.VITAL)
+    assert [str(site) for site, noticed in by_site.items() if not noticed] == []
+    kinds = [site.kind for site in by_site]
     assert kinds.count("durable") >= 13
     assert kinds.count("digest") >= 4
     assert kinds.count("coverage") >= 8
@@ -49,8 +49,8 @@ def test_runs_that_are_killed_end_as_if_undisturbed(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "campaigns.checkpoints", "kill", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-8000:]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-8000:]
     kills: dict[str, Any] = json.loads(file.read_text())["kill"]
     assert kills["in all"] >= 40
     assert all(number >= 2 for number in kills["kills"].values())
@@ -80,16 +80,16 @@ finally:
 
 
 def test_a_rank_whose_companion_is_killed_at_the_very_end_does_not_run_on_as_the_campaign(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LAST, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[0, -9]\ncleans up\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", LAST, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert process.stdout == "[0, -9]\ncleans up\n", process.stderr
     assert "cleans up" not in (tmp_path / "run-0.txt").read_text()
 
 
 @pytest.mark.timeout(1200)
 def test_checkpoints_of_every_strategy_go_on_under_others() -> None:
-    found = pairs.run(long=False)
-    assert found.keys() == pairs.CASES.keys()
-    assert {writer for writer in found["adamw"]} == {str(topology) for topology in pairs.TOPOLOGIES}
+    by_case = pairs.run(long=False)
+    assert by_case.keys() == pairs.CASES.keys()
+    assert {writer for writer in by_case["adamw"]} == {str(topology) for topology in pairs.TOPOLOGIES}
 
 
 @pytest.mark.timeout(600)

@@ -39,10 +39,10 @@ def test_the_script_and_the_command_of_the_page_work_together(parser: str, tmp_p
         (tmp_path / "conf").mkdir()
         (tmp_path / "conf" / "run.yaml").write_text(file)
     (command,) = re.findall(r"`(fabricate run .*? --nproc 2 -- .*?)`", section)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"fabricate: Net, {4 * 64 + 64 + 64 + 1} parameters" in done.stdout
-    assert "updates  20 of 16 rows (8 x 1 x 2)" in done.stdout
-    assert "2 ranks (cpu)" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"fabricate: Net, {4 * 64 + 64 + 64 + 1} parameters" in process.stdout
+    assert "updates  20 of 16 rows (8 x 1 x 2)" in process.stdout
+    assert "2 ranks (cpu)" in process.stdout

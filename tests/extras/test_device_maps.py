@@ -60,10 +60,10 @@ def answer(script: Path, strategy: str, base: Path) -> dict[str, Any]:
         "MALLOC_MMAP_THRESHOLD_": str(2**20),  # else the C library keeps what layers freed
     }
     command = [sys.executable, str(script), strategy, str(base)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    values: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return values
 
 
 def test_a_model_larger_than_the_memory_it_takes_computes_and_generates_what_it_does_in_memory(tmp_path: Path) -> None:

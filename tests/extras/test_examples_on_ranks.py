@@ -28,9 +28,9 @@ def test_an_example_learns_on_two_ranks_and_leaves_its_model(
 ) -> None:
     launcher = [sys.executable, "-m", "fabricate", "run", str(EXAMPLES / f"{example}.py"), "--nproc", "2"]
     command = [*launcher, "--strategy", strategy, "--", *arguments, "--run-dir", "here"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert f"2 ranks (cpu), {strategy}" in done.stdout
-    (found,) = re.findall(rf"^(?!step \d+ +val).*\b{pattern}", done.stdout, flags=re.MULTILINE)  # of rank 0 alone
-    assert least < float(found) < most
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    assert f"2 ranks (cpu), {strategy}" in process.stdout
+    (value,) = re.findall(rf"^(?!step \d+ +val).*\b{pattern}", process.stdout, flags=re.MULTILINE)  # of rank 0 alone
+    assert least < float(value) < most
     assert list((tmp_path / "here" / "model").glob("*.safetensors"))

@@ -15,12 +15,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(*command: str, directory: Path, hushed: bool = True) -> str:
     """What `python COMMAND` printed; without the network, on the CPU, one thread per process. hushed: libraries print no warning."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    assert not hushed or re.findall(r".*(?:warning|failed to load).*", done.stderr, re.IGNORECASE) == []
-    return done.stdout
+    assert process.returncode == 0, (
+        f"{command} ended with {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+    )
+    assert not hushed or re.findall(r".*(?:warning|failed to load).*", process.stderr, re.IGNORECASE) == []
+    return process.stdout
 
 
 def metrics(run_dir: Path, stage: str, name: str) -> dict[int, float]:
@@ -48,9 +50,9 @@ def test_the_demo_stops_resumes_and_is_read_without_fabricate(tmp_path: Path) ->
     assert (here / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     # generate.py imports transformers only and fails if fabricate came along.
-    written = run(str(EXAMPLES / "generate.py"), "here/model", directory=tmp_path)
-    assert "here/model read by transformers alone:\ndef __init__(self" in written
-    sample = written.partition("def __init__(self")[2]
+    output = run(str(EXAMPLES / "generate.py"), "here/model", directory=tmp_path)
+    assert "here/model read by transformers alone:\ndef __init__(self" in output
+    sample = output.partition("def __init__(self")[2]
     assert len(sample) > 40
     assert sample.strip() in second  # the same weights and tokenizer as the run's own sample
 
@@ -70,9 +72,9 @@ def test_a_llama_in_shards_learns_the_same_under_zero3_and_fsdp(tmp_path: Path) 
         options = ("--dataset", "rhyme.txt", "--run-dir", strategy, "--max-steps", "6", "--global-batch-size", "16")
         launch = ("-m", "fabricate", "run", str(EXAMPLES / "llama.py"), "--nproc", "2", "--strategy", strategy)
         printed = run(*launch, "--", *options, "--batch-size", "4", directory=tmp_path, hushed=False)
-        found = re.search(r"step 6: validation loss (\d+\.\d+)", printed)
-        assert found is not None
+        match = re.search(r"step 6: validation loss (\d+\.\d+)", printed)
+        assert match is not None
         assert printed.count("validation loss") == 1, "rank 0 alone prints"
-        losses.append(float(found[1]))
+        losses.append(float(match[1]))
         assert (tmp_path / strategy / "model" / "config.json").exists()
     assert abs(losses[0] - losses[1]) < 1e-4 * losses[0]

@@ -86,7 +86,7 @@ def yaml(root: Path, name: str, text: str) -> str:
 
 def srun(port: str) -> list[str]:
     """What `srun` gives each of two tasks, by hand: nothing here has SLURM. Both end, or the first that fails is told."""
-    told = {
+    variables = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
@@ -96,7 +96,7 @@ def srun(port: str) -> list[str]:
         "SLURM_NODEID": "0",
         "MASTER_PORT": port,
     }
-    each = " ".join(f"{name}={value}" for name, value in told.items())
+    each = " ".join(f"{name}={value}" for name, value in variables.items())
     task = f'{each} SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks="$tasks $!"'
     wait = "code=0; for task in $tasks; do wait $task || code=$?; done; exit $code"
     return ["sh", "-c", f"for task in 0 1; do {task}; done; {wait}", "srun", sys.executable]
@@ -155,7 +155,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, End
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FABRICATE_", "MASTER_"))}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(root / "no-config-here")}
     waiting, running = started(root), dict[str, Any]()
-    found: dict[str, Ended] = {}
+    by_launcher: dict[str, Ended] = {}
     deadline = time.monotonic() + LIMIT_SECONDS
     try:
         while waiting or running:
@@ -167,7 +167,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, End
                     )
             for name, process in list(running.items()):
                 if process.poll() is not None:
-                    found[name] = Ended(process.returncode, (root / f"{name}.txt").read_text())
+                    by_launcher[name] = Ended(process.returncode, (root / f"{name}.txt").read_text())
                     del running[name]
             assert time.monotonic() < deadline, f"still running: {sorted(running)}"
             time.sleep(0.05)
@@ -175,7 +175,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, End
         for process in running.values():
             process.terminate()
             process.wait()
-    return root, found
+    return root, by_launcher
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -185,8 +185,8 @@ def losses(run_dir: Path) -> list[float]:
 
 def setting(run_dir: Path, name: str) -> Any:
     """A line of the plan: its value, and where that is from."""
-    found = json.loads((run_dir / "plan.json").read_text())["settings"][name]
-    return found["value"], found["source"]
+    entry = json.loads((run_dir / "plan.json").read_text())["settings"][name]
+    return entry["value"], entry["source"]
 
 
 def settings(run_dir: Path) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def settings(run_dir: Path) -> dict[str, Any]:
 def test_the_same_script_computes_the_same_under(
     ended: tuple[Path, dict[str, Ended]], name: str, world_size: int, strategy: str
 ) -> None:
-    root, found = ended
-    assert found[name].code == 0, found[name].output
+    root, by_launcher = ended
+    assert by_launcher[name].code == 0, by_launcher[name].output
     assert settings(root / name) == {
         "world_size": world_size,
         "strategy": strategy,
@@ -220,7 +220,7 @@ def test_the_same_script_computes_the_same_under(
     }
     assert len(losses(root / name)) == 8
     assert losses(root / name) == pytest.approx(losses(root / "python"), rel=1e-5)
-    assert found[name].output.count("  runs on  ") == 1, "by rank 0 only"
+    assert by_launcher[name].output.count("  runs on  ") == 1, "by rank 0 only"
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_the_files_that_users_of_accelerate_have_are_kept(
     ended: tuple[Path, dict[str, Ended]], name: str, strategy: str, precision: str, source: str
 ) -> None:
     """As they are, with `accelerate launch` or `fabricate run`, for a script that knows nothing of them."""
-    root, found = ended
-    assert found[name].code == 0, found[name].output
+    root, by_launcher = ended
+    assert by_launcher[name].code == 0, by_launcher[name].output
     wanted = {"world_size": 2, "strategy": strategy, "precision": precision, "global_batch_size": 12}
     assert settings(root / name) == wanted
     assert source in setting(root / name, "precision")[1]
@@ -257,14 +257,14 @@ def test_the_files_that_users_of_accelerate_have_are_kept(
 
 def test_a_notebook_trains_on_two_processes_after_it_trained_on_one(ended: tuple[Path, dict[str, Ended]]) -> None:
     """Threads of the notebook's own computations do not survive the fork; ranks compute all the same."""
-    root, found = ended
-    assert found["notebook"].code == 0, found["notebook"].output
+    root, by_launcher = ended
+    assert by_launcher["notebook"].code == 0, by_launcher["notebook"].output
     wanted = {"world_size": 2, "strategy": "ddp", "precision": "bf16", "global_batch_size": 12}
     assert settings(root / "notebook") == wanted
     assert setting(root / "notebook", "precision")[1] == "MIXED_PRECISION"
     assert (
         "one thread per rank instead of 2: a forked process does not have the threads of its parent"
-        in found["notebook"].output
+        in by_launcher["notebook"].output
     )
     assert losses(root / "notebook") == pytest.approx(losses(root / "python"), rel=0.05)
 
@@ -272,12 +272,12 @@ def test_a_notebook_trains_on_two_processes_after_it_trained_on_one(ended: tuple
 def test_processes_that_accelerate_launch_would_not_start_are_an_error_that_says_how(
     ended: tuple[Path, dict[str, Ended]],
 ) -> None:
-    root, found = ended
-    assert found["accelerate-cpus-file"].code != 0
-    assert "asked for several processes and started one" in found["accelerate-cpus-file"].output
+    root, by_launcher = ended
+    assert by_launcher["accelerate-cpus-file"].code != 0
+    assert "asked for several processes and started one" in by_launcher["accelerate-cpus-file"].output
     assert (
         "accelerate launch --multi_gpu --num_processes N script.py` (on a CPU as well)"
-        in found["accelerate-cpus-file"].output
+        in by_launcher["accelerate-cpus-file"].output
     )
     assert not (root / "accelerate-cpus-file").exists()
 

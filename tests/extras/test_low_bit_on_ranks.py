@@ -42,8 +42,8 @@ class Net(TrainModule):
 
     def state(self) -> list[torch.Tensor]:
         """Its bytes: the start and the end of a run are on different ranks, and 8-bit floats do not travel between processes."""
-        found = [v for state in self.trainer.optimizers["main"].state.values() for _, v in sorted(state.items())]
-        values = [value for value in found if isinstance(value, torch.Tensor)]
+        entries = [v for state in self.trainer.optimizers["main"].state.values() for _, v in sorted(state.items())]
+        values = [value for value in entries if isinstance(value, torch.Tensor)]
         self.kinds = {type(value).__name__ for value in values}
         return [t.clone().reshape(-1).view(torch.uint8) for value in values for t in inner_tensors(value)]
 
@@ -90,12 +90,12 @@ def test_the_state_goes_on_to_the_last_bit_on_two_ranks_on_three_and_on_one(tmp_
     ]
     ends = {name: module.end for name, module in modules.items()}
     for ranks, steps in ((2, 4), (3, 6)):
-        found = run_ranks(goes_on, ranks, tmp_path, steps, 12 // ranks)
+        answers = run_ranks(goes_on, ranks, tmp_path, steps, 12 // ranks)
         for name in OPTIMIZERS:
-            restored = [of_rank[name][0] for of_rank in found]
+            restored = [of_rank[name][0] for of_rank in answers]
             assert all(same(state, ends[name]) for state in restored), (name, ranks)
-            ends[name] = found[0][name][1]
-            assert all(same(of_rank[name][1], ends[name]) for of_rank in found), (name, ranks)
+            ends[name] = answers[0][name][1]
+            assert all(same(of_rank[name][1], ends[name]) for of_rank in answers), (name, ranks)
     for name in OPTIMIZERS:
         assert same(fit(tmp_path / name, 7, name, 12).start, ends[name]), name
 

@@ -65,29 +65,29 @@ def limited(path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(900)
 def test_a_model_larger_than_a_process_may_be_trains_in_shards_which_auto_chooses(tmp_path: Path) -> None:
-    done = limited(tmp_path, "auto")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("trained 1") == 2
-    line = next(line for line in done.stdout.splitlines() if line.startswith("  strategy"))
+    process = limited(tmp_path, "auto")
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stdout.count("trained 1") == 2
+    line = next(line for line in process.stdout.splitlines() if line.startswith("  strategy"))
     assert "fsdp  [auto: 2 processes; a replica takes 1.6 GiB, more than 1.4 GiB (ulimit -d)]" in line
-    assert "ddp not within 1.4 GiB (ulimit -d)" in done.stdout
+    assert "ddp not within 1.4 GiB (ulimit -d)" in process.stdout
 
 
 @pytest.mark.timeout(900)
 def test_deepspeeds_shards_hold_it_too(tmp_path: Path) -> None:
     """Its buckets are no larger than what is trained."""
-    done = limited(tmp_path, "zero3")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("trained 1") == 2
-    assert "bucket 32.0 MiB" in done.stdout
+    process = limited(tmp_path, "zero3")
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stdout.count("trained 1") == 2
+    assert "bucket 32.0 MiB" in process.stdout
 
 
 @pytest.mark.timeout(900)
 def test_as_replicas_it_ends_with_what_takes_the_memory_and_what_helps(tmp_path: Path) -> None:
-    done = limited(tmp_path, "ddp")
-    assert done.returncode == 1
-    assert "trained" not in done.stdout
-    text = done.stderr
+    process = limited(tmp_path, "ddp")
+    assert process.returncode == 1
+    assert "trained" not in process.stdout
+    text = process.stderr
     assert "out of memory on rank" in text
     assert "strategy='ddp' keeps about 1.6 GiB on each rank (parameters 1.5 GiB, gradients 32.0 MiB" in text
     assert "a rank has 1.4 GiB (ulimit -d). What helps: divide them over more ranks with strategy='fsdp'" in text

@@ -32,8 +32,10 @@ trainer.fit(Module(), torch.linspace(-1, 1, 64).reshape(16, 4), batch_size=4)
 
 def test_new_distributions_are_installed_found_and_run_on_two_ranks(tmp_path: Path) -> None:
     for kind in KINDS:
-        made = CliRunner().invoke(main, ["plugins", "new", f"new-{kind}", "--kind", kind, "--into", str(tmp_path)])
-        assert made.exit_code == 0, made.output
+        invocation = CliRunner().invoke(
+            main, ["plugins", "new", f"new-{kind}", "--kind", kind, "--into", str(tmp_path)]
+        )
+        assert invocation.exit_code == 0, invocation.output
     roots = [str(tmp_path / f"fabricate-new-{kind}") for kind in KINDS]
     site, script, run_dir = tmp_path / "site", tmp_path / "train.py", tmp_path / "run"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -44,9 +46,9 @@ def test_new_distributions_are_installed_found_and_run_on_two_ranks(tmp_path: Pa
 
     def fabricate(*arguments: str) -> str:
         command = [sys.executable, "-m", "fabricate", *arguments]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
 
     chosen = ("--strategy", "new-strategy", "--precision", "new-precision", "--plugin", "new-callback:every=1")
     shown = fabricate("run", str(script), "--nproc", "2", *chosen, "--", str(run_dir))
@@ -59,6 +61,8 @@ def test_new_distributions_are_installed_found_and_run_on_two_ranks(tmp_path: Pa
     logged = (run_dir / "trackers" / "fabricate-new-tracker.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in logged if '"lr"' in line] == [1, 2]
     tests = [sys.executable, "-m", "pytest", "-q", "-W", "error", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    done = subprocess.run([*tests, *roots], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert f"{len(KINDS)} passed" in done.stdout
+    process = subprocess.run(
+        [*tests, *roots], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stdout
+    assert f"{len(KINDS)} passed" in process.stdout

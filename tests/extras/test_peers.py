@@ -25,8 +25,8 @@ def test_every_peer_of_the_benchmarks_is_installed_here() -> None:
 def test_every_framework_trains_the_weights_of_the_bare_loop(case: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.overhead", case, "--rounds", "1", "--micro-batches", "48"]
-    done = subprocess.run([*command, "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run([*command, "--json", str(figures)], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     loops = json.loads(figures.read_text())[case]["loops"]
     assert case == "listeners" or len(loops) >= 2 + len(PEERS)  # hooks of others are not alike
     assert {loop["weights"] for loop in loops.values()} == {"bit-identical"}

@@ -223,18 +223,18 @@ def every_case(base: Path, folder: Path) -> dict[Any, Any]:
 
 
 def test_two_ranks_train_and_resume_or_are_refused_by_name(base: Path, tmp_path: Path) -> None:
-    found, other = run_ranks(every_case, 2, base, tmp_path, timeout=600)
-    assert found == other
+    first, other = run_ranks(every_case, 2, base, tmp_path, timeout=600)
+    assert first == other
     for case in TAKEN:
-        assert len(found[case]) == STEPS, (case, found[case])
-        assert found[case] == pytest.approx(found["ddp", case[1]], abs=1e-4)
+        assert len(first[case]) == STEPS, (case, first[case])
+        assert first[case] == pytest.approx(first["ddp", case[1]], abs=1e-4)
     names = {"nf4": "bitsandbytes 4-bit", "int8": "bitsandbytes 8-bit", "torchao-int8": "torchao"}
     for strategy, kind in REFUSED:
         supports = (
             "no quantised weights, but " if strategy == "zero3" else "only the quantised weights of bitsandbytes "
         )
-        assert found[strategy, kind].startswith(f"strategy='{strategy}' supports {supports}"), found[strategy, kind]
-        assert f"q_proj.base_layer.weight and 13 more are quantised by {names[kind]}" in found[strategy, kind]
+        assert first[strategy, kind].startswith(f"strategy='{strategy}' supports {supports}"), first[strategy, kind]
+        assert f"q_proj.base_layer.weight and 13 more are quantised by {names[kind]}" in first[strategy, kind]
         assert not list((tmp_path / f"{strategy}-{kind}").glob("*/checkpoints/step-*"))
 
 
@@ -286,10 +286,10 @@ def test_the_plan_counts_quantised_bytes_and_the_parameters_that_they_stand_for(
     quantised = quantised_weights(module)
     assert len(quantised) == 14
     plain = [p for name, p in module.named_parameters() if name not in quantised]
-    held = {t.data_ptr(): t.nbytes for each in quantised.values() for t in each.tensors()}
+    sizes = {t.data_ptr(): t.nbytes for each in quantised.values() for t in each.tensors()}
     memory = plan["memory_per_rank"]
     counted = memory["parameters"] + memory.get("scales of quantised weights", 0)
-    assert counted == sum(held.values()) + sum(p.nbytes for p in plain)
+    assert counted == sum(sizes.values()) + sum(p.nbytes for p in plain)
     whole = transformers.AutoModelForCausalLM.from_pretrained(base)
     assert plan["parameters_frozen"] == whole.num_parameters()
     (row,) = summary.layers
@@ -318,8 +318,8 @@ def test_the_merged_model_is_what_was_trained_and_transformers_reads_it_alone(
     kind: str, base: Path, tmp_path: Path
 ) -> None:
     fit(base, kind, tmp_path / "run")
-    done = CliRunner().invoke(main, ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged")])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert type(merged) is transformers.LlamaForCausalLM
     assert not hasattr(merged.config, "quantization_config")
@@ -331,8 +331,8 @@ def test_the_merged_model_is_what_was_trained_and_transformers_reads_it_alone(
             layer.support_avx512bf16_for_cpu = False  # which rounds its scales
     before: Any = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     with torch.no_grad():
-        expected, found, untrained = (each(TOKENS).logits for each in (model, merged, before))
-    distance, change = ((found - each).abs().max().item() for each in (expected, untrained))
+        expected, logits, untrained = (each(TOKENS).logits for each in (model, merged, before))
+    distance, change = ((logits - each).abs().max().item() for each in (expected, untrained))
     print(f"{kind}: {distance:.1e} from what was trained, {change:.1e} from the base")
     assert distance < (1e-5 if kind != "int8" else 0.02)  # bitsandbytes rounds activations to 8 bits as well
     assert change > 0.1
@@ -346,9 +346,9 @@ def test_a_merge_over_another_base_or_without_one_is_refused(base: Path, tmp_pat
         (tmp_path / "none", "Give its present place with --base"),
     ):
         arguments = ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged"), "--base", str(place)]
-        done = CliRunner().invoke(main, arguments)
-        assert done.exit_code != 0
-        assert text in done.output + str(done.exception)
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code != 0
+        assert text in result.output + str(result.exception)
         assert not (tmp_path / "merged").exists()
 
 
@@ -357,18 +357,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_the_example_of_qlora_learns_and_leaves_adapter_and_tokenizer(tmp_path: Path) -> None:
     printed = run_script(EXAMPLES / "qlora.py", "--max-steps", "20", "--run-dir", "here", directory=tmp_path)
-    found = re.search(r"step 20: validation loss (\S+);", printed)
+    match = re.search(r"step 20: validation loss (\S+);", printed)
     before = re.search(r"step 0  val_loss (\S+)", printed)
-    assert found is not None
+    assert match is not None
     assert before is not None
-    assert float(found[1]) < float(before[1]) - 0.03
+    assert float(match[1]) < float(before[1]) - 0.03
     names = {path.name for path in (tmp_path / "here" / "model").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
 
 
 def test_the_example_of_a_classifier_learns(tmp_path: Path) -> None:
     printed = run_script(EXAMPLES / "lora_classifier.py", "--max-epochs", "1", "--run-dir", "here", directory=tmp_path)
-    found = re.search(r"accuracy (\S+);", printed)
-    assert found is not None
-    assert float(found[1]) > 0.9
+    match = re.search(r"accuracy (\S+);", printed)
+    assert match is not None
+    assert float(match[1]) > 0.9
     assert (tmp_path / "here" / "model" / "adapter_config.json").exists()

@@ -64,7 +64,7 @@ class Dies(Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Seen(Callback):
+class SlowRows(Callback):
     """Leaves the rows of every update in a file, and takes its time from one update on."""
 
     def __init__(self, folder: Path, slow_from: int) -> None:
@@ -89,7 +89,7 @@ def fit(config: dict[str, Any]) -> FitResult:
     if "dies_at" in config:
         plugins.append(Dies(config["dies_at"], run_dir.with_suffix(".died")))
     if "seen" in config:
-        plugins.append(Seen(Path(config["seen"]), slow_from=3))
+        plugins.append(SlowRows(Path(config["seen"]), slow_from=3))
     rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     trainer = Trainer(
         plugins=plugins,
@@ -202,21 +202,21 @@ def test_the_plugin_outside_of_ray_says_what_it_is_for(tmp_path: Path) -> None:
 
 
 def test_a_sweep_of_four_trials_finds_the_best_and_its_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(EXAMPLE), "--folder", str(tmp_path)],
         env=os.environ | {"RAY_ADDRESS": cluster.address, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
     losses = {}
     for rate in ("0.001", "0.01", "0.1", "0.3"):
         lines = (tmp_path / f"lr-{rate}" / "metrics.jsonl").read_text().splitlines()
         losses[rate] = [json.loads(line)["metrics"]["val_loss"] for line in lines if "val_loss" in line][-1]
-        assert f"lr {rate}: val_loss {losses[rate]:.3g} after 32 steps" in done.stdout
+        assert f"lr {rate}: val_loss {losses[rate]:.3g} after 32 steps" in process.stdout
         assert (tmp_path / f"lr-{rate}" / "model" / "model.safetensors").exists()
-    best, copy = re.findall(r"^best: lr (\S+), checkpoint (.*)$", done.stdout, re.MULTILINE)[0]
+    best, copy = re.findall(r"^best: lr (\S+), checkpoint (.*)$", process.stdout, re.MULTILINE)[0]
     assert best == min(losses, key=lambda rate: losses[rate])
     original = tmp_path / f"lr-{best}" / "checkpoints" / "step-00000032" / "manifest.json"
     assert (Path(copy) / "manifest.json").read_bytes() == original.read_bytes()
@@ -224,12 +224,12 @@ def test_a_sweep_of_four_trials_finds_the_best_and_its_checkpoint(tmp_path: Path
 
 def rows_of_updates(folder: Path) -> list[list[float]]:
     """By update, the rows of all ranks of the group of workers that made it last."""
-    found: list[list[float]] = []
+    by_update: list[list[float]] = []
     for step in range(1, UPDATES + 1):
         files = sorted(folder.glob(f"update-{step:02}-of-*.json"))  # of one rank before those of two
         last = files[:1] if "-of-1-" in files[0].name else files
-        found.append(sorted(row for file in last for row in json.loads(file.read_text())))
-    return found
+        by_update.append(sorted(row for file in last for row in json.loads(file.read_text())))
+    return by_update
 
 
 def taken_away(cluster: Cluster, run_dir: Path) -> int:

@@ -32,10 +32,10 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-def written(*run_dirs: Path) -> Path:
+def html_file(*run_dirs: Path) -> Path:
     file = run_dirs[0].parent / f"{run_dirs[0].name}-{len(run_dirs)}.html"
-    done = CliRunner().invoke(main, ["report", *map(str, run_dirs), "--html", str(file)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, ["report", *map(str, run_dirs), "--html", str(file)])
+    assert result.exit_code == 0, result.output
     return file
 
 
@@ -87,13 +87,13 @@ class Opened:
 
     def colours(self) -> list[int]:
         """Of every chart, how many colours its canvas has."""
-        found: list[int] = self.evaluate(
+        counts: list[int] = self.evaluate(
             """[...document.querySelectorAll('canvas')].map((canvas) => {
                 const pixels = new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer);
                 return new Set(pixels).size;
             })"""
         )
-        return found
+        return counts
 
     def shot(self, name: str) -> bytes:
         """A picture of all of it, kept in the folder $SCREENSHOTS if that is set."""
@@ -124,7 +124,7 @@ def opened(browser: Any) -> Iterator[Any]:
 def test_every_chart_is_drawn_and_nothing_is_wider_than_the_screen(
     runs: tuple[Path, Path], opened: Any, width: str, scheme: str, number: int
 ) -> None:
-    page = opened(written(*runs[:number]), scheme=scheme, viewport=WIDE if width == "wide" else NARROW)
+    page = opened(html_file(*runs[:number]), scheme=scheme, viewport=WIDE if width == "wide" else NARROW)
     charts = page.evaluate("document.querySelectorAll('[data-chart]').length")
     assert int(page.data("drawn")) == charts > 5
     assert all(colours > 10 for colours in page.colours())
@@ -144,7 +144,7 @@ def drag(page: Any, start: float, end: float) -> None:
 
 
 def test_a_drag_zooms_every_chart_and_a_double_click_zooms_out(runs: tuple[Path, Path], opened: Any) -> None:
-    page = opened(written(runs[0]))
+    page = opened(html_file(runs[0]))
     before = page.shot("before")
     drag(page, 0.25, 0.5)
     low, high = map(float, page.data("zoomed").split())
@@ -159,8 +159,8 @@ def test_a_drag_zooms_every_chart_and_a_double_click_zooms_out(runs: tuple[Path,
 
 
 def test_what_the_reader_sets_changes_the_charts(runs: tuple[Path, Path], opened: Any) -> None:
-    page = opened(written(runs[0]))
-    seen = [page.shot("start")]
+    page = opened(html_file(runs[0]))
+    shots = [page.shot("start")]
     for number, act in enumerate(
         (
             lambda: page.page.locator("[data-mark=resumed]").uncheck(),
@@ -174,24 +174,24 @@ def test_what_the_reader_sets_changes_the_charts(runs: tuple[Path, Path], opened
         act()
         page.page.mouse.move(0, 0)
         page.page.wait_for_timeout(100)
-        seen.append(page.shot(f"set-{number}"))
-        assert seen[-1] != seen[-2], number
+        shots.append(page.shot(f"set-{number}"))
+        assert shots[-1] != shots[-2], number
     assert page.data("theme") == "dark"
     assert page.page.locator(".u-series.u-off").count() == 1, "the curve stays hidden when all is drawn anew"
 
 
 def test_only_what_differs_between_plans_is_shown_on_request(runs: tuple[Path, Path], opened: Any) -> None:
-    page = opened(written(*runs))
+    page = opened(html_file(*runs))
     rows = page.page.locator("#plan tbody tr")
     shown = [rows.nth(n).is_visible() for n in range(rows.count())]
     assert all(shown)
     page.page.locator("#differences").check()
-    left = [rows.nth(n).inner_text() for n in range(rows.count()) if rows.nth(n).is_visible()]
-    assert [text.split("\t")[0] for text in left] == ["learning rate", "run dir"]
+    visible = [rows.nth(n).inner_text() for n in range(rows.count()) if rows.nth(n).is_visible()]
+    assert [text.split("\t")[0] for text in visible] == ["learning rate", "run dir"]
 
 
 def test_a_hundred_thousand_points_are_open_in_two_seconds(long_run: Path, opened: Any) -> None:
-    file = written(long_run)
+    file = html_file(long_run)
     assert file.stat().st_size < 3e6
     page = opened(file)
     assert int(page.data("milliseconds")) < 2000
@@ -201,7 +201,7 @@ def test_a_hundred_thousand_points_are_open_in_two_seconds(long_run: Path, opene
 
 
 def test_without_javascript_every_chart_is_a_drawing(runs: tuple[Path, Path], opened: Any) -> None:
-    page = opened(written(runs[0]), java_script_enabled=False)
+    page = opened(html_file(runs[0]), java_script_enabled=False)
     drawings = page.page.locator("figure svg")
     assert drawings.count() > 5
     assert all(drawings.nth(n).is_visible() for n in range(drawings.count()))

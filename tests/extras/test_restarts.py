@@ -77,15 +77,15 @@ def test_ranks_killed_at_random_moments_end_as_if_undisturbed(folder: Path, stra
             running.kill()
     assert f"restart {KILLS} of {KILLS}: all ranks start again" in (folder / "output").read_text()
     compared = [sys.executable, "-m", "fabricate", "diff", "whole", "killed"]
-    done = subprocess.run(compared, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run(compared, cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
 
 
 def test_an_error_in_the_configuration_is_not_tried_again(folder: Path) -> None:
     (folder / "train.py").write_text(SCRIPT.replace("max_steps=150", "max_steps=0.5"))
     run = command(folder, "wrong", "--max-restarts", "5")
-    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback (most recent call last)") == 1
-    assert "all ranks start again" not in done.stderr
-    assert "correct it and start the same command again" in done.stderr.splitlines()[-1]
+    process = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr.count("Traceback (most recent call last)") == 1
+    assert "all ranks start again" not in process.stderr
+    assert "correct it and start the same command again" in process.stderr.splitlines()[-1]

@@ -28,9 +28,9 @@ def verify(tmp_path: Path, *arguments: str, script: Path = SCRIPT) -> subprocess
 
 
 def test_an_exact_script_passes_on_two_ranks_and_its_own_files_stay_as_they_are(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--at", "4", "--nproc", "2", "--strategy", "fsdp", "--into", "kept", "--", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
-    *starts, verdict = done.stdout.splitlines()
+    process = verify(tmp_path, "--at", "4", "--nproc", "2", "--strategy", "fsdp", "--into", "kept", "--", "run")
+    assert process.returncode == 0, process.stdout + process.stderr
+    *starts, verdict = process.stdout.splitlines()
     for line, wanted in zip(
         starts, (r"whole +to step 10,", r"killed +to step 4 and into", r"resumed +from step 4 to step 10,"), strict=True
     ):
@@ -43,48 +43,48 @@ def test_an_exact_script_passes_on_two_ranks_and_its_own_files_stay_as_they_are(
 
 
 def test_a_callback_that_forgets_and_a_generator_that_no_checkpoint_holds_are_named(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--at", "4", "--json", "run", "--forgetful", "--drawing", "seeded")
-    assert done.returncode == 1, done.stdout + done.stderr
-    found: Any = json.loads(done.stdout)
-    assert (found["exact"], found["when"], found["resumed_from"]) == (False, "after the resume", 4)
-    places = [(row["component"], row["name"]) for row in found["differences"]]
+    process = verify(tmp_path, "--at", "4", "--json", "run", "--forgetful", "--drawing", "seeded")
+    assert process.returncode == 1, process.stdout + process.stderr
+    report: Any = json.loads(process.stdout)
+    assert (report["exact"], report["when"], report["resumed_from"]) == (False, "after the resume", 4)
+    places = [(row["component"], row["name"]) for row in report["differences"]]
     assert places[:2] == [("plugin forgetful", "average"), ("train data", "own")]
     assert ("weights", "model/layers.0.weight") in places
     # What it saved is no fault of the one, and another process id is none of the other.
     assert not [place for place in places if place[0] == "plugin careful" or place[1] == "process"]
-    assert found["differences"][0]["text"].endswith("before the kill, 0.0 after the resume")
+    assert report["differences"][0]["text"].endswith("before the kill, 0.0 after the resume")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_script_that_is_not_deterministic_is_told_so_before_its_resume_is_blamed(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--at", "4", "run", "--drawing", "unseeded")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "not exact: the first difference is in train data, before the kill: own\n" in done.stdout
-    assert "The two starts differ before the kill" in done.stdout
-    assert re.search(r"weights +model/layers\.0\.weight +\d+ of 32 elements", done.stdout)
-    assert "resumed " not in done.stdout.partition("not exact")[0]
+    process = verify(tmp_path, "--at", "4", "run", "--drawing", "unseeded")
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "not exact: the first difference is in train data, before the kill: own\n" in process.stdout
+    assert "The two starts differ before the kill" in process.stdout
+    assert re.search(r"weights +model/layers\.0\.weight +\d+ of 32 elements", process.stdout)
+    assert "resumed " not in process.stdout.partition("not exact")[0]
 
 
 def test_a_script_that_cannot_be_checked_is_explained(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('hello'); raise SystemExit(3)")
-    done = verify(tmp_path, "--at", "4", script=script)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert 'exit code 3 in its start "whole"' in done.stderr
-    assert done.stderr.endswith("hello\n")
+    process = verify(tmp_path, "--at", "4", script=script)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert 'exit code 3 in its start "whole"' in process.stderr
+    assert process.stderr.endswith("hello\n")
     script.write_text("")
-    done = verify(tmp_path, "--at", "4", script=script)
-    assert (done.returncode, "ended without a fit" in done.stderr) == (2, True)
+    process = verify(tmp_path, "--at", "4", script=script)
+    assert (process.returncode, "ended without a fit" in process.stderr) == (2, True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
-    done = verify(tmp_path, "--at", "4", "--into", "full", script=script)
-    assert (done.returncode, "not an empty folder" in done.stderr) == (2, True)
+    process = verify(tmp_path, "--at", "4", "--into", "full", script=script)
+    assert (process.returncode, "not an empty folder" in process.stderr) == (2, True)
 
 
 def test_a_run_that_is_over_by_then_is_told_so(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--at", "10", "run")
-    assert done.returncode == 2
-    assert "--at 10: the run has only 10 steps. Give a smaller step" in done.stderr
+    process = verify(tmp_path, "--at", "10", "run")
+    assert process.returncode == 2
+    assert "--at 10: the run has only 10 steps. Give a smaller step" in process.stderr
 
 
 # -- what is requested of the fits and what they note
@@ -139,5 +139,5 @@ def test_notes_hold_every_plain_value_and_change_with_it() -> None:
 
 def test_generators_of_a_data_set_are_found_and_its_caches_are_not() -> None:
     keeper = Keeper()
-    found = dict(_generators([{"k": keeper}, torch.utils.data.TensorDataset(torch.ones(2))], "", set()))
-    assert list(found) == ["[0]['k'].generator"]
+    generators = dict(_generators([{"k": keeper}, torch.utils.data.TensorDataset(torch.ones(2))], "", set()))
+    assert list(generators) == ["[0]['k'].generator"]

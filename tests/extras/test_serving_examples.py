@@ -72,15 +72,15 @@ class Net(TrainModule):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """RUN_DIR/model/ of each kind."""
-    found = {}
+    folders = {}
     for kind in ("classifier", "language model"):
         run_dir = tmp_path_factory.mktemp("runs") / kind.replace(" ", "-")
         ids = torch.tensor([[2, 4], [3, 4]] * 8) if kind == "classifier" else torch.tensor([[2, 4, 2, 4, 1]] * 16)
         labels = torch.tensor([0, 1] * 8) if kind == "classifier" else ids
         rows = torch.utils.data.TensorDataset(ids, labels)
         Trainer(max_steps=40, run_dir=run_dir, progress=False).fit(Net(kind), rows, batch_size=8)
-        found[kind] = run_dir / "model"
-    return found
+        folders[kind] = run_dir / "model"
+    return folders
 
 
 @contextmanager
@@ -139,6 +139,6 @@ def test_a_trained_model_answers_in_the_browser(
 def test_onnxruntime_computes_what_torch_does(models: dict[str, Path], tmp_path: Path) -> None:
     for arguments in ((), ("--model", str(models["classifier"]))):
         printed = run_script(EXAMPLES / "export_onnx.py", *arguments, "--out", "here.onnx", directory=tmp_path)
-        found = re.search(r"here\.onnx: differs from torch by (\S+) at most", printed)
-        assert found is not None, printed
-        assert float(found[1]) < 1e-4
+        match = re.search(r"here\.onnx: differs from torch by (\S+) at most", printed)
+        assert match is not None, printed
+        assert float(match[1]) < 1e-4

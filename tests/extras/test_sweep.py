@@ -11,13 +11,13 @@ SWEEP = Path(__file__).parents[2] / "examples" / "sweep.py"
 
 
 def test_a_search_prunes_finds_better_values_and_goes_on(tmp_path: Path) -> None:
-    found = []
+    searches = []
     for _ in range(2):
         printed = run_script(SWEEP, "--trials", "8", "--max-epochs", "4", directory=tmp_path)
         match = re.search(r"(\d+) trials, (\d+) pruned; best accuracy (\S+) with", printed)
         assert match is not None
-        found.append((int(match[1]), int(match[2]), float(match[3])))
-    (trials, pruned, first), (more, _, second) = found
+        searches.append((int(match[1]), int(match[2]), float(match[3])))
+    (trials, pruned, first), (more, _, second) = searches
     assert (trials, more) == (8, 16)
     assert pruned > 0
     assert second >= first > 0.9

@@ -41,11 +41,11 @@ def test_the_same_command_line_trains_the_same_on_two_ranks_in_shards(tmp_path: 
         launch += ["--strategy", "fsdp"] if ranks > 1 else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, *launch, "--", *options]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
+        process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert process.returncode == 0, process.stderr[-4000:]
         lines = [
             json.loads(line) for line in (tmp_path / "runs" / str(ranks) / "metrics.jsonl").read_text().splitlines()
         ]
         losses[ranks] = [line["metrics"]["loss"] for line in lines if line["stage"] == "train"]
-        assert done.stdout.count("val_rougeL") == 1
+        assert process.stdout.count("val_rougeL") == 1
     assert losses[2] == pytest.approx(losses[1], rel=1e-5)

@@ -87,9 +87,9 @@ def test_sft_has_the_loss_and_gradients_of_trl(tmp_path: Path, kind: str) -> Non
     loss = module.training_step(Pad(tokenizer.pad_token_id)(list(ours)))
     theirs = trl.compute_loss(trl.model, next(iter(trl.get_train_dataloader())))
     torch.testing.assert_close(loss, theirs)
-    found, expected = gradients(module.model, loss), gradients(trl.model, theirs)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    actual, expected = gradients(module.model, loss), gradients(trl.model, theirs)
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 
@@ -123,9 +123,9 @@ def test_dpo_has_the_loss_and_gradients_of_trl(tmp_path: Path, reference: str) -
     theirs = trl.compute_loss(trl.model, next(iter(trl.get_train_dataloader())))
     assert abs(float(loss) - 0.6931) > 0.01
     torch.testing.assert_close(loss, theirs)
-    found, expected = gradients(module.model, loss), gradients(trl.model, theirs)
-    assert found.keys() <= expected.keys() if reference == "shared" else found.keys() == expected.keys()
-    for name, gradient in found.items():
+    ours, expected = gradients(module.model, loss), gradients(trl.model, theirs)
+    assert ours.keys() <= expected.keys() if reference == "shared" else ours.keys() == expected.keys()
+    for name, gradient in ours.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 
@@ -133,20 +133,22 @@ def test_whole_conversations_are_split_before_their_last_message(tmp_path: Path)
     from chats import load_tokenizer, preferences
     from dpo import to_pairs
 
-    made = preferences("made").select(range(2))
-    lines = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in made]
+    pairs = preferences("made").select(range(2))
+    lines = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in pairs]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tokenizer = load_tokenizer("tiny")
-    assert list(to_pairs(preferences(str(tmp_path / "pairs.jsonl")), tokenizer)) == list(to_pairs(made, tokenizer))
+    assert list(to_pairs(preferences(str(tmp_path / "pairs.jsonl")), tokenizer)) == list(to_pairs(pairs, tokenizer))
 
 
 def run(*command: str, directory: Path) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    assert process.returncode == 0, (
+        f"{command} ended with {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+    )
+    return process.stdout
 
 
 def test_the_example_of_sft_learns_and_its_model_is_the_next_ones_start(tmp_path: Path) -> None:

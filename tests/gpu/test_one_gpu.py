@@ -23,10 +23,10 @@ def gpu() -> Host:
 def passes(function: Any, *arguments: Any) -> None:
     """The case runs, and finds nothing wrong."""
     try:
-        found = function(*arguments)
+        figures = function(*arguments)
     except LeftOut as exc:
         pytest.skip(str(exc))
-    assert not found.get("failed"), found
+    assert not figures.get("failed"), figures
 
 
 @pytest.mark.parametrize("precision", smoke.PRECISIONS)

@@ -55,8 +55,10 @@ def test_a_slurm_job_saves_before_its_time_is_up_and_is_queued_again(
 def test_a_slurm_job_that_ends_or_fails_is_not_queued_again(
     environment: dict[str, str], tmp_path: Path, how: str, code: int
 ) -> None:
-    done = subprocess.run(["bash", str(CLUSTER / "slurm.sh")], env=environment | {how: "1"}, cwd=tmp_path, check=False)
-    assert done.returncode == code
+    process = subprocess.run(
+        ["bash", str(CLUSTER / "slurm.sh")], env=environment | {how: "1"}, cwd=tmp_path, check=False
+    )
+    assert process.returncode == code
     assert log(tmp_path) == ["srun --kill-on-bad-exit=1 python train.py"]
 
 

@@ -49,12 +49,12 @@ def _launched(tmp_path: Path, *launcher: str) -> list[dict[str, str]]:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
     base = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *launcher, str(script)], env=base, capture_output=True, text=True, check=True
     )
     # Two ranks may write into one line.
-    lines = done.stdout.replace("}{", "}\n{").splitlines()
-    return sorted((json.loads(line) for line in lines if line.strip()), key=lambda told: int(told.get("RANK", 0)))
+    lines = process.stdout.replace("}{", "}\n{").splitlines()
+    return sorted((json.loads(line) for line in lines if line.strip()), key=lambda environ: int(environ.get("RANK", 0)))
 
 
 def test_a_plain_process_is_the_only_rank() -> None:
@@ -71,9 +71,9 @@ def test_a_plain_process_is_the_only_rank() -> None:
     ],
 )
 def test_each_launcher_is_known_by_its_variables(marks: dict[str, str], launcher: str) -> None:
-    found = detect(RANKED | marks)
-    assert (found.launcher, found.rank, found.local_rank, found.world_size) == (launcher, 3, 1, 4)
-    assert (found.local_world_size, found.node_rank, found.environment) == (2, 1, {})
+    launch = detect(RANKED | marks)
+    assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == (launcher, 3, 1, 4)
+    assert (launch.local_world_size, launch.node_rank, launch.environment) == (2, 1, {})
 
 
 def test_a_single_process_of_fabricate_run_is_named_as_such() -> None:
@@ -108,12 +108,12 @@ def test_mpirun_without_ranks_is_an_error(prefix: str) -> None:
 
 
 def test_srun_tasks_are_ranks() -> None:
-    found = detect(SRUN)
-    assert (found.launcher, found.rank, found.world_size) == ("slurm", 5, 6)
-    assert (found.local_rank, found.local_world_size, found.node_rank) == (1, 2, 1)
-    port = found.environment.pop("MASTER_PORT")
+    launch = detect(SRUN)
+    assert (launch.launcher, launch.rank, launch.world_size) == ("slurm", 5, 6)
+    assert (launch.local_rank, launch.local_world_size, launch.node_rank) == (1, 2, 1)
+    port = launch.environment.pop("MASTER_PORT")
     assert 10_000 <= int(port) < 30_000
-    assert found.environment == {
+    assert launch.environment == {
         "RANK": "5",
         "WORLD_SIZE": "6",
         "LOCAL_RANK": "1",
@@ -131,8 +131,8 @@ def test_the_port_under_srun_differs_between_jobs_and_steps_and_not_between_rank
 
 
 def test_an_exported_master_address_is_kept_under_srun() -> None:
-    found = detect(SRUN | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
-    assert (found.environment["MASTER_ADDR"], found.environment["MASTER_PORT"]) == ("fast", "1234")
+    launch = detect(SRUN | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
+    assert (launch.environment["MASTER_ADDR"], launch.environment["MASTER_PORT"]) == ("fast", "1234")
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_rank_0_is_on_the_first_host_of_the_node_list(nodes: str, first: str) ->
     ("tasks", "node_rank", "expected"), [("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2), ("2(x3)", 2, 2)]
 )
 def test_the_tasks_of_a_node_are_read_from_the_compressed_list(tasks: str, node_rank: int, expected: int) -> None:
-    found = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node_rank)})
-    assert found.local_world_size == expected
+    launch = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node_rank)})
+    assert launch.local_world_size == expected
 
 
 @pytest.mark.parametrize(
@@ -181,31 +181,31 @@ def test_srun_without_a_node_list_is_an_error() -> None:
 
 
 def test_accelerate_launch_that_started_one_of_two_is_an_error(tmp_path: Path) -> None:
-    (told,) = _launched(tmp_path, "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    (environ,) = _launched(tmp_path, "accelerate.commands.launch", "--cpu", "--num_processes", "2")
     with pytest.raises(RankError, match="asked for several processes and started one") as caught:
-        detect(told)
+        detect(environ)
     for remedy in ("fabricate run", "torchrun --nproc-per-node", "accelerate launch --multi_gpu"):
         assert remedy in str(caught.value)
 
 
 def test_accelerate_launch_with_one_process_is_one_rank_and_no_request(tmp_path: Path) -> None:
-    (told,) = _launched(tmp_path, "accelerate.commands.launch", "--num_processes", "1")
-    assert detect(told) == Launch("accelerate")
-    assert requests(told) == {}
+    (environ,) = _launched(tmp_path, "accelerate.commands.launch", "--num_processes", "1")
+    assert detect(environ) == Launch("accelerate")
+    assert requests(environ) == {}
 
 
 def test_accelerate_launch_multi_gpu_starts_ranks_on_a_cpu_too(tmp_path: Path) -> None:
     flags = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     ranks = _launched(tmp_path, "accelerate.commands.launch", *flags)
-    assert [detect(told) for told in ranks] == [Launch("accelerate", r, r, 2, 2, 0) for r in range(2)]
+    assert [detect(environ) for environ in ranks] == [Launch("accelerate", r, r, 2, 2, 0) for r in range(2)]
     assert requests(ranks[0]) == {}
 
 
 def test_the_flags_of_accelerate_launch_are_requests(tmp_path: Path) -> None:
     flags = ("--use_fsdp", "--fsdp_offload_params", "true", "--mixed_precision", "bf16", "--num_processes", "1")
-    (told,) = _launched(tmp_path, "accelerate.commands.launch", "--main_process_port", "0", *flags)
-    assert detect(told) == Launch("accelerate")
-    assert requests(told) == {
+    (environ,) = _launched(tmp_path, "accelerate.commands.launch", "--main_process_port", "0", *flags)
+    assert detect(environ) == Launch("accelerate")
+    assert requests(environ) == {
         "strategy": Request("fsdp:offload=cpu", "ACCELERATE_USE_FSDP"),
         "precision": Request("bf16", "ACCELERATE_MIXED_PRECISION"),
     }
@@ -213,7 +213,7 @@ def test_the_flags_of_accelerate_launch_are_requests(tmp_path: Path) -> None:
 
 def test_torchrun_ranks_are_found(tmp_path: Path) -> None:
     ranks = _launched(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert [detect(told) for told in ranks] == [Launch("torchrun", r, r, 2, 2, 0) for r in range(2)]
+    assert [detect(environ) for environ in ranks] == [Launch("torchrun", r, r, 2, 2, 0) for r in range(2)]
 
 
 def test_one_rank_needs_no_torchrun() -> None:
@@ -276,11 +276,11 @@ def test_torchrun_counts_devices_and_binds_ranks_to_cores() -> None:
     ],
 )
 def test_what_needs_gpus_says_that_there_are_none(options: list[str], message: str) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "fabricate", "run", __file__, *options], capture_output=True, text=True
     )
-    assert done.returncode == 2
-    assert message in done.stderr
+    assert process.returncode == 2
+    assert message in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,9 @@ def test_plugins_are_listed_with_semicolons_and_their_options_with_commas() -> N
 
 def test_settings_travel_as_variables() -> None:
     base = {"FABRICATE_PLUGINS": "ema", "OMP_NUM_THREADS": "3"}
-    made = environment(base, nproc=2, strategy="ddp", precision="bf16", plugins=["wandb", "ema"], plan_only=True)
+    variables = environment(base, nproc=2, strategy="ddp", precision="bf16", plugins=["wandb", "ema"], plan_only=True)
     assert base == {"FABRICATE_PLUGINS": "ema", "OMP_NUM_THREADS": "3"}
-    assert made == {
+    assert variables == {
         "FABRICATE_LAUNCHED": "1",
         "FABRICATE_PLAN_ONLY": "1",
         "FABRICATE_PLUGINS": "ema;wandb",

@@ -46,7 +46,7 @@ def test_a_setting_is_requested_by_its_variable(environ: dict[str, str], name: s
 
 
 def test_the_options_of_fsdp_travel_with_it() -> None:
-    told = requests(
+    settings = requests(
         {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_RESHARD_AFTER_FORWARD": "false",
@@ -54,7 +54,9 @@ def test_the_options_of_fsdp_travel_with_it() -> None:
             "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block, Head",
         }
     )
-    assert told["strategy"].value == "fsdp:reshard_after_forward=false,activation_checkpointing=true,wrap=Block+Head"
+    assert (
+        settings["strategy"].value == "fsdp:reshard_after_forward=false,activation_checkpointing=true,wrap=Block+Head"
+    )
 
 
 def test_the_options_of_deepspeed_travel_with_it(tmp_path: Path) -> None:
@@ -93,8 +95,8 @@ def test_a_request_that_cannot_be_honoured_is_named(environ: dict[str, str], mes
 
 
 def test_two_requests_that_agree_are_one() -> None:
-    told = requests({"FABRICATE_PRECISION": "bf16", "ACCELERATE_MIXED_PRECISION": "BF16"})
-    assert told == {"precision": Request("bf16", "FABRICATE_PRECISION")}
+    settings = requests({"FABRICATE_PRECISION": "bf16", "ACCELERATE_MIXED_PRECISION": "BF16"})
+    assert settings == {"precision": Request("bf16", "FABRICATE_PRECISION")}
 
 
 def _written(tmp_path: Path, content: str, name: str = "config") -> str:
@@ -131,27 +133,27 @@ def test_an_accelerate_file_is_read(tmp_path: Path) -> None:
         use_cpu: false
         """,
     )
-    read = read_config(path)
-    assert read.strategy == "fsdp:offload=cpu,reshard_after_forward=false,wrap=Block"
-    assert (read.precision, read.num_processes, read.num_nodes, read.node_rank) == ("bf16", 8, 2, None)
-    assert (read.master_addr, read.master_port, read.variables) == ("node1", 29501, {})
-    assert read.unused == ()
+    config = read_config(path)
+    assert config.strategy == "fsdp:offload=cpu,reshard_after_forward=false,wrap=Block"
+    assert (config.precision, config.num_processes, config.num_nodes, config.node_rank) == ("bf16", 8, 2, None)
+    assert (config.master_addr, config.master_port, config.variables) == ("node1", 29501, {})
+    assert config.unused == ()
 
 
 def test_the_deepspeed_part_of_an_accelerate_file_is_read(tmp_path: Path) -> None:
     section = {"zero_stage": 3, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
     content = {"distributed_type": "DEEPSPEED", "num_processes": -1, "deepspeed_config": section}
-    read = read_config(_written(tmp_path, json.dumps(content)))
-    assert (read.strategy, read.num_processes) == ("zero3", None)
-    assert read.variables == {
+    config = read_config(_written(tmp_path, json.dumps(content)))
+    assert (config.strategy, config.num_processes) == ("zero3", None)
+    assert config.variables == {
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_GRADIENT_CLIPPING": "1.0",
     }
 
 
 def test_multi_cpu_asks_for_the_cpu(tmp_path: Path) -> None:
-    read = read_config(_written(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2"))
-    assert (read.strategy, read.num_processes, read.variables) == (None, 2, {"ACCELERATE_USE_CPU": "true"})
+    config = read_config(_written(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2"))
+    assert (config.strategy, config.num_processes, config.variables) == (None, 2, {"ACCELERATE_USE_CPU": "true"})
 
 
 def test_the_gpus_of_an_accelerate_file_are_made_visible(tmp_path: Path) -> None:
@@ -208,8 +210,8 @@ def _fsdp_table() -> list[tuple[str, str, str]]:
 
 def test_the_table_of_accelerate_fsdp_has_every_key() -> None:
     keys = {key for key, _, _ in _fsdp_table()}
-    known = {name.removeprefix("fsdp_config.") for name in (*accelerate_fsdp.VARIABLES, *accelerate_fsdp.MEANINGLESS)}
-    assert keys == known
+    names = {name.removeprefix("fsdp_config.") for name in (*accelerate_fsdp.VARIABLES, *accelerate_fsdp.MEANINGLESS)}
+    assert keys == names
 
 
 @pytest.mark.parametrize(("key", "value", "becomes"), _fsdp_table(), ids=lambda text: text)
@@ -223,19 +225,19 @@ def test_a_key_of_fsdp_becomes_what_the_table_says(tmp_path: Path, key: str, val
         assert becomes.removeprefix("refused: ") in str(caught.value)
         assert key in str(caught.value)
         return
-    read = read_config(str(path))
+    config = read_config(str(path))
     if becomes == "no meaning now":
-        assert (read.strategy, read.unused) == ("fsdp", (f"fsdp_config.{key}",))
+        assert (config.strategy, config.unused) == ("fsdp", (f"fsdp_config.{key}",))
         return
     options = becomes.split("`")[1]
-    assert read.unused == ()
-    assert read.strategy == ("fsdp" if options in ("fsdp", "wrap=auto") else f"fsdp:{options}")
+    assert config.unused == ()
+    assert config.strategy == ("fsdp" if options in ("fsdp", "wrap=auto") else f"fsdp:{options}")
     # The same by the variables that `accelerate launch` makes of it.
     variable = accelerate_fsdp.VARIABLES[f"fsdp_config.{key}"]
     environ = {"ACCELERATE_USE_FSDP": "true", variable: value} | (
         {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"} if also else {}
     )
-    assert requests(environ)["strategy"].value == read.strategy
+    assert requests(environ)["strategy"].value == config.strategy
 
 
 def test_a_key_of_fsdp_that_nobody_knows_is_refused(tmp_path: Path) -> None:

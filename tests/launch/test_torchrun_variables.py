@@ -24,8 +24,8 @@ def started(monkeypatch: pytest.MonkeyPatch, pod: dict[str, str], **options: Any
     """The command line that `fabricate run` becomes in such a pod."""
     for name, value in pod.items():
         monkeypatch.setenv(name, value)
-    given: dict[str, Any] = {**dict.fromkeys((*OPTIONS, "numa_binding", "strategy", "precision")), **options}
-    return prepared(script=__file__, arguments=[], plugins=[], **given)[0][3:]
+    arguments: dict[str, Any] = {**dict.fromkeys((*OPTIONS, "numa_binding", "strategy", "precision")), **options}
+    return prepared(script=__file__, arguments=[], plugins=[], **arguments)[0][3:]
 
 
 def test_fabricate_run_starts_the_ranks_that_a_pod_asks_for(
@@ -76,10 +76,10 @@ def test_a_number_of_nodes_that_changes_is_left_to_torchrun(monkeypatch: pytest.
     assert started(monkeypatch, POD | {"PET_NNODES": "2:2"})[:2] == ["--nnodes", "2"]
 
 
-@pytest.mark.parametrize("asked", [POD, {"PET_NNODES": "2"}, {"PET_NPROC_PER_NODE": "2"}, {"PET_NNODES": "1:4"}])
-def test_a_script_without_a_launcher_does_not_train_alone_in_each_pod(asked: dict[str, str]) -> None:
+@pytest.mark.parametrize("environ", [POD, {"PET_NNODES": "2"}, {"PET_NPROC_PER_NODE": "2"}, {"PET_NNODES": "1:4"}])
+def test_a_script_without_a_launcher_does_not_train_alone_in_each_pod(environ: dict[str, str]) -> None:
     with pytest.raises(RankError, match=r"asks for several ranks \(PET_N.*each pod would train alone") as caught:
-        detect(asked)
+        detect(environ)
     assert "`fabricate run script.py`" in str(caught.value)
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert detect(asked | rank).world_size == 2
+    assert detect(environ | rank).world_size == 2

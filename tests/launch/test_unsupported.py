@@ -63,8 +63,8 @@ def test_a_dimension_that_accelerate_launch_was_told_of_is_refused(word: str) ->
 
 
 def strategy_of(environ: dict[str, str]) -> str | None:
-    told = requests(environ)
-    return told["strategy"].value if "strategy" in told else None
+    settings = requests(environ)
+    return settings["strategy"].value if "strategy" in settings else None
 
 
 def test_replicas_and_shards_become_the_strategy() -> None:
@@ -93,12 +93,12 @@ def test_replicas_and_shards_become_the_strategy() -> None:
 
 def test_the_section_of_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mesh.yaml"
-    kept = "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n  parallelism_config_cp_backend: torch\n"
-    path.write_text(f"distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n{kept}")
-    found = read_config(str(path))
-    assert (found.strategy, found.unused) == ("fsdp:shard=2", ("parallelism_config.parallelism_config_cp_backend",))
+    section = "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n  parallelism_config_cp_backend: torch\n"
+    path.write_text(f"distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n{section}")
+    config = read_config(str(path))
+    assert (config.strategy, config.unused) == ("fsdp:shard=2", ("parallelism_config.parallelism_config_cp_backend",))
     path.write_text(
-        f"distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n{kept}  parallelism_config_tp_size: 2\n"
+        f"distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n{section}  parallelism_config_tp_size: 2\n"
     )
     assert read_config(str(path)).strategy == "fsdp:shard=2,tp=2"
 
@@ -116,17 +116,17 @@ def test_other_engines_that_accelerate_launch_was_told_of_are_refused(name: str,
 
 
 def on_two_ranks() -> list[str]:
-    found = []
+    errors = []
     for strategy in ("ddp", "fsdp"):
         module = Net()
         parallelize_module(module.layer, init_device_mesh("cpu", (2,)), ColwiseParallel())
         try:
             Trainer(max_steps=1, strategy=strategy, progress=False).fit(module, rows(), batch_size=2)
         except ConfigurationError as exc:
-            found.append(str(exc))
-    return found
+            errors.append(str(exc))
+    return errors
 
 
 def test_a_module_that_a_plan_divided_is_refused_before_the_first_step() -> None:
-    for found in run_ranks(on_two_ranks, 2):
-        assert [text.startswith("Net is sharded already (a tp_plan?), but strategy=") for text in found] == [True, True]
+    for texts in run_ranks(on_two_ranks, 2):
+        assert [text.startswith("Net is sharded already (a tp_plan?), but strategy=") for text in texts] == [True, True]

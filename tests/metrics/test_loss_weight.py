@@ -23,21 +23,21 @@ MASK[0, :3] = 255
 
 
 def test_a_cross_entropy_counts_the_labels_that_are_not_ignored() -> None:
-    found = counted(cross_entropy(LOGITS, TARGET))
-    assert found is not None
-    assert (float(found.weight), float(found.labels)) == (4, 4)
+    count = counted(cross_entropy(LOGITS, TARGET))
+    assert count is not None
+    assert (float(count.weight), float(count.labels)) == (4, 4)
 
 
 def test_class_weights_weigh_the_loss_and_not_what_is_logged_beside_it() -> None:
-    found = counted(cross_entropy(LOGITS, TARGET, weight=CLASSES))
-    assert found is not None
-    assert (float(found.weight), float(found.labels)) == (1 + 16 + 4 + 4, 4)
+    count = counted(cross_entropy(LOGITS, TARGET, weight=CLASSES))
+    assert count is not None
+    assert (float(count.weight), float(count.labels)) == (1 + 16 + 4 + 4, 4)
 
 
 def test_pixels_and_another_ignore_index_are_counted() -> None:
-    found = counted(cross_entropy(PIXELS, MASK, ignore_index=255))
-    assert found is not None
-    assert float(found.labels) == float((MASK != 255).sum()) == 20
+    count = counted(cross_entropy(PIXELS, MASK, ignore_index=255))
+    assert count is not None
+    assert float(count.labels) == float((MASK != 255).sum()) == 20
 
 
 def test_half_precision_logits_are_counted_exactly() -> None:
@@ -46,15 +46,15 @@ def test_half_precision_logits_are_counted_exactly() -> None:
     target[0] = -100
     loss = cross_entropy(logits, target)
     assert float(loss.grad_fn._saved_total_weight) != 1001  # type: ignore[union-attr]
-    found = counted(loss)
-    assert found is not None
-    assert float(found.weight) == 1001
+    count = counted(loss)
+    assert count is not None
+    assert float(count.weight) == 1001
 
 
 def test_a_change_of_dtype_keeps_what_the_mean_was_taken_over() -> None:
-    found = counted(cross_entropy(LOGITS.double(), TARGET).float())
-    assert found is not None
-    assert float(found.weight) == 4
+    count = counted(cross_entropy(LOGITS.double(), TARGET).float())
+    assert count is not None
+    assert float(count.weight) == 4
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_any_other_loss_is_not_counted(loss: Callable[[], torch.Tensor], operati
     ],
 )
 def test_a_copy_of_a_cross_entropy_or_one_times_a_number_counts_as_it_does(change: Callable[..., torch.Tensor]) -> None:
-    found = counted(change(cross_entropy(LOGITS, TARGET)))
-    assert found is not None
-    assert float(found.weight) == 4
+    count = counted(change(cross_entropy(LOGITS, TARGET)))
+    assert count is not None
+    assert float(count.weight) == 4
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def focal(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_a_term_that_is_a_mean_over_something_else_than_rows_is_seen(
     loss: Callable[[], torch.Tensor], part: str
 ) -> None:
-    found = Made.by(loss(), 6).part()
-    assert part in found if part else not found
+    text = Made.by(loss(), 6).part()
+    assert part in text if part else not text
 
 
 @pytest.mark.parametrize("classes", [None, CLASSES])
@@ -390,9 +390,9 @@ def test_a_loss_of_several_terms_weighs_rows_and_says_so_once(capsys: pytest.Cap
     module = Tagger("sum")
     fit(module, validate_every="1 step")
     assert module.weights == [2, 2, 2, 2]
-    told = capsys.readouterr().err
-    assert told.count("not a plain cross-entropy (it comes from Add), so its weight is the rows") == 1
-    assert told.count("validation_step does not return a plain cross-entropy") == 1
+    output = capsys.readouterr().err
+    assert output.count("not a plain cross-entropy (it comes from Add), so its weight is the rows") == 1
+    assert output.count("validation_step does not return a plain cross-entropy") == 1
 
 
 @pytest.mark.parametrize(

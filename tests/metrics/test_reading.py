@@ -21,8 +21,8 @@ class Alone:
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    with device(monkeypatch) as made:
-        yield made
+    with device(monkeypatch) as fake:
+        yield fake
 
 
 def _logged() -> Metrics:

@@ -183,9 +183,9 @@ def test_a_torchmetrics_object_that_computes_no_number_is_refused() -> None:
 
 class Gloo:
     def combine_json(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        found: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, value)
-        return combine(found)
+        values: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(values, value)
+        return combine(values)
 
 
 def _reduce_on_ranks() -> list[Any]:

@@ -135,11 +135,11 @@ def test_the_share_of_communication_is_told(strategy: str) -> None:
 
 def _evaluated() -> list[float]:
     """Seconds of communication when an evaluation begins and when it ends."""
-    told: list[float] = []
+    seconds: list[float] = []
 
     class Looks(Callback):
         def on_eval_start(self, trainer: Trainer) -> None:
-            told.append(trainer.strategy._communication.seconds)  # type: ignore[attr-defined]
+            seconds.append(trainer.strategy._communication.seconds)  # type: ignore[attr-defined]
 
         on_eval_end = on_eval_start
 
@@ -147,7 +147,7 @@ def _evaluated() -> list[float]:
         max_steps=1, strategy="fsdp", precision="fp32", log_every=100, validate_every=1, progress=False, plugins=[Looks()]
     )  # fmt: skip
     trainer.fit(Works(), Slow(), Slow(), batch_size=1)
-    return told
+    return seconds
 
 
 def test_what_an_evaluation_gathers_is_no_communication_of_training() -> None:

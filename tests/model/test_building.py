@@ -166,7 +166,7 @@ def data() -> TensorDataset:
 def initial_weights(strategy: str, build: Callable[[Path], TrainModule], folder: Path) -> tuple[Weights, list[str]]:
     """Every parameter and buffer as it is before the first step, whole, and the plan's notes on building. All ranks."""
     torch.manual_seed(3)  # for what is built outside of configure_model
-    module, found, notes = build(folder), {}, []
+    module, weights, notes = build(folder), {}, []
 
     class Look(Base):
         def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -174,10 +174,10 @@ def initial_weights(strategy: str, build: Callable[[Path], TrainModule], folder:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor = tensor.detach()
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                found[name] = whole.clone()
+                weights[name] = whole.clone()
 
     Trainer(strategy=strategy, max_steps=0, seed=5, progress=False, plugins=[Look()]).fit(module, data(), batch_size=1)
-    return found, notes
+    return weights, notes
 
 
 def refused(strategy: str, module: TrainModule) -> str:
@@ -202,13 +202,13 @@ def job(world_size: int, folder: Path) -> dict[Any, Any]:
             jobs["unset", how] = lambda how=how, strategy=strategy: refused(strategy, Unset(how))
     if world_size == 2:
         jobs["tied"] = lambda: refused("fsdp:wrap=Linear", Tied())
-    found = {}
+    results = {}
     for key, run in jobs.items():
         try:
-            found[key] = run()
+            results[key] = run()
         except Exception as exception:
-            found[key] = exception.__class__(traceback.format_exc())
-    return found
+            results[key] = exception.__class__(traceback.format_exc())
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -233,23 +233,23 @@ def answers(folder: Path) -> dict[int, list[dict[Any, Any]]]:
 
 
 def answer(answers: dict[int, list[dict[Any, Any]]], world_size: int, key: Any) -> list[Any]:
-    found = [rank[key] for rank in answers[world_size]]
-    for each in found:
+    by_rank = [rank[key] for rank in answers[world_size]]
+    for each in by_rank:
         if isinstance(each, Exception):
             raise each
-    return found
+    return by_rank
 
 
 @pytest.mark.parametrize(("world_size", "name", "strategy"), [(n, *case) for n in (2, 3) for case in CASES[n]])
 def test_initial_weights_are_those_of_one_process_bit_by_bit(
     answers: dict[int, list[dict[Any, Any]]], name: str, strategy: str, world_size: int
 ) -> None:
-    ((alone, told),) = answer(answers, 1, (name, "single"))
+    ((alone, notes_alone),) = answer(answers, 1, (name, "single"))
     assert len(alone) >= 4
-    for found, notes in answer(answers, world_size, (name, strategy)):
-        assert found.keys() == alone.keys()
-        assert [n for n, value in alone.items() if not torch.equal(found[n], value)] == []
-        assert notes == told
+    for weights, notes in answer(answers, world_size, (name, strategy)):
+        assert weights.keys() == alone.keys()
+        assert [n for n, value in alone.items() if not torch.equal(weights[n], value)] == []
+        assert notes == notes_alone
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -260,13 +260,13 @@ def test_weights_from_files_are_those_that_transformers_loads(
     names = {"": "", "part": ", a part", "write": ", written to", "grow": ", grown", "insert": ", inserted"}
     wanted = Finetuned(folder, "ForCausalLM", change)
     wanted.configure_model()
-    ((found, (note,)),) = answer(answers, 1, ("from files" + names[change], "single"))
-    new = {name for name in found if "adapter" in name or (change == "grow" and "wte" in name)}
-    assert {name for name, value in found.items() if value.dtype == torch.bfloat16} >= found.keys() - new
+    ((weights, (note,)),) = answer(answers, 1, ("from files" + names[change], "single"))
+    new = {name for name in weights if "adapter" in name or (change == "grow" and "wte" in name)}
+    assert {name for name, value in weights.items() if value.dtype == torch.bfloat16} >= weights.keys() - new
     for name, value in wanted.named_parameters():
-        assert name in new or torch.equal(found[name], value), name
+        assert name in new or torch.equal(weights[name], value), name
     if change in ("", "part"):
-        assert f"{len(found)} tensors read from files, each rank its part" in note
+        assert f"{len(weights)} tensors read from files, each rank its part" in note
     else:
         assert note.startswith("built whole on the CPU of every rank, because it needs real tensors ("), note
 
@@ -328,9 +328,9 @@ def test_layers_that_reset_themselves_are_built_without_memory() -> None:
 
 
 def test_what_the_files_lack_is_initialised_by_the_rule_of_the_model(answers: dict[int, list[dict[Any, Any]]]) -> None:
-    ((found, (note,)),) = answer(answers, 1, ("from files, a new head", "single"))
-    assert f"{len(found) - 1} tensors read from files" in note
-    assert 0.01 < found["model.score.weight"].float().std() < 0.03
+    ((weights, (note,)),) = answer(answers, 1, ("from files, a new head", "single"))
+    assert f"{len(weights) - 1} tensors read from files" in note
+    assert 0.01 < weights["model.score.weight"].float().std() < 0.03
 
 
 def test_a_shared_tensor_is_set_in_the_turn_of_the_first_that_holds_it(

@@ -43,8 +43,8 @@ class Read(TrainModule):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
 
     def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(input_ids=batch.long()).logits
-        return found
+        logits: torch.Tensor = self.model(input_ids=batch.long()).logits
+        return logits
 
 
 def config() -> Any:
@@ -99,12 +99,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_rank_of_shards_takes_little_more_than_its_part(path: str) -> None:
-    found = run_ranks(peaks, 2, path, timeout=800)
-    print(found)
-    for rank in found:
-        assert rank["drawn in parts"][0] < 0.7 * WHOLE, found
-        assert rank["read in parts"][0] < 0.9 * WHOLE, found  # with the pages of the files that were touched
-        assert rank["drawn whole"][0] > 0.95 * WHOLE, found
-        assert rank["read whole"][0] > 0.95 * WHOLE, found
+    ranks = run_ranks(peaks, 2, path, timeout=800)
+    print(ranks)
+    for rank in ranks:
+        assert rank["drawn in parts"][0] < 0.7 * WHOLE, ranks
+        assert rank["read in parts"][0] < 0.9 * WHOLE, ranks  # with the pages of the files that were touched
+        assert rank["drawn whole"][0] > 0.95 * WHOLE, ranks
+        assert rank["read whole"][0] > 0.95 * WHOLE, ranks
     for kind in ("drawn", "read"):
-        assert found[0][f"{kind} in parts"][1] == pytest.approx(found[0][f"{kind} whole"][1], rel=1e-6)
+        assert ranks[0][f"{kind} in parts"][1] == pytest.approx(ranks[0][f"{kind} whole"][1], rel=1e-6)

@@ -92,14 +92,14 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _both(strategy: str, rows: int, run_dir: str) -> dict[str, Any]:
     """Weights without and with compile, the names in state_dict, the graphs at each step, and the checkpoint's tensors."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, how in (("plain", False), ("compiled", EAGER)):
         torch.manual_seed(0)
         module = Language()
         result = fit(module, tokens(rows), strategy=strategy, compile=how, run_dir=f"{run_dir}/{name}")
-        found[name] = weights(module)
-        found[f"{name} tensors"] = _tensor_names(result.checkpoint)
-    return {**found, "graphs": module.graphs, "names": list(module.state_dict())}
+        results[name] = weights(module)
+        results[f"{name} tensors"] = _tensor_names(result.checkpoint)
+    return {**results, "graphs": module.graphs, "names": list(module.state_dict())}
 
 
 def _tensor_names(checkpoint: Path) -> list[str]:
@@ -107,18 +107,18 @@ def _tensor_names(checkpoint: Path) -> list[str]:
         return sorted(reader.manifest.tensors)
 
 
-def _check(found: dict[str, Any], steps: int) -> None:
-    assert found["graphs"] == [1] * steps  # three blocks share one graph, and the last batch is shorter
-    assert found["plain tensors"] == found["compiled tensors"] != []
-    assert found["plain"].keys() == found["compiled"].keys()
-    for name, value in found["plain"].items():
-        assert torch.equal(value, found["compiled"][name]), name
+def _check(results: dict[str, Any], steps: int) -> None:
+    assert results["graphs"] == [1] * steps  # three blocks share one graph, and the last batch is shorter
+    assert results["plain tensors"] == results["compiled tensors"] != []
+    assert results["plain"].keys() == results["compiled"].keys()
+    for name, value in results["plain"].items():
+        assert torch.equal(value, results["compiled"][name]), name
 
 
 def test_blocks_share_one_graph_for_batches_of_every_size_and_train_the_same(tmp_path: Path) -> None:
-    found = _both("single", 27, str(tmp_path))
-    _check(found, steps=7)
-    assert found["names"] == list(Language().state_dict())
+    results = _both("single", 27, str(tmp_path))
+    _check(results, steps=7)
+    assert results["names"] == list(Language().state_dict())
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_rows_are_a_dynamic_size_only_where_batches_differ_and_the_user_does_not
 
 def test_blocks_are_compiled_under_ddp_and_fsdp(tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):
-        for found in run_ranks(_both, 2, strategy, 28, str(tmp_path / strategy)):
-            _check(found, steps=4)
+        for results in run_ranks(_both, 2, strategy, 28, str(tmp_path / strategy)):
+            _check(results, steps=4)
 
 
 def test_layers_are_compiled_where_nothing_repeats() -> None:

@@ -69,17 +69,17 @@ TRAINABLE, FROZEN = 110, 20
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_optimizer_state_is_what_a_step_leaves(optimizer: Any, options: dict[str, Any], per_parameter: int) -> None:
-    found = Trainer(max_steps=1).plan(Net(optimizer=optimizer, **options), rows(), batch_size=2)["memory_per_rank"]
-    assert found["parameters"] == 4 * (TRAINABLE + FROZEN)
-    assert found["gradients"] == 4 * TRAINABLE
-    assert 0 <= found["optimizer state"] - per_parameter * TRAINABLE <= 2 * 4, "and a counter per parameter"
-    assert found["total"] == sum(count for kind, count in found.items() if kind != "total")
+    memory = Trainer(max_steps=1).plan(Net(optimizer=optimizer, **options), rows(), batch_size=2)["memory_per_rank"]
+    assert memory["parameters"] == 4 * (TRAINABLE + FROZEN)
+    assert memory["gradients"] == 4 * TRAINABLE
+    assert 0 <= memory["optimizer state"] - per_parameter * TRAINABLE <= 2 * 4, "and a counter per parameter"
+    assert memory["total"] == sum(count for kind, count in memory.items() if kind != "total")
 
 
 def test_the_copies_that_autocast_makes_of_weights_are_counted() -> None:
     plans = {name: Trainer(max_steps=1, precision=name).plan(Net(), rows(), batch_size=2) for name in ("fp32", "bf16")}
-    found, plain = (plans[name]["memory_per_rank"] for name in ("bf16", "fp32"))
-    assert found == plain | {"half-precision copies": 2 * (16 + 110), "total": plain["total"] + 2 * (16 + 110)}
+    memory, plain = (plans[name]["memory_per_rank"] for name in ("bf16", "fp32"))
+    assert memory == plain | {"half-precision copies": 2 * (16 + 110), "total": plain["total"] + 2 * (16 + 110)}
 
 
 class Stubborn(torch.optim.SGD):
@@ -129,10 +129,10 @@ class Fitting(Net):
 def test_an_outline_keeps_what_is_shared_and_frozen() -> None:
     module = Net()
     module.again = module.first
-    found = outline(module)
-    assert found.again is found.first
-    assert [p.is_meta for p in found.parameters()] == [True] * 4
-    assert [n for n, p in found.named_parameters() if not p.requires_grad] == ["first.weight", "first.bias"]
+    copy = outline(module)
+    assert copy.again is copy.first
+    assert [p.is_meta for p in copy.parameters()] == [True] * 4
+    assert [n for n, p in copy.named_parameters() if not p.requires_grad] == ["first.weight", "first.bias"]
 
 
 class Reading(Net):
@@ -207,13 +207,13 @@ def test_the_table_of_seven_billion_parameters_comes_out_of_the_same_rule() -> N
         ("optimizer state", "master weights", "gradients", "parameters"),
     )
     empty = torch.nn.Linear(1, 1, device="meta")
-    found = [
+    table = [
         [sum(Divided(*each).memory_per_rank(empty, whole, world_size).values()) / 1e9 for whole in countings]
         for each in kinds
     ]
-    assert found == [[84, 112], [42, 49], [31.5, 38.5], [21, 28]]
+    assert table == [[84, 112], [42, 49], [31.5, 38.5], [21, 28]]
     shown = re.findall(r"^\| (?:replicas|ZeRO).*? \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
-    assert [[float(each) for each in row] for row in shown] == found
+    assert [[float(each) for each in row] for row in shown] == table
     header = next(line for line in PAGE.read_text().splitlines() if line.startswith("| | as tutorials"))
     assert "no master weights" in header
     assert "with float32 master weights" in header
@@ -298,8 +298,8 @@ class Named(Strategy):
 
 
 def test_a_strategy_divides_the_kinds_that_it_names() -> None:
-    found = Named().memory_per_rank(torch.nn.Linear(1, 1), {"parameters": 10, "gradients": 10}, 4)
-    assert found == {"parameters": 10, "gradients": 3}
+    memory = Named().memory_per_rank(torch.nn.Linear(1, 1), {"parameters": 10, "gradients": 10}, 4)
+    assert memory == {"parameters": 10, "gradients": 3}
 
 
 def test_a_plan_counts_what_is_free_on_a_device_and_ranks_choose_by_what_it_has(

@@ -25,9 +25,9 @@ CALLED = [hook for hook in EVENTS if hook not in PER_LISTENER]
 class Hears(Callback):
     """Appends (label, arguments) for each on_step and on_log."""
 
-    def __init__(self, label: str, heard: list[Any]) -> None:
+    def __init__(self, label: str, calls: list[Any]) -> None:
         self.label = label
-        self.heard = heard
+        self.heard = calls
 
     def on_step(self, step: int) -> None:
         self.heard.append((self.label, step))
@@ -45,18 +45,18 @@ def _random_listener(draw: random.Random, number: int, trace: list[Any]) -> Call
     methods: dict[str, Any] = {}
     for hook in draw.sample(CALLED, draw.randint(1, 4)):
         names = _arguments(hook)
-        taken = draw.sample(names, draw.randint(0, len(names)))
+        arguments = draw.sample(names, draw.randint(0, len(names)))
         order = draw.choice([{}, {}, {"tryfirst": True}, {"trylast": True}])
         wraps = draw.random() < 0.2
         answer = draw.choice([None, number]) if hook in ACTIONS else None
-        record = f"trace.append(({number}, {hook!r}, {', '.join(taken)}{',' if taken else ''}))"
+        record = f"trace.append(({number}, {hook!r}, {', '.join(arguments)}{',' if arguments else ''}))"
         body = f"    {record}\n"
         if wraps:
             body += f"    result = yield\n    trace.append(({number}, 'after', result))\n    return result\n"
         else:
             body += f"    return {answer}\n"
         scope: dict[str, Any] = {"trace": trace}
-        exec(f"def {hook}(self{''.join(', ' + name for name in taken)}):\n{body}", scope)
+        exec(f"def {hook}(self{''.join(', ' + name for name in arguments)}):\n{body}", scope)
         methods[hook] = (
             hookimpl(wrapper=wraps, **order)(scope[hook]) if wraps or order or hook in ACTIONS else scope[hook]
         )
@@ -105,10 +105,10 @@ def test_the_order_that_is_told_is_the_order_of_the_calls() -> None:
             manager.add(_random_listener(draw, number, trace), f"plugin{number}")
         for hook in CALLED:
             getattr(manager.hook, hook)(**dict.fromkeys(_arguments(hook)))
-            told = [int(name.removeprefix("plugin")) for name in manager.order(hook)]
+            order = [int(name.removeprefix("plugin")) for name in manager.order(hook)]
             called = [entry[0] for entry in trace if entry[1] == hook]
-            assert called == told[: len(called)]
-            assert hook in ACTIONS or len(called) == len(told)
+            assert called == order[: len(called)]
+            assert hook in ACTIONS or len(called) == len(order)
             trace.clear()
 
 
@@ -140,9 +140,9 @@ def test_the_calls_declare_every_hook_that_is_not_per_listener() -> None:
 
 
 def test_adding_and_removing_changes_the_calls_after_a_refresh() -> None:
-    heard: list[Any] = []
+    entries: list[Any] = []
     manager = Manager()
-    manager.add(Hears("first", heard), "first")
+    manager.add(Hears("first", entries), "first")
     calls = Calls(manager)
 
     def step(number: int) -> None:
@@ -150,7 +150,7 @@ def test_adding_and_removing_changes_the_calls_after_a_refresh() -> None:
         calls.on_step(None, None, number, None, None)
 
     step(1)
-    manager.add(Hears("second", heard), "second")
+    manager.add(Hears("second", entries), "second")
     assert manager.changes != calls.changes
     step(2)
     calls.refresh()
@@ -162,22 +162,22 @@ def test_adding_and_removing_changes_the_calls_after_a_refresh() -> None:
     manager.remove("second")
     calls.refresh()
     assert calls.on_step is None
-    assert heard == [("first", 1), ("first", 2), ("second", 3), ("first", 3), ("second", 4)]
+    assert entries == [("first", 1), ("first", 2), ("second", 3), ("first", 3), ("second", 4)]
 
 
 def test_pluggys_monitoring_sees_calls_while_it_is_on() -> None:
-    heard: list[Any] = []
+    entries: list[Any] = []
     manager = Manager()
-    manager.add(Hears("one", heard), "one")
-    seen: list[str] = []
-    undo = manager.add_hookcall_monitoring(lambda name, impls, kwargs: seen.append(name), lambda *a: None)
+    manager.add(Hears("one", entries), "one")
+    monitored: list[str] = []
+    undo = manager.add_hookcall_monitoring(lambda name, impls, kwargs: monitored.append(name), lambda *a: None)
     calls = Calls(manager)
     assert calls.on_step is not None
     calls.on_step(None, None, 7, None, None)
     undo()
     calls.refresh()
     calls.on_step(None, None, 8, None, None)
-    assert (heard, seen) == ([("one", 7), ("one", 8)], ["on_step"])
+    assert (entries, monitored) == ([("one", 7), ("one", 8)], ["on_step"])
 
 
 def test_the_table_lists_heard_hooks_with_their_listeners_in_order() -> None:
@@ -210,11 +210,11 @@ def test_per_listener_calls_pass_only_what_is_taken() -> None:
 
 
 def test_the_loss_is_computed_only_when_a_listener_takes_it() -> None:
-    taken: list[Any] = []
+    calls: list[Any] = []
 
     class TakesLoss(Callback):
         def on_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-            taken.append((loss, grad_norm))
+            calls.append((loss, grad_norm))
 
     class AddsLater(Callback):
         def on_step(self, trainer: Trainer, step: int) -> None:
@@ -222,7 +222,7 @@ def test_the_loss_is_computed_only_when_a_listener_takes_it() -> None:
                 trainer._live().calls.manager.add(TakesLoss(), "later")
 
     _fit(AddsLater(), max_steps=3)
-    assert [(type(loss), norm.ndim) for loss, norm in taken] == [(torch.Tensor, 0)] * 2
+    assert [(type(loss), norm.ndim) for loss, norm in calls] == [(torch.Tensor, 0)] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- what it costs, in calls
@@ -271,21 +271,23 @@ def test_hooks_that_nobody_hears_cost_no_call() -> None:
 
 @pytest.mark.parametrize("listeners", [1, 3])
 def test_a_heard_hook_costs_one_call_and_one_per_listener(listeners: int) -> None:
-    heard = {"on_accumulate": 3, "on_before_step": 1, "on_step": 1, "on_log": 1}
-    theirs = {f"HearsMost.{hook}": count * listeners for hook, count in heard.items()}
-    ours = {"hook_calls": sum(heard.values())}
+    counts = {"on_accumulate": 3, "on_before_step": 1, "on_step": 1, "on_log": 1}
+    theirs = {f"HearsMost.{hook}": count * listeners for hook, count in counts.items()}
+    ours = {"hook_calls": sum(counts.values())}
     assert _calls_per_update(*(HearsMost() for _ in range(listeners))) == ours | theirs
 
 
 def test_the_benchmark_compares_with_pluggy_in_one_run(tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    command = [sys.executable, "-m", "benchmarks.dispatch", "--rounds", "11", "--steps", "300", "--json", str(found)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0 or done.stderr.startswith("missed"), done.stderr  # a clock on a busy machine is no gate
-    rows = json.loads(found.read_text())
+    path = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.dispatch", "--rounds", "11", "--steps", "300", "--json", str(path)]
+    process = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert process.returncode == 0 or process.stderr.startswith("missed"), (
+        process.stderr
+    )  # a clock on a busy machine is no gate
+    rows = json.loads(path.read_text())
     assert [row["listeners"] for row in rows] == [0, 1, 3, 10]
     assert all(row["pluggy"] > row["fabricate"] for row in rows)
-    assert len([line for line in done.stdout.splitlines() if line.startswith("|")]) == 2 + len(rows)
+    assert len([line for line in process.stdout.splitlines() if line.startswith("|")]) == 2 + len(rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ who raised what

@@ -220,12 +220,12 @@ def test_a_step_of_the_module_on_a_callback_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 def test_a_static_or_class_method_is_heard(kind: Any) -> None:
-    heard: list[int] = []
-    method = hearing("on_step", ["step"], lambda self, hook, step: heard.append(step))
+    calls: list[int] = []
+    method = hearing("on_step", ["step"], lambda self, hook, step: calls.append(step))
     if kind is staticmethod:
-        method = lambda step: heard.append(step)  # noqa: E731
+        method = lambda step: calls.append(step)  # noqa: E731
     assert fit(type("Odd", (Callback,), {"on_step": kind(method)})()).steps == 1
-    assert heard == [1]
+    assert calls == [1]
 
 
 def test_one_object_listed_twice_is_refused() -> None:
@@ -276,9 +276,9 @@ def test_a_checkpoint_that_a_plugin_did_not_write_is_not_announced(leaves: str, 
     if leaves == "less than it should":
 
         def write_checkpoint(self: object, path: Path) -> Iterator[Any]:
-            written = yield
+            result = yield
             (path / "state.json").unlink()
-            return written  # type: ignore[return-value]
+            return result  # type: ignore[return-value]
 
         Writes.write_checkpoint = hookimpl(wrapper=True)(write_checkpoint)  # type: ignore[method-assign,assignment]
     with pytest.raises(

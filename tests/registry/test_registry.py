@@ -89,8 +89,8 @@ def test_a_name_that_cannot_be_read_is_refused(text: str, message: str) -> None:
     ],
 )
 def test_an_option_is_converted_by_the_type_that_is_declared(option: str, text: str, value: object) -> None:
-    found = getattr(build(Optioned, "strategy", "optioned", {option: text}), option)
-    assert (found, type(found)) == (value, type(value))
+    attribute = getattr(build(Optioned, "strategy", "optioned", {option: text}), option)
+    assert (attribute, type(attribute)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
 
 def test_a_factory_that_takes_any_option_gets_text() -> None:
     def factory(**options: str) -> Single:
-        made = Single()
-        made.label = options  # type: ignore[attr-defined]
-        return made
+        strategy = Single()
+        strategy.label = options  # type: ignore[attr-defined]
+        return strategy
 
     assert build(factory, "strategy", "any", {"a": "1"}).label == {"a": "1"}
 
@@ -139,14 +139,14 @@ def test_built_in_names_give_built_in_objects() -> None:
 
 
 def test_a_name_with_options_sets_them_and_tells_its_origin() -> None:
-    made, offer = Registry().resolve("strategy", "fsdp:offload=cpu,reshard-after-forward=false")
-    assert (made.offload, made.reshard_after_forward) == ("cpu", False)
+    strategy, offer = Registry().resolve("strategy", "fsdp:offload=cpu,reshard-after-forward=false")
+    assert (strategy.offload, strategy.reshard_after_forward) == ("cpu", False)
     assert str(offer.origin) == f"fabricate-trainer {fabricate.__version__}"  # type: ignore[union-attr]
 
 
 def test_an_object_is_taken_as_it_is() -> None:
-    given = FSDP(offload="cpu")
-    assert Registry().resolve("strategy", given) == (given, None)
+    strategy = FSDP(offload="cpu")
+    assert Registry().resolve("strategy", strategy) == (strategy, None)
 
 
 def test_a_class_is_refused() -> None:
@@ -188,8 +188,8 @@ def test_the_registry_does_not_import_torch() -> None:
 
 def test_an_installed_strategy_is_found_by_its_name(install: Install) -> None:
     install("fabricate-mars", MARS, name="space", version="2.5")
-    made, offer = Registry().resolve("strategy", "mars:depth=4")
-    assert made.depth == 4
+    strategy, offer = Registry().resolve("strategy", "mars:depth=4")
+    assert strategy.depth == 4
     assert offer is not None
     assert (offer.plugin, str(offer.origin)) == ("space", "fabricate-mars 2.5")
 
@@ -237,8 +237,8 @@ def test_one_name_from_two_plugins_needs_the_qualified_name(install: Install) ->
         "two/mars",
     ):
         Registry().resolve("strategy", "mars")
-    made, offer = Registry().resolve("strategy", "two/mars")
-    assert (type(made).__module__, offer.summary) == ("fabricate_venus", "hot")  # type: ignore[union-attr]
+    strategy, offer = Registry().resolve("strategy", "two/mars")
+    assert (type(strategy).__module__, offer.summary) == ("fabricate_venus", "hot")  # type: ignore[union-attr]
 
 
 def test_a_built_in_name_wins_and_the_qualified_one_gives_the_other(install: Install) -> None:

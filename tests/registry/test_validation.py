@@ -67,7 +67,7 @@ class DescribesText(Mine):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "told"),
+    ("strategy", "message"),
     [
         (Nameless, "strategy: Nameless has no name; write name: ClassVar"),
         (MisspeltMethod, "MisspeltMethod.bakward is never read; did you mean 'backward'?"),
@@ -79,10 +79,10 @@ class DescribesText(Mine):
         (DescribesText, "DescribesText.describe returned str; return a mapping"),
     ],
 )
-def test_a_strategy_that_could_not_work_is_refused(strategy: Callable[[], Strategy], told: str) -> None:
+def test_a_strategy_that_could_not_work_is_refused(strategy: Callable[[], Strategy], message: str) -> None:
     with pytest.raises(PluginError) as caught:
         _fit(strategy=strategy())
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_precision_without_a_name_is_refused() -> None:

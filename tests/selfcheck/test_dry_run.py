@@ -84,8 +84,8 @@ class Net(TrainModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        made = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return made, torch.optim.lr_scheduler.LinearLR(made, total_iters=2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
 
 
 class Real(DryTrainer):
@@ -118,7 +118,7 @@ def on_real_ranks(world_size: int) -> dict[Any, Any]:
 
 
 def on_fakes() -> dict[Any, Any]:
-    found = {}
+    by_case = {}
     for world_size, cases in CASES.items():
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         os.environ.update(ranks if world_size > 1 else {}, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
@@ -126,8 +126,8 @@ def on_fakes() -> dict[Any, Any]:
             for name in ranks:
                 os.environ.pop(name, None)
         for case in cases:
-            found[world_size, case] = measured(DryTrainer, case)
-    return found
+            by_case[world_size, case] = measured(DryTrainer, case)
+    return by_case
 
 
 @pytest.fixture(scope="module")

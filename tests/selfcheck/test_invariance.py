@@ -31,15 +31,15 @@ def test_every_split_of_a_weighted_loss_learns_the_same_on_sharded_ranks_too(tmp
     options = ["--global-batch", "4", "--worlds", "1,2", "--strategy", "fsdp", "--steps", "3"]
     command = [sys.executable, "-m", "fabricate", "check-invariance", *options, str(SCRIPT)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    splits = re.findall(r"^  (\d) x (\d) x (\d) +(\S+) +(\S+)", done.stdout, re.MULTILINE)
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    splits = re.findall(r"^  (\d) x (\d) x (\d) +(\S+) +(\S+)", process.stdout, re.MULTILINE)
     assert [tuple(map(int, split[:3])) for split in splits] == [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2)]
     assert splits[0][3:] == ("0.0e+00", "0.0e+00")
     assert all(float(number) < 1e-6 for split in splits for number in split[3:])
     assert any(float(split[4]) > 0 for split in splits)  # other sums, so other roundings: they were not all one run
-    assert "note: dropout is off during the check (1 layers)\n" in done.stdout
-    assert re.search(r"largest relative difference over 3 updates: \S+, at most 1e-05\n$", done.stdout)
+    assert "note: dropout is off during the check (1 layers)\n" in process.stdout
+    assert re.search(r"largest relative difference over 3 updates: \S+, at most 1e-05\n$", process.stdout)
     assert os.listdir(tmp_path) == []
 
 
@@ -57,9 +57,9 @@ def test_the_command_ends_with_1_where_a_split_differs_and_prints_numbers_for_pr
     options = ["--global-batch", "2", "--worlds", "1", "--steps", "2", "--json"]
     shown = CliRunner().invoke(main, ["check-invariance", *options, str(SCRIPT), "--", "--mean"])
     assert shown.exit_code == 1, shown.output
-    found = json.loads(shown.output)
-    assert (found["steps"], len(found["splits"])) == (2, 2)
-    assert found["largest"] > 1e-3
+    report = json.loads(shown.output)
+    assert (report["steps"], len(report["splits"])) == (2, 2)
+    assert report["largest"] > 1e-3
 
 
 def test_a_script_that_fails_or_trains_nothing_is_told_so(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ class Normalised(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
-        self.seen: list[int] = []
+        self.sizes: list[int] = []
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        self.seen.append(len(batch[0]))
+        self.sizes.append(len(batch[0]))
         loss: torch.Tensor = self.layers(batch[0]).square().mean()
         return loss
 
@@ -119,12 +119,12 @@ def test_a_fit_takes_the_split_begins_where_all_begin_and_says_what_cannot_be_co
         module = Normalised()
         trainer = checked_trainer.Trainer(max_epochs=1, global_batch_size=12, run_dir=tmp_path / "run", progress=False)
         trainer.fit(module, DataLoader(data, batch_size=12), resume=tmp_path / "anything")
-        assert module.seen == [2] * 6
+        assert module.sizes == [2] * 6
     assert not (tmp_path / "run").exists()
-    told = [json.loads((tmp_path / str(number) / "notes.json").read_text()) for number in (0, 1)]
-    assert told[0] == told[1]  # the second module had other weights, until the fit began
-    assert len(told[0]["losses"]) == 2
-    assert [note.partition(" is ")[0] for note in told[0]["notes"]] == ["dropout", "layers.1"]
+    notes = [json.loads((tmp_path / str(number) / "notes.json").read_text()) for number in (0, 1)]
+    assert notes[0] == notes[1]  # the second module had other weights, until the fit began
+    assert len(notes[0]["losses"]) == 2
+    assert [note.partition(" is ")[0] for note in notes[0]["notes"]] == ["dropout", "layers.1"]
     with Reader(tmp_path / "begin") as begin, Reader(tmp_path / "0/end") as end:
         assert (begin.manifest.step, end.manifest.step) == (0, 2)
         assert begin.read("model/layers.0.weight") != end.read("model/layers.0.weight")

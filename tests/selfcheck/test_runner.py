@@ -40,10 +40,10 @@ def test_a_script_finds_its_place_and_the_trainer_of_each_request(tmp_path: Path
     script.write_text(SCRIPT)
     (own / "helper.py").write_text("from fabricate import Trainer\n")
     requests = write_requests([rehearsal("/one"), rehearsal("/two")])
-    done = run(tmp_path, requests, "own/train.py", "--first", "x")
-    assert done.returncode == 0, done.stderr
+    process = run(tmp_path, requests, "own/train.py", "--first", "x")
+    assert process.returncode == 0, process.stderr
     place = [str(script), [str(script), "--first", "x"], str(own)]
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+    assert [json.loads(line) for line in process.stdout.splitlines()] == [
         [*place, ["/one/runs/a"] * 3],
         [*place, ["/two/runs/a"] * 3],
     ]

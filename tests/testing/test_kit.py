@@ -56,10 +56,10 @@ def test_a_name_that_nobody_offers_is_a_failure_that_names_it() -> None:
     assert "did you mean 'bf16'?" in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [FSDP(), lambda: FSDP()], ids=["object", "lambda"])
-def test_an_object_or_lambda_is_refused_because_every_rank_makes_its_own(given: object) -> None:
+@pytest.mark.parametrize("subject", [FSDP(), lambda: FSDP()], ids=["object", "lambda"])
+def test_an_object_or_lambda_is_refused_because_every_rank_makes_its_own(subject: object) -> None:
     with pytest.raises(ConfigurationError, match="at the top level of a file"):
-        check_strategy(given)
+        check_strategy(subject)
 
 
 def test_the_loop_by_hand_leaves_the_random_generator_alone() -> None:

@@ -237,8 +237,8 @@ def test_a_function_of_a_script_runs_without_its_main_block(tmp_path: Path) -> N
         "if __name__ == '__main__': print(run_ranks(double, 1, 21))\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[42]\n", "")
+    process = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "[42]\n", "")
 
 
 def test_a_function_that_ranks_cannot_import_is_refused() -> None:
