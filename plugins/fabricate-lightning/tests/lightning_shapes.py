@@ -107,13 +107,13 @@ def both(make: Callable[[], Any], data: Callable[[], tuple[Any, ...]], **argumen
     """The same module trained by Lightning and by fabricate, from the same weights on the same data. Callable arguments are "
     "called for each."""
 
-    def made() -> dict[str, Any]:
+    def called() -> dict[str, Any]:
         return {name: value() if callable(value) else value for name, value in arguments.items()}
 
     torch.manual_seed(0)
     one = make()
     other = copy.deepcopy(one)
-    return by_lightning(one, *data(), **made()), by_fabricate(other, *data(), **made())
+    return by_lightning(one, *data(), **called()), by_fabricate(other, *data(), **called())
 
 
 def apart(one: Trained, other: Trained) -> float:

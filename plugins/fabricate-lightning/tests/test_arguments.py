@@ -29,7 +29,7 @@ def test_the_arguments_and_their_defaults_are_those_of_lightning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "settings"),
+    ("arguments", "settings"),
     [
         (
             {},
@@ -55,13 +55,13 @@ def test_the_arguments_and_their_defaults_are_those_of_lightning() -> None:
     ],
     ids=case,
 )
-def test_an_argument_becomes_its_counterpart(given: dict[str, Any], settings: dict[str, Any]) -> None:
-    trainer = Trainer(**given, logger=False)
+def test_an_argument_becomes_its_counterpart(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    trainer = Trainer(**arguments, logger=False)
     assert {name: getattr(trainer.core.settings, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"benchmark": True}, r"benchmark=True\) has no counterpart in fabricate; set torch.backends"),
         ({"profiler": "simple"}, r"profiler='simple'\) has no counterpart"),
@@ -92,9 +92,9 @@ def test_an_argument_becomes_its_counterpart(given: dict[str, Any], settings: di
     ],
     ids=case,
 )
-def test_an_argument_without_a_counterpart_is_named(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        Trainer(**given)
+def test_an_argument_without_a_counterpart_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Trainer(**arguments)
 
 
 def test_where_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,11 @@ def data() -> tuple[Any, ...]:
 def test_early_stopping_stops_where_lightning_does(options: dict[str, Any]) -> None:
     stopping: list[Any] = []
 
-    def made() -> list[Any]:
+    def stop_early() -> list[Any]:
         stopping.append(callbacks.EarlyStopping(**options))
         return [stopping[-1]]
 
-    theirs, ours = both(Classifier, data, max_epochs=12, callbacks=made)
+    theirs, ours = both(Classifier, data, max_epochs=12, callbacks=stop_early)
     assert apart(theirs, ours) == 0
     assert ours.trainer.current_epoch == theirs.trainer.current_epoch
     for name in ("stopped_epoch", "wait_count"):
@@ -54,31 +54,31 @@ def test_a_metric_that_early_stopping_lacks_is_an_error() -> None:
 
 
 def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Path) -> None:
-    kept = [
+    checkpoints = [
         callbacks.ModelCheckpoint(tmp_path / name, monitor="val_loss", save_top_k=2, save_last=True) for name in "ab"
     ]
     quiet: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 5}
     torch.manual_seed(0)
-    theirs = by_lightning(Classifier(lr=0.3), *data(), callbacks=[kept[0]], **quiet)
+    theirs = by_lightning(Classifier(lr=0.3), *data(), callbacks=[checkpoints[0]], **quiet)
     torch.manual_seed(0)
-    ours = by_fabricate(Classifier(lr=0.3), *data(), callbacks=[kept[1]], **quiet)
+    ours = by_fabricate(Classifier(lr=0.3), *data(), callbacks=[checkpoints[1]], **quiet)
     assert apart(theirs, ours) == 0
-    assert float(kept[1].best_model_score) == pytest.approx(float(kept[0].best_model_score), abs=1e-6)
-    assert ours.trainer.checkpoint_callback is kept[1]
-    best = Path(kept[1].best_model_path)
+    assert float(checkpoints[1].best_model_score) == pytest.approx(float(checkpoints[0].best_model_score), abs=1e-6)
+    assert ours.trainer.checkpoint_callback is checkpoints[1]
+    best = Path(checkpoints[1].best_model_path)
     assert best.parent == tmp_path / "b" / "checkpoints"
     assert (best / "manifest.json").exists()
     metrics = [run.trainer.validate(run.module, data()[1], ckpt_path="best", verbose=False) for run in (theirs, ours)]
     assert metrics[1][0] == pytest.approx(metrics[0][0], abs=1e-6)
-    assert metrics[1][0]["val_loss"] == pytest.approx(float(kept[1].best_model_score), abs=1e-6)
-    loaded = fabricate_lightning.load_from_checkpoint(Classifier, kept[1].best_model_path)
+    assert metrics[1][0]["val_loss"] == pytest.approx(float(checkpoints[1].best_model_score), abs=1e-6)
+    loaded = fabricate_lightning.load_from_checkpoint(Classifier, checkpoints[1].best_model_path)
     assert loaded.hparams.lr == 0.3
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, ours.weights[name])
 
 
 @pytest.mark.parametrize(
-    ("made", "settings"),
+    ("keywords", "settings"),
     [
         ({}, {"keep": {"last": 1, "metric": "val_loss", "mode": "min"}, "save_every": Every(epochs=1)}),
         ({"every_n_train_steps": 7, "save_top_k": -1}, {"save_every": Every(steps=7)}),
@@ -92,8 +92,8 @@ def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Pat
     ],
     ids=case,
 )
-def test_a_model_checkpoint_becomes_arguments(made: dict[str, Any], settings: dict[str, Any]) -> None:
-    trainer = fabricate_lightning.Trainer(callbacks=[callbacks.ModelCheckpoint(**made)], logger=False)
+def test_a_model_checkpoint_becomes_arguments(keywords: dict[str, Any], settings: dict[str, Any]) -> None:
+    trainer = fabricate_lightning.Trainer(callbacks=[callbacks.ModelCheckpoint(**keywords)], logger=False)
     for name, value in settings.items():
         assert getattr(trainer.core.settings, name) == value
 
@@ -128,8 +128,8 @@ def test_stochastic_weight_averaging_is_fabricates() -> None:
 
 
 def test_a_fit_ends_with_the_average_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    given = callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)
-    trained = by_fabricate(Classifier(), *data(), callbacks=[given])
+    averager = callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)
+    trained = by_fabricate(Classifier(), *data(), callbacks=[averager])
     (averaging,) = trained.trainer.core.settings.plugins
     assert averaging.averages == 2
     assert "averages weights at the end of each epoch " in capsys.readouterr().out
@@ -140,7 +140,7 @@ class KeepsMore(callbacks.ModelCheckpoint):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("listeners", "message"),
     [
         ([callbacks.StochasticWeightAveraging(swa_lrs=0.1, avg_fn=max)], r"\(avg_fn=\.\.\.\) has no counterpart"),
         (
@@ -157,9 +157,9 @@ class KeepsMore(callbacks.ModelCheckpoint):
     ],
     ids=case,
 )
-def test_callbacks_that_cannot_run_are_named(given: list[Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        fabricate_lightning.Trainer(callbacks=given)
+def test_callbacks_that_cannot_run_are_named(listeners: list[Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fabricate_lightning.Trainer(callbacks=listeners)
 
 
 def test_an_adapted_module_leaves_what_is_the_trainers_to_the_trainer() -> None:
@@ -171,11 +171,11 @@ class Collects(callbacks.Callback):
     """A callback as users write them."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int, float]] = []
+        self.records: list[tuple[int, int, float]] = []
         self.pairs: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append((trainer.global_step, batch_idx, float(trainer.callback_metrics["train_loss"])))
+        self.records.append((trainer.global_step, batch_idx, float(trainer.callback_metrics["train_loss"])))
         pl_module.log("from_callback", float(batch_idx), on_step=True, on_epoch=True)
         assert float(outputs["loss"]) == pytest.approx(pl_module.losses[-1], abs=1e-6)
 
@@ -185,20 +185,22 @@ class Collects(callbacks.Callback):
 
 
 def test_a_callback_of_the_users_sees_what_it_sees_in_lightning() -> None:
-    made: list[Any] = []
+    instances: list[Any] = []
 
     def callback() -> list[Any]:
-        made.append(Collects())
-        return [made[-1]]
+        instances.append(Collects())
+        return [instances[-1]]
 
     class ReturnsMapping(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": super().training_step(batch, batch_idx)}
 
     theirs, ours = both(ReturnsMapping, data, callbacks=callback)
-    assert [seen[:2] for seen in made[1].seen] == [seen[:2] for seen in made[0].seen]
-    assert [seen[2] for seen in made[1].seen] == pytest.approx([seen[2] for seen in made[0].seen], abs=1e-6)
-    assert made[1].pairs == made[0].pairs
+    assert [record[:2] for record in instances[1].records] == [record[:2] for record in instances[0].records]
+    assert [record[2] for record in instances[1].records] == pytest.approx(
+        [seen[2] for seen in instances[0].records], abs=1e-6
+    )
+    assert instances[1].pairs == instances[0].pairs
     assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
 
 

@@ -24,9 +24,13 @@ def noting(kind: type, who: str, but: tuple[str, ...] = ()) -> dict[str, Any]:
 
     def method(hook: str) -> Any:
         def note(self: Any, *arguments: Any, **named: Any) -> None:
-            given = [*arguments, *named.values()]
+            values = [*arguments, *named.values()]
             CALLS.append(
-                (who, hook, [type(each).__name__ for each in given[2 if who == "callback" and len(given) > 1 else 0 :]])
+                (
+                    who,
+                    hook,
+                    [type(each).__name__ for each in values[2 if who == "callback" and len(values) > 1 else 0 :]],
+                )
             )
 
         return note
@@ -156,7 +160,7 @@ class OldHook(Classifier):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (
             OldHook,
@@ -170,27 +174,27 @@ class OldHook(Classifier):
         (OwnBackward, "OwnBackward.backward would not be called: the loop calls it"),
     ],
 )
-def test_a_hook_that_fabricate_cannot_follow_is_named(kind: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_a_hook_that_fabricate_cannot_follow_is_named(kind: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         by_fabricate(kind(), loader())
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "message"),
     [
         (lambda self, dataloader_iter: None, "the loop reads the data"),
         (lambda self, batch, batch_idx, optimizer_idx: None, "Lightning 2 does not pass"),
     ],
 )
-def test_arguments_of_steps_that_are_not_passed_are_named(step: Any, said: str) -> None:
+def test_arguments_of_steps_that_are_not_passed_are_named(step: Any, message: str) -> None:
     kind = type("Odd", (Classifier,), {"training_step": step})
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         by_fabricate(kind(), loader())
 
 
 def test_only_a_lightning_module_is_adapted() -> None:
-    for wrong, said in ((Classifier, "the class Classifier"), (torch.nn.Linear(1, 1), r"adapt\(Linear\)")):
-        with pytest.raises(ConfigurationError, match=said):
+    for wrong, message in ((Classifier, "the class Classifier"), (torch.nn.Linear(1, 1), r"adapt\(Linear\)")):
+        with pytest.raises(ConfigurationError, match=message):
             adapt(wrong)
 
 
@@ -210,11 +214,11 @@ def test_attributes_of_the_trainer_are_those_of_lightning() -> None:
         log_every_n_steps val_check_interval check_val_every_n_epoch sanity_checking training validating testing predicting evaluating
         should_stop fast_dev_run barebones received_sigterm limit_train_batches limit_val_batches overfit_batches
         enable_validation loggers logger early_stopping_callback progress_bar_callback"""
-    seen: list[dict[str, Any]] = []
+    attributes: list[dict[str, Any]] = []
 
     class Looks(Classifier):
         def on_train_epoch_end(self) -> None:
-            seen.append({name: getattr(self.trainer, name) for name in names.split()})
+            attributes.append({name: getattr(self.trainer, name) for name in names.split()})
             assert self.trainer.lightning_module is self
             assert self.trainer.model is not None
             assert self.trainer.optimizers[0] is not None
@@ -223,7 +227,7 @@ def test_attributes_of_the_trainer_are_those_of_lightning() -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1}
     by_lightning(Looks(), loader(), loader(number=20), **options)
     by_fabricate(Looks(), loader(), loader(number=20), **options)
-    theirs, ours = seen
+    theirs, ours = attributes
     assert ours == theirs
 
 

@@ -117,7 +117,7 @@ def test_collections_of_metrics_and_their_values_within_an_epoch_are_those_of_li
 
 
 @pytest.mark.parametrize(
-    ("hook", "call", "said"),
+    ("hook", "call", "message"),
     [
         ("on_fit_start", lambda m: m.log("x", 1), r"self\.log\('x'\) in on_fit_start: nothing can be logged there"),
         (
@@ -136,9 +136,9 @@ def test_collections_of_metrics_and_their_values_within_an_epoch_are_those_of_li
         ),
     ],
 )
-def test_what_cannot_be_logged_is_named(hook: str, call: Any, said: str) -> None:
+def test_what_cannot_be_logged_is_named(hook: str, call: Any, message: str) -> None:
     kind = type("Wrong", (Classifier,), {hook: lambda self, *_: call(self)})
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         by_fabricate(kind(), loader(), max_epochs=1)
 
 
@@ -182,8 +182,8 @@ def test_values_go_to_the_run_and_to_loggers(tmp_path: Path) -> None:
     assert trained.module.logger is logger
     with (run / "metrics.csv").open() as file:
         lines = list(csv.DictReader(file))
-    known = {name for line in lines for name, value in line.items() if value}
-    assert known >= {"train_loss_step", "train_loss_epoch", "val_loss", "val/accuracy", "epoch", "lr-AdamW"}
+    names = {name for line in lines for name, value in line.items() if value}
+    assert names >= {"train_loss_step", "train_loss_epoch", "val_loss", "val/accuracy", "epoch", "lr-AdamW"}
     assert len(monitor.lrs["lr-AdamW"]) == 7
     assert "width: 6" in (run / "hparams.yaml").read_text()
     stages = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

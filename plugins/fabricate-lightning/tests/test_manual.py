@@ -32,8 +32,8 @@ class GAN(lightning.LightningModule):
         noise = torch.arange(2.0 * len(real)).reshape(-1, 2).sin()
         generating, discriminating = self.optimizers()
         self.toggle_optimizer(generating)
-        made = self.generator(noise)
-        loss = binary_cross_entropy_with_logits(self.discriminator(made), torch.ones(len(real), 1))
+        image = self.generator(noise)
+        loss = binary_cross_entropy_with_logits(self.discriminator(image), torch.ones(len(real), 1))
         self.log("g_loss", loss, prog_bar=True)
         self.manual_backward(loss)
         assert all(p.grad is None for p in self.discriminator.parameters()) or self.global_step
@@ -41,9 +41,9 @@ class GAN(lightning.LightningModule):
         generating.zero_grad()
         self.untoggle_optimizer(generating)
         with self.toggled_optimizer(discriminating):
-            seen = torch.cat([self.discriminator(real), self.discriminator(self.generator(noise).detach())])
+            logits = torch.cat([self.discriminator(real), self.discriminator(self.generator(noise).detach())])
             labels = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
-            other = binary_cross_entropy_with_logits(seen, labels)
+            other = binary_cross_entropy_with_logits(logits, labels)
             discriminating.zero_grad()
             self.manual_backward(other)
             self.clip_gradients(discriminating, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
@@ -90,7 +90,7 @@ class Accumulates(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.seen: list[str] = []
+        self.calls: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
@@ -111,16 +111,16 @@ class Accumulates(Classifier):
         return {"loss": loss}
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
-        self.seen.append("before_backward")
+        self.calls.append("before_backward")
 
     def on_after_backward(self) -> None:
-        self.seen.append("after_backward")
+        self.calls.append("after_backward")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append("before_step")
+        self.calls.append("before_step")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(f"end {batch_idx}")
+        self.calls.append(f"end {batch_idx}")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -130,12 +130,12 @@ class Accumulates(Classifier):
 def test_gradients_are_accumulated_by_hand_as_under_lightning() -> None:
     theirs, ours = both(Accumulates, lambda: (loader(), loader(number=20)))
     assert apart(theirs, ours) < 1e-6
-    assert ours.module.seen == theirs.module.seen
+    assert ours.module.calls == theirs.module.calls
     assert ours.trainer.optimizers[0].param_groups[0]["lr"] == theirs.trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"gradient_clip_val": 1.0}, "max_grad_norm: GAN optimizes manually; call self.clip_gradients"),
         ({"accumulate_grad_batches": 2}, "accumulate in training_step"),
@@ -145,8 +145,8 @@ def test_gradients_are_accumulated_by_hand_as_under_lightning() -> None:
     ],
     ids=str,
 )
-def test_what_manual_optimization_cannot_do_is_refused_by_name(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_what_manual_optimization_cannot_do_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         by_fabricate(GAN(), *data(), **arguments)
 
 

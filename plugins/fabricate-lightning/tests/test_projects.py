@@ -140,9 +140,9 @@ class Collects(Classifier):
         self.outputs.append({"loss": cross_entropy(scores, batch[1]), "right": scores.argmax(1) == batch[1]})
 
     def on_validation_epoch_end(self) -> None:
-        found = self.val_metrics.compute()
-        self.val_best.update(found["acc_val"])
-        self.log_dict(found, prog_bar=True)
+        metrics = self.val_metrics.compute()
+        self.val_best.update(metrics["acc_val"])
+        self.log_dict(metrics, prog_bar=True)
         self.log("best", self.val_best.compute(), prog_bar=True)
         self.log("val_loss", torch.stack([output["loss"] for output in self.outputs]).mean())
         self.log("val_right", torch.cat([output["right"] for output in self.outputs]).float().mean())
@@ -259,15 +259,15 @@ class Scheduled(Classifier):
 
 
 def test_callbacks_that_read_the_trainer_and_exchange_weights_see_what_they_see_in_lightning() -> None:
-    made: list[Looks] = []
+    looks: list[Looks] = []
 
-    def given() -> list[Any]:
-        made.append(Looks())
-        return [made[-1], Averages()]
+    def looks_and_averages() -> list[Any]:
+        looks.append(Looks())
+        return [looks[-1], Averages()]
 
-    theirs, ours = both(Scheduled, lambda: (Data(),), callbacks=given, max_epochs=6)
+    theirs, ours = both(Scheduled, lambda: (Data(),), callbacks=looks_and_averages, max_epochs=6)
     alike(theirs, ours)
-    for one, other in zip(made[0].notes, made[1].notes, strict=True):
+    for one, other in zip(looks[0].notes, looks[1].notes, strict=True):
         assert other == one
 
 

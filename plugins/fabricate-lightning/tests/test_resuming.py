@@ -112,7 +112,7 @@ def _interrupted(kind: Any, run_dir: Path, at: int) -> Any:
 def test_a_killed_fit_goes_on_to_the_same_bits(tmp_path: Path, at: int) -> None:
     torch.manual_seed(0)
     whole = Stateful()
-    done = _fit(whole, tmp_path / "whole")
+    whole_trainer = _fit(whole, tmp_path / "whole")
     path = _interrupted(Stateful, tmp_path / "killed", at)
     torch.manual_seed(0)
     resumed = Stateful()
@@ -125,11 +125,11 @@ def test_a_killed_fit_goes_on_to_the_same_bits(tmp_path: Path, at: int) -> None:
     assert (resumed.by_batch, resumed.window, resumed.hidden) == (whole.by_batch, whole.window, whole.hidden)
     assert (resumed.by_batch.default_factory, resumed.window.maxlen) == (list, 3)
     assert {n: float(v) for n, v in went_on.callback_metrics.items()} == {
-        n: float(v) for n, v in done.callback_metrics.items()
+        n: float(v) for n, v in whole_trainer.callback_metrics.items()
     }
-    assert went_on.callbacks[0].state_dict().keys() == done.callbacks[0].state_dict().keys()
-    assert float(went_on.callbacks[0].best_score) == float(done.callbacks[0].best_score)
-    rates = [t.optimizers[0].param_groups[0]["lr"] for t in (done, went_on)]
+    assert went_on.callbacks[0].state_dict().keys() == whole_trainer.callbacks[0].state_dict().keys()
+    assert float(went_on.callbacks[0].best_score) == float(whole_trainer.callbacks[0].best_score)
+    rates = [t.optimizers[0].param_groups[0]["lr"] for t in (whole_trainer, went_on)]
     assert rates[0] == rates[1]
 
 

@@ -126,13 +126,13 @@ def test_an_update_of_the_modules_own_is_refused_where_fabricate_scales_the_loss
 
 
 def test_what_configure_optimizers_may_not_return_is_named() -> None:
-    for returned, said in (
+    for returned, message in (
         (None, "returned NoneType"),
         ({"optimiser": 1}, "a mapping with 'optimiser'"),
         ([], "returned nothing in place of an optimizer"),
     ):
         kind = type("Wrong", (Classifier,), {"configure_optimizers": lambda self, returned=returned: returned})
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=message):
             by_fabricate(kind(), *data())
 
 

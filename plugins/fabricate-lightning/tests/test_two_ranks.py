@@ -139,9 +139,9 @@ def _prepared(directory: str) -> str:
 
 
 def test_data_is_prepared_once_and_ranks_write_into_one_folder(tmp_path: Path) -> None:
-    written = run_ranks(_prepared, 2, str(tmp_path))
+    paths = run_ranks(_prepared, 2, str(tmp_path))
     assert (tmp_path / "prepared").read_text() == "0"
-    assert written == ["lightning_logs/version_0/checkpoints/step-00000004"] * 2
+    assert paths == ["lightning_logs/version_0/checkpoints/step-00000004"] * 2
 
 
 def _resumed(directory: str) -> Any:

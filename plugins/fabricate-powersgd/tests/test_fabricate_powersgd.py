@@ -60,16 +60,16 @@ def test_it_keeps_what_a_strategy_promises() -> None:
 
 
 def test_thin_matrices_are_sent_after_the_first_updates() -> None:
-    for (found, _), (plain, _) in zip(run_ranks(fit, 2, STRATEGY), run_ranks(fit, 2, "ddp"), strict=True):
-        ranks = [int(torch.linalg.matrix_rank(step["up.weight"])) for step in found]
+    for (thin, _), (plain, _) in zip(run_ranks(fit, 2, STRATEGY), run_ranks(fit, 2, "ddp"), strict=True):
+        ranks = [int(torch.linalg.matrix_rank(step["up.weight"])) for step in thin]
         assert ranks[2:] == [1, 1, 1]
         assert min(ranks[:2]) > 1
         for name in ("up.weight", "up.bias"):
             for step in (0, 1):
-                torch.testing.assert_close(found[step][name], plain[step][name])
-        near = torch.nn.functional.cosine_similarity(*(s[2]["up.weight"].flatten() for s in (found, plain)), dim=0)
+                torch.testing.assert_close(thin[step][name], plain[step][name])
+        near = torch.nn.functional.cosine_similarity(*(s[2]["up.weight"].flatten() for s in (thin, plain)), dim=0)
         assert near > 0.2
-        torch.testing.assert_close(found[2]["down.bias"], plain[2]["down.bias"])
+        torch.testing.assert_close(thin[2]["down.bias"], plain[2]["down.bias"])
 
 
 def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 def test_the_error_of_a_rank_is_not_lost_on_another_number_of_ranks() -> None:
     rows = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
     for world_size in (1, 2, 3):
-        held = [share(rows, rank, world_size) for rank in range(world_size)]
-        torch.testing.assert_close(torch.stack(held).mean(0), rows.mean(0))
+        errors = [share(rows, rank, world_size) for rank in range(world_size)]
+        torch.testing.assert_close(torch.stack(errors).mean(0), rows.mean(0))
     assert torch.equal(share(rows, 1, 2), rows[1])
 
 

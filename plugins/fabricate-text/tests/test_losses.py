@@ -92,9 +92,9 @@ def test_a_smoothed_loss_is_that_of_transformers() -> None:
     outputs = model(**batch)
     labels = batch["labels"]
     smoother = transformers.trainer_pt_utils.LabelSmoother(epsilon=0.2)
-    found = next_token_loss(outputs.logits, labels, 0.2)
-    torch.testing.assert_close(found["loss"], smoother(outputs, labels, shift_labels=True))
-    assert found["weight"] == sum(label != -100 for row in LABELS for label in row[1:])
+    loss_and_weight = next_token_loss(outputs.logits, labels, 0.2)
+    torch.testing.assert_close(loss_and_weight["loss"], smoother(outputs, labels, shift_labels=True))
+    assert loss_and_weight["weight"] == sum(label != -100 for row in LABELS for label in row[1:])
     torch.testing.assert_close(next_token_loss(outputs.logits, labels)["loss"], outputs.loss)
     with pytest.raises(ConfigurationError, match="label_smoothing=2: give a number from 0 to 1"):
         next_token_loss(outputs.logits, labels, 2)
@@ -115,11 +115,11 @@ class Embedded(Callback):
     """What the first layer gets, in training."""
 
     def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
 
     def on_fit_start(self, module: Any) -> None:
         layer = module.model.model.layers[0]
-        layer.register_forward_pre_hook(lambda _, inputs: self.seen.append(inputs[0].detach().clone()))
+        layer.register_forward_pre_hook(lambda _, inputs: self.inputs.append(inputs[0].detach().clone()))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -129,7 +129,7 @@ def test_noise_has_the_size_of_the_row_that_it_is_added_to(packed: bool) -> None
     embedding = module.model.get_input_embeddings()
     before = embedding(batch["input_ids"]).detach()
     fit(module, 1, rows=rows, batch_size=len(rows), plugins=[looks, NEFTune(alpha=4)])
-    noise = (looks.seen[0] - before).abs().amax(2)
+    noise = (looks.inputs[0] - before).abs().amax(2)
     lengths = packed_lengths(batch["position_ids"]) if packed else batch["attention_mask"].sum(1, keepdim=True)
     bound = (4 / (lengths * 16).float().sqrt()).expand_as(noise)
     assert (noise <= bound * 1.0001).all()
@@ -160,16 +160,16 @@ class Validated(Callback):
 
 
 def test_no_noise_is_added_in_validation() -> None:
-    seen = []
+    losses = []
     for noise in ([], [NEFTune(alpha=50)]):
         looks = Validated()
         trainer = Trainer(
             max_steps=1, seed=1, progress=False, print_plan="none", plugins=[looks, *noise], validate_first=True
         )
         trainer.fit(Tiny(smoothed), ROWS, ROWS, batch_size=8, collate_fn=Pad(0))
-        seen.append(looks.losses)
-    assert seen[0][0] == seen[1][0], "before the first step"
-    assert seen[0][1] != seen[1][1], "trained with noise"
+        losses.append(looks.losses)
+    assert losses[0][0] == losses[1][0], "before the first step"
+    assert losses[0][1] != losses[1][1], "trained with noise"
 
 
 def test_noise_needs_one_model_and_a_size() -> None:

@@ -34,9 +34,9 @@ def tokenizer(template: str | None = TEMPLATE, merges: tuple[tuple[str, str], ..
     bpe = Tokenizer(models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=list(merges)))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", pad_token="<end>")
-    made.chat_template = template
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", pad_token="<end>")
+    fast.chat_template = template
+    return fast
 
 
 def learnt(row: dict[str, list[int]], own: Any) -> str:
@@ -48,15 +48,17 @@ def learnt(row: dict[str, list[int]], own: Any) -> str:
 def test_of_a_conversation_what_the_template_marks_is_learnt() -> None:
     rows = datasets.Dataset.from_dict({"messages": [CHAT, CHAT[:2]], "source": ["a", "b"]})
     own = tokenizer()
-    found = tokenize_chats(rows, own)
-    assert found.column_names == ["input_ids", "labels"]
-    assert own.decode(found[0]["input_ids"]) == "<user>hi<end><assistant>yes?<end><user>bye<end><assistant>so long<end>"
-    assert [learnt(row, own) for row in found] == ["yes?<end>so long<end>", "yes?<end>"]
-    assert list(tokenize_chats(rows.to_iterable_dataset(), own)) == list(found)
+    tokens = tokenize_chats(rows, own)
+    assert tokens.column_names == ["input_ids", "labels"]
+    assert (
+        own.decode(tokens[0]["input_ids"]) == "<user>hi<end><assistant>yes?<end><user>bye<end><assistant>so long<end>"
+    )
+    assert [learnt(row, own) for row in tokens] == ["yes?<end>so long<end>", "yes?<end>"]
+    assert list(tokenize_chats(rows.to_iterable_dataset(), own)) == list(tokens)
     assert [learnt(row, own) for row in tokenize_chats(rows, own, learn="all")] == [
-        own.decode(ids) for ids in found["input_ids"]
+        own.decode(ids) for ids in tokens["input_ids"]
     ]
-    (packed,) = pack(found, 200)
+    (packed,) = pack(tokens, 200)
     assert learnt(packed, own) == "yes?<end>so long<end>yes?<end>"
 
 
@@ -65,17 +67,17 @@ def test_a_template_without_marks_is_refused_and_the_prompts_length_does_instead
     with pytest.raises(ConfigurationError, match=r"has no {% generation %} .*use tokenize_completions"):
         tokenize_chats(datasets.Dataset.from_dict({"messages": [CHAT]}), own)
     rows = datasets.Dataset.from_dict({"prompt": [CHAT[:3], CHAT[:1]], "completion": [CHAT[3:], CHAT[1:2]]})
-    found = tokenize_completions(rows, own)
-    assert own.decode(found[0]["input_ids"]) == own.apply_chat_template(CHAT, tokenize=False)
-    assert [learnt(row, own) for row in found] == ["so long<end>", "yes?<end>"]
+    tokens = tokenize_completions(rows, own)
+    assert own.decode(tokens[0]["input_ids"]) == own.apply_chat_template(CHAT, tokenize=False)
+    assert [learnt(row, own) for row in tokens] == ["so long<end>", "yes?<end>"]
 
 
 def test_of_texts_the_completion_is_learnt_with_one_end() -> None:
     own = tokenizer(None)
     rows = datasets.Dataset.from_dict({"question": ["1 + 1 =", "2 + 2 ="], "answer": [" 2", " 4<end>"]})
-    found = tokenize_completions(rows, own, prompt="question", completion="answer")
-    assert [learnt(row, own) for row in found] == [" 2<end>", " 4<end>"]
-    assert own.decode(found[0]["input_ids"]) == "1 + 1 = 2<end>"
+    tokens = tokenize_completions(rows, own, prompt="question", completion="answer")
+    assert [learnt(row, own) for row in tokens] == [" 2<end>", " 4<end>"]
+    assert own.decode(tokens[0]["input_ids"]) == "1 + 1 = 2<end>"
     everything = tokenize_completions(rows, own, prompt="question", completion="answer", learn="all")
     assert learnt(everything[0], own) == "1 + 1 = 2<end>"
 

@@ -24,10 +24,10 @@ class Net(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        self.seen: list[list[int]] = []
+        self.rows: list[list[int]] = []
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        self.seen.append(batch["x"].tolist())
+        self.rows.append(batch["x"].tolist())
         loss: torch.Tensor = self.layer(batch["x"][:, None] / 100).square().mean()
         return loss
 
@@ -47,8 +47,8 @@ def by_length(_: Any = None) -> tuple[Any, list[Any]]:
 
 
 def mixture(weights: Any = None) -> tuple[Any, list[Any]]:
-    made = Mixture(sources(), weights or {"few": 0.2, "many": 0.5, "none": 0, "one": 0.3}, rows=60, seed=3)
-    return made.loader(batch_size=4), [made]
+    mixed = Mixture(sources(), weights or {"few": 0.2, "many": 0.5, "none": 0, "one": 0.3}, rows=60, seed=3)
+    return mixed.loader(batch_size=4), [mixed]
 
 
 def sources() -> dict[str, Any]:
@@ -77,7 +77,7 @@ def fit(run_dir: Path | None, data: Any, steps: int = 12, plugins: tuple[Any, ..
         metrics = trainer.fit(module, train).metrics
     except KeyboardInterrupt:
         metrics = {}
-    return {name: p.detach().clone() for name, p in module.named_parameters()}, module.seen, metrics
+    return {name: p.detach().clone() for name, p in module.named_parameters()}, module.rows, metrics
 
 
 def interrupted(root: Path, data: Any) -> Any:
@@ -98,9 +98,9 @@ def both_interrupted(root: Path) -> Any:
 
 def test_a_run_that_failed_in_an_epoch_goes_on_in_its_order_bit_for_bit(tmp_path: Path) -> None:
     for ranks in zip(*run_ranks(both_interrupted, 2, tmp_path), strict=True):
-        for (weights, seen, metrics), (resumed_weights, resumed_seen, resumed_metrics) in ranks:
+        for (weights, rows, metrics), (resumed_weights, resumed_seen, resumed_metrics) in ranks:
             assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
-            assert resumed_seen == seen[-len(resumed_seen) :]
+            assert resumed_seen == rows[-len(resumed_seen) :]
             assert len(resumed_seen) == 8
             assert metrics == resumed_metrics
     for name in ("by_length", "mixture"):
@@ -128,16 +128,16 @@ def test_rows_of_about_one_length_come_together_and_every_row_once_an_epoch() ->
 
 def test_what_is_drawn_is_counted_logged_and_stored(tmp_path: Path) -> None:
     data = mixture()
-    _, seen, _ = fit(tmp_path, data, steps=32)
-    (made,) = data[1]
-    rows = [row for batch in seen for row in batch]  # 15 updates an epoch, of 4 rows
+    _, batches, _ = fit(tmp_path, data, steps=32)
+    (sampler,) = data[1]
+    rows = [row for batch in batches for row in batch]  # 15 updates an epoch, of 4 rows
     counted = {
         "few": sum(row < 5 for row in rows),
         "many": sum(row >= 100 for row in rows),
         "none": 0,
         "one": rows.count(7),
     }
-    assert made.drawn == counted
+    assert sampler.drawn == counted
     assert sum(counted.values()) == 32 * 4
     logged = lines(tmp_path)
     assert {name: sum(metrics[f"drawn_{name}"] for _, metrics in logged) for name in counted} == counted
@@ -147,12 +147,12 @@ def test_what_is_drawn_is_counted_logged_and_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"drop_last": True}, {}], ids=["drop_last", "limit_train_batches"])
 def test_rows_that_an_epoch_leaves_out_are_not_counted(options: dict[str, Any]) -> None:
-    made = Mixture({"a": [{"x": 1}] * 9, "b": [{"x": 2}] * 9}, {"a": 1, "b": 3}, rows=26)
+    mixture = Mixture({"a": [{"x": 1}] * 9, "b": [{"x": 2}] * 9}, {"a": 1, "b": 3}, rows=26)
     module, limit = Net(), None if options else 3
-    trainer = Trainer(max_epochs=3, seed=1, progress=False, limit_train_batches=limit, plugins=[made])
-    trainer.fit(module, made.loader(batch_size=4, **options))
-    rows = [row for batch in module.seen for row in batch]
-    assert made.drawn == {"a": rows.count(1), "b": rows.count(2)}
+    trainer = Trainer(max_epochs=3, seed=1, progress=False, limit_train_batches=limit, plugins=[mixture])
+    trainer.fit(module, mixture.loader(batch_size=4, **options))
+    rows = [row for batch in module.rows for row in batch]
+    assert mixture.drawn == {"a": rows.count(1), "b": rows.count(2)}
 
 
 def test_a_source_gives_each_row_once_before_any_comes_again() -> None:
@@ -171,8 +171,8 @@ def test_a_source_gives_each_row_once_before_any_comes_again() -> None:
 
 
 def test_shares_that_are_not_whole_rows_are_kept_over_epochs() -> None:
-    made = Mixture({"a": [{"x": 1}] * 9, "b": [{"x": 2}] * 9, "c": [{"x": 3}]}, {"a": 5, "b": 5, "c": 1}, rows=7)
-    counts = made._rows.draw.before(200)
+    mixture = Mixture({"a": [{"x": 1}] * 9, "b": [{"x": 2}] * 9, "c": [{"x": 3}]}, {"a": 5, "b": 5, "c": 1}, rows=7)
+    counts = mixture._rows.draw.before(200)
     assert counts.sum() == 1400
     assert all(abs(count / 1400 - share / 11) < 0.02 for count, share in zip(counts, (5, 5, 1), strict=True))
 

@@ -401,10 +401,10 @@ class Adapted(TrainModule):
         self.batch_idx, view.sanity_checking, view.evaluation = self._before[0], False, ""
         logs.end_evaluation()
 
-    def _to_loggers(self, found: dict[str, float], step: int, epoch: int | None) -> None:
-        """Give `found` to the user's loggers, which write on rank 0."""
-        values = found if epoch is None else {**found, "epoch": epoch}
-        for logger in self.view.loggers if found else ():
+    def _to_loggers(self, metrics: dict[str, float], step: int, epoch: int | None) -> None:
+        """Give `metrics` to the user's loggers, which write on rank 0."""
+        values = metrics if epoch is None else {**metrics, "epoch": epoch}
+        for logger in self.view.loggers if metrics else ():
             logger.log_metrics(values, step)
             logger.save()
 

@@ -134,14 +134,14 @@ class Trainer(TrainerView):
         """
         if is_datamodule(train_dataloaders):
             train_dataloaders, datamodule = None, train_dataloaders
-        found = self._take(model, datamodule)
-        run_dir = self._run_dir(found)
+        translation = self._take(model, datamodule)
+        run_dir = self._run_dir(translation)
         if run_dir is None and ckpt_path == "last":
             raise ConfigurationError(
                 "fit(ckpt_path='last'): this run has no directory to write to; give default_root_dir, or a ModelCheckpoint with "
                 "dirpath"
             )
-        self.core = self._make(found, run_dir)
+        self.core = self._make(translation, run_dir)
         assert self.adapted is not None
         resume = {None: "never", "last": "auto"}.get(ckpt_path, ckpt_path)
         if resume == "best":
@@ -237,29 +237,29 @@ class Trainer(TrainerView):
         model = getattr(model, "lightning", model)
         own = model.configure_callbacks() if overrides(model, "configure_callbacks") else []
         self.callbacks = with_own(self.callbacks, own)
-        found = translated(self.callbacks)
-        self.called, self.notes = found.called, list(found.notes)
+        translation = translated(self.callbacks)
+        self.called, self.notes = translation.called, list(translation.notes)
         adapt(model, datamodule=datamodule, view=self)
-        return found
+        return translation
 
-    def _make(self, found: Translated, run_dir: Path | None) -> fabricate.Trainer:
+    def _make(self, translation: Translated, run_dir: Path | None) -> fabricate.Trainer:
         """fabricate's Trainer for the arguments and callbacks."""
-        settings = {**self._settings, "keep": 1, **found.settings, "run_dir": run_dir}
-        settings["plugins"] = [*self._settings["plugins"], *found.plugins]
+        settings = {**self._settings, "keep": 1, **translation.settings, "run_dir": run_dir}
+        settings["plugins"] = [*self._settings["plugins"], *translation.plugins]
         clips = next((name for name in ("max_grad_norm", "max_grad_value") if settings.get(name)), None)
         if clips is not None and self.adapted is not None and self.adapted.clips:
             self.clipping = settings.pop(clips), clips.rpartition("_")[2]
         return fabricate.Trainer(**settings)
 
-    def _run_dir(self, found: Translated) -> Path | None:
+    def _run_dir(self, translation: Translated) -> Path | None:
         """Where the run writes, the same on every rank; None for nowhere."""
         if self._given["enable_checkpointing"] is False or self._given["fast_dev_run"]:
-            if found.checkpoints and self._given["enable_checkpointing"] is False:
+            if translation.checkpoints and self._given["enable_checkpointing"] is False:
                 raise ConfigurationError(
                     "Trainer(enable_checkpointing=False) and a ModelCheckpoint in callbacks; remove one"
                 )
             return None
-        directory = next((c.dirpath for c in found.checkpoints if c.dirpath is not None), None)
+        directory = next((c.dirpath for c in translation.checkpoints if c.dirpath is not None), None)
         if directory is None and self.loggers:
             directory = _directory_of(self.loggers[0])
         directory = directory or self._given["default_root_dir"]
@@ -271,7 +271,7 @@ class Trainer(TrainerView):
                 "nothing is saved: there is no logger, no default_root_dir and no ModelCheckpoint with dirpath"
             )
             return None
-        if not found.checkpoints and not self.checkpoint_callbacks:
+        if not translation.checkpoints and not self.checkpoint_callbacks:
             self.callbacks.append(
                 importlib.import_module(f"{package(self.lightning_module)}.callbacks").ModelCheckpoint()
             )
