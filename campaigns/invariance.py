@@ -280,19 +280,19 @@ def by_peer(peer: str, split: Split) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- the tables
 
 
-def distance(name: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def distance(name: str, weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """How far apart the weights are, relative to the way that they went in training."""
     first = {n: p.detach() for n, p in MODULES[name]().named_parameters()}
 
     def norm(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
         return float(torch.stack([(left[n].double() - right[n].double()).norm() for n in wanted]).norm())
 
-    return norm(found, wanted) / norm(first, wanted)
+    return norm(weights, wanted) / norm(first, wanted)
 
 
 def compare(strategy: str, split: Split, precision: str = "fp32") -> dict[str, tuple[float, float]]:
     """By module, the largest relative difference of a loss and the distance of the weights."""
-    found = {}
+    distances = {}
     for name in MODULES:
         wanted_losses, wanted = by_hand(name)
         alone = split.ranks == 1
@@ -301,18 +301,18 @@ def compare(strategy: str, split: Split, precision: str = "fp32") -> dict[str, t
         losses = [
             abs(loss - want) / abs(want) for got, _ in results for loss, want in zip(got, wanted_losses, strict=True)
         ]
-        found[name] = (max(losses), max(distance(name, weights, wanted) for _, weights in results))
-    return found
+        distances[name] = (max(losses), max(distance(name, weights, wanted) for _, weights in results))
+    return distances
 
 
 def beside(split: Split) -> dict[str, float]:
     """By peer, the distance of GPT-2's weights."""
     wanted = by_hand("gpt2")[1]
-    found = {}
+    distances = {}
     for peer in PEERS:
         results = [by_peer(peer, split)] if split.ranks == 1 else run_ranks(by_peer, split.ranks, peer, split)
-        found[peer] = max(distance("gpt2", weights, wanted) for weights in results)
-    return found
+        distances[peer] = max(distance("gpt2", weights, wanted) for weights in results)
+    return distances
 
 
 def markdown(lines: Iterable[list[str]]) -> str:
@@ -340,9 +340,9 @@ def main() -> int:
     worst = 0.0
     for strategy in options.strategies:
         for split in (split for ranks in STRATEGIES[strategy] for split in splits(ranks)):
-            found = [value for pair in compare(strategy, split).values() for value in pair]
-            worst = max(worst, *found)
-            lines.append([f"`{strategy}`", *split.cells(), *(f"{value:.1e}" for value in found)])
+            distances = [value for pair in compare(strategy, split).values() for value in pair]
+            worst = max(worst, *distances)
+            lines.append([f"`{strategy}`", *split.cells(), *(f"{value:.1e}" for value in distances)])
             print(*lines[-1], flush=True)
     text = f"{markdown(lines)}\nThe largest figure in the table is {worst:.1e}.\n"
     if not options.no_peers:

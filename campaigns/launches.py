@@ -76,8 +76,8 @@ class Start:
     """One row: how the script was started, what it asks for, and what came of it."""
 
     how: str
-    asked: str
-    told: str
+    request: str
+    instruction: str
     strategy: str = ""
     precision: str = ""
     device: str = ""
@@ -101,15 +101,15 @@ def variables(how: str) -> dict[str, str]:
 def _accelerate(flags: list[str]) -> dict[str, str]:
     before = dict(os.environ)
     with contextlib.redirect_stderr(io.StringIO()), _quiet():
-        told, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
-        if told.use_deepspeed:
-            told.deepspeed_fields_from_accelerate_config = ""
-            made: Mapping[str, str] = prepare_deepspeed_cmd_env(told)[1]
-        elif told.multi_gpu or told.use_fsdp or told.use_megatron_lm:
-            made = prepare_multi_gpu_env(told)
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
+        if arguments.use_deepspeed:
+            arguments.deepspeed_fields_from_accelerate_config = ""
+            variables: Mapping[str, str] = prepare_deepspeed_cmd_env(arguments)[1]
+        elif arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm:
+            variables = prepare_multi_gpu_env(arguments)
         else:
-            return {k: v for k, v in prepare_simple_launcher_cmd_env(told)[1].items() if before.get(k) != v}
-    return ELASTIC | {name: value for name, value in made.items() if before.get(name) != value}
+            return {k: v for k, v in prepare_simple_launcher_cmd_env(arguments)[1].items() if before.get(k) != v}
+    return ELASTIC | {name: value for name, value in variables.items() if before.get(name) != value}
 
 
 @contextlib.contextmanager
@@ -137,34 +137,34 @@ class Net(TrainModule):
 
 def plans() -> list[Start]:
     """Every row. Starts no process; the environment is as before afterwards."""
-    kept = {
+    others = {
         k: v
         for k, v in os.environ.items()
         if k not in RANK_0 and not k.startswith(("SLURM_", "ACCELERATE_", "FABRICATE_"))
     }
     rows, data = [], TensorDataset(torch.zeros(8, 4))
-    for how, told in STARTS:
-        found = variables(how)
-        for asked in ASKED:
-            with mock.patch.dict(os.environ, kept | found, clear=True):
+    for how, instruction in STARTS:
+        environ = variables(how)
+        for request in ASKED:
+            with mock.patch.dict(os.environ, others | environ, clear=True):
                 try:
-                    plan = Trainer(strategy=asked, max_steps=1, progress=False).plan(Net(), data, batch_size=2)
+                    plan = Trainer(strategy=request, max_steps=1, progress=False).plan(Net(), data, batch_size=2)
                 except FabricateError as exc:
-                    rows.append(Start(how, asked, told, refused=str(exc).partition("\n")[0]))
+                    rows.append(Start(how, request, instruction, refused=str(exc).partition("\n")[0]))
                 else:
                     values = (plan["strategy"], plan["precision"], str(plan["device"]), plan["world_size"])
-                    rows.append(Start(how, asked, told, *values))
+                    rows.append(Start(how, request, instruction, *values))
     return rows
 
 
 def wrong(row: Start) -> str:
     """What is neither in effect nor refused; empty when it is as it should be."""
-    if row.told == REFUSED:
+    if row.instruction == REFUSED:
         return "" if row.refused else f"{row.strategy} runs instead of a refusal"
     alone = row.how.startswith("python") or row.how == "accelerate launch train.py"
-    wanted = (row.told or ("single" if alone else "ddp")) if row.asked == "auto" else row.asked
-    if row.told not in (SAYS_NOTHING, wanted):
-        named = all(name in row.refused for name in (wanted, row.told))
+    wanted = (row.instruction or ("single" if alone else "ddp")) if row.request == "auto" else row.request
+    if row.instruction not in (SAYS_NOTHING, wanted):
+        named = all(name in row.refused for name in (wanted, row.instruction))
         return "" if named else f"{row.strategy or row.refused} instead of a refusal"
     return "" if row.strategy == wanted.partition(":")[0] else f"{row.strategy or row.refused} instead of {wanted}"
 
@@ -173,4 +173,4 @@ def text(row: Start) -> str:
     """A row of the page."""
     ranks = "1 process" if row.ranks == 1 else f"{row.ranks} ranks"
     came = f"{row.strategy}, {row.precision}, {row.device}, {ranks}"
-    return f"| `{row.how}` | `{row.asked}` | {'refused: ' + row.refused.replace('|', chr(92) + '|') if row.refused else came} |"
+    return f"| `{row.how}` | `{row.request}` | {'refused: ' + row.refused.replace('|', chr(92) + '|') if row.refused else came} |"

@@ -102,7 +102,7 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def kept(tensors: Iterable[torch.Tensor]) -> int:
+def local_elements(tensors: Iterable[torch.Tensor]) -> int:
     """Elements of `tensors` in this rank's memory, each piece of memory once."""
     local = [t.to_local() if isinstance(t, torch.distributed.tensor.DTensor) else t for t in tensors]
     pieces = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.element_size() for t in local}
@@ -122,7 +122,7 @@ class Observed(TrainModule):
     def on_fit_start(self) -> None:
         self.blocks[0].register_forward_hook(self.computed, prepend=True)  # before the parameters are freed again
 
-    def computed(self, layer: torch.nn.Module, given: Any, output: Any) -> None:
+    def computed(self, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
         self.cell.parameters = name(next(layer.parameters()).dtype)
 
     def training_step(self, batch: Any) -> torch.Tensor:
@@ -139,8 +139,8 @@ class Observed(TrainModule):
         moments = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
         self.cell.steps = step
         self.cell.optimizer = type(optimizer).__name__
-        self.cell.parameter_share = kept(p.data for p in self.parameters()) / self.whole
-        self.cell.optimizer_share = kept(moments) / self.whole
+        self.cell.parameter_share = local_elements(p.data for p in self.parameters()) / self.whole
+        self.cell.optimizer_share = local_elements(moments) / self.whole
 
 
 def fits(world_size: int, pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:

@@ -136,16 +136,16 @@ class Losses(Callback):
     """Every update's loss."""
 
     def __init__(self) -> None:
-        self.heard: list[float] = []
+        self.values: list[float] = []
 
     def on_step(self, loss: torch.Tensor) -> None:
-        self.heard.append(float(loss))
+        self.values.append(float(loss))
 
 
 def by_trainer(folder: str, strategy: str, world_size: int, cases: list[tuple[str, str]]) -> list[list[float]]:
     """The losses of the cases under `strategy`; runs on each of `world_size` ranks. Weights are exported to `folder`."""
-    heard = [Losses() for _ in cases]
-    for (model, optimizer), losses in zip(cases, heard, strict=True):
+    recorders = [Losses() for _ in cases]
+    for (model, optimizer), losses in zip(cases, recorders, strict=True):
         trainer = Trainer(
             strategy=strategy,
             max_epochs=1,
@@ -157,7 +157,7 @@ def by_trainer(folder: str, strategy: str, world_size: int, cases: list[tuple[st
             plugins=[losses],
         )
         trainer.fit(build(model, optimizer), rows(model), batch_size=ROWS // ACCUMULATION // world_size, shuffle=False)
-    return [losses.heard for losses in heard]
+    return [losses.values for losses in recorders]
 
 
 def difference(one: Iterable[float], other: Iterable[float]) -> float:
@@ -172,8 +172,8 @@ def compare(strategies: Iterable[str], ranks: Iterable[int]) -> Iterator[tuple[s
     for strategy in strategies:
         for world_size in sorted(set(STRATEGIES[strategy]) & set(ranks)):
             with tempfile.TemporaryDirectory() as folder:
-                found = run_ranks(by_trainer, world_size, folder, strategy, world_size, cases, timeout=600)[0]
-                for case, losses, hand in zip(cases, found, expected, strict=True):
+                by_case = run_ranks(by_trainer, world_size, folder, strategy, world_size, cases, timeout=600)[0]
+                for case, losses, hand in zip(cases, by_case, expected, strict=True):
                     weights = load_file(Path(folder) / "-".join(case) / "model" / "model.safetensors")
                     assert weights.keys() == hand.weights.keys()
                     apart = max(float((weights[n] - w).abs().max() / w.abs().max()) for n, w in hand.weights.items())

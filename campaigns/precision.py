@@ -88,8 +88,8 @@ class Line:
     def cells(self) -> list[str]:
         """One row of the table."""
         layers = ", ".join(f"{dtype} ({', '.join(kinds)})" for dtype, kinds in self.observed["activations"].items())
-        held = [", ".join(self.observed[topic]) for topic in ("parameters", "gradients", "optimizer_state")]
-        return [self.precision, f"{self.loss:.4f}", f"{self.difference:.2%}", f"{self.bound:.1%}", layers, *held]
+        dtypes = [", ".join(self.observed[topic]) for topic in ("parameters", "gradients", "optimizer_state")]
+        return [self.precision, f"{self.loss:.4f}", f"{self.difference:.2%}", f"{self.bound:.1%}", layers, *dtypes]
 
 
 COLUMNS = ["precision", "loss", "from fp32", "bound", "activations", "parameters", "gradients", "optimizer state"]
@@ -119,9 +119,9 @@ def table(names: Iterable[str], updates: int) -> list[Line]:
     last = max(1, updates // 10)
     runs = {name: train(PRECISIONS[name], updates) for name in dict.fromkeys(("fp32", *names))}
     wanted = sum(runs["fp32"][0][-last:]) / last
-    found = {name: sum(losses[-last:]) / last for name, (losses, _) in runs.items()}
+    means = {name: sum(losses[-last:]) / last for name, (losses, _) in runs.items()}
     return [
-        Line(PRECISIONS[name], losses[0], found[name], abs(found[name] / wanted - 1), BOUNDS[name], observed)
+        Line(PRECISIONS[name], losses[0], means[name], abs(means[name] / wanted - 1), BOUNDS[name], observed)
         for name, (losses, observed) in runs.items()
     ]
 

@@ -125,7 +125,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.phase = "start"
-        self.found: dict[str, Counter[str]] = {}
+        self.by_phase: dict[str, Counter[str]] = {}
         self.seconds: dict[str, float] = {}
         self.entered: Counter[str] = Counter()
         self._began = time.monotonic()
@@ -137,7 +137,7 @@ class Counts:
         self.entered[phase] += 1
 
     def add(self, **counts: int) -> None:
-        self.found.setdefault(self.phase, Counter()).update(counts)
+        self.by_phase.setdefault(self.phase, Counter()).update(counts)
 
 
 @contextlib.contextmanager
@@ -233,8 +233,8 @@ def fits(folder: Path, strategy: str) -> dict[str, Any]:
             if phase == "start":
                 (path,) = (folder / "checkpoints").iterdir()
                 answers = {"files": len(list(path.iterdir())), "manifest": (path / "manifest.json").stat().st_size}
-    found = {phase: dict(each) for phase, each in counts.found.items()}
-    return {"found": found, "entered": dict(counts.entered), "seconds": counts.seconds, **answers}
+    phases = {phase: dict(each) for phase, each in counts.by_phase.items()}
+    return {"found": phases, "entered": dict(counts.entered), "seconds": counts.seconds, **answers}
 
 
 def measured(ranks: Sequence[int], strategy: str, timeout: float) -> dict[int, list[dict[str, Any]]]:
@@ -254,8 +254,8 @@ def measured(ranks: Sequence[int], strategy: str, timeout: float) -> dict[int, l
 
 
 def value(answers: list[dict[str, Any]], place: int, phase: str, what: str) -> int:
-    found = answers[place]["found"].get(phase, {})
-    return int(found.get(what, 0)) // answers[place]["entered"].get(phase, 1)
+    counts = answers[place]["found"].get(phase, {})
+    return int(counts.get(what, 0)) // answers[place]["entered"].get(phase, 1)
 
 
 def model(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:

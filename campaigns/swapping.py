@@ -65,7 +65,7 @@ class Counting(Callback):
 
 def fits(jobs: list[tuple[str, str, str, str]]) -> list[list[float]]:
     """The losses of each job: strategy, precision, run directory, and the checkpoint that it continues from. All ranks."""
-    heard = []
+    curves = []
     for strategy, precision, run_dir, checkpoint in jobs:
         losses = Losses()
         trainer = Trainer(
@@ -83,8 +83,8 @@ def fits(jobs: list[tuple[str, str, str, str]]) -> list[list[float]]:
         )
         rows = torch.randn(64, 1021, generator=torch.Generator().manual_seed(0))
         trainer.fit(Odd(), TensorDataset(rows), batch_size=4, resume=checkpoint or "never")
-        heard.append(losses.heard)
-    return heard
+        curves.append(losses.values)
+    return curves
 
 
 def main() -> int:
@@ -103,17 +103,17 @@ def main() -> int:
             jobs += [(swapping, precision, f"{memory}-in-files", f"{memory}/{half}")]
             losses = run_ranks(fits, 2, jobs, timeout=3600)[0]
             wanted = load_file(f"{memory}/model/model.safetensors")
-            for (strategy, _, run_dir, checkpoint), found in zip(jobs[1:], losses[1:], strict=True):
+            for (strategy, _, run_dir, checkpoint), curve in zip(jobs[1:], losses[1:], strict=True):
                 weights = load_file(f"{run_dir}/model/model.safetensors")
                 apart = max(float((weights[name] - value).abs().max()) for name, value in wanted.items())
-                apart = max(apart, *(abs(a - b) for a, b in zip(found, losses[0][-len(found) :], strict=True)))
+                apart = max(apart, *(abs(a - b) for a, b in zip(curve, losses[0][-len(curve) :], strict=True)))
                 kind = strategy.partition(",")[0] + (", resumed from the other's checkpoint" if checkpoint else "")
-                print(f"{precision}  {kind}: {len(found)} updates, largest difference {apart:g}", flush=True)
+                print(f"{precision}  {kind}: {len(curve)} updates, largest difference {apart:g}", flush=True)
                 worst = max(worst, apart)
-        left = list(Path(folder).glob("fabricate-*"))
-        print(f"folders of DeepSpeed's files left: {len(left)}")
+        leftovers = list(Path(folder).glob("fabricate-*"))
+        print(f"folders of DeepSpeed's files left: {len(leftovers)}")
     close_pools()
-    return int(worst > 0 or bool(left))
+    return int(worst > 0 or bool(leftovers))
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def write_hub(folder: Path, rows: int) -> None:
         place = folder / data
         files = {"train": number, "validation": 72, "test": 36}
         for split, count in files.items():
-            made = tiny.tiny_rows(task, split, count)
-            numbered = [row if task == "text" else {**row, "idx": number} for number, row in enumerate(made)]
+            examples = tiny.tiny_rows(task, split, count)
+            numbered = [row if task == "text" else {**row, "idx": number} for number, row in enumerate(examples)]
             place.mkdir(parents=True, exist_ok=True)
             (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbered), encoding="utf-8")
         paths = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in files)
@@ -74,7 +74,7 @@ def by_accelerate(name: str, folder: Path, source: Path, *more: str) -> Outcome:
     if case.ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
     call = [*launch, "-m", "campaigns.by_feature.recorder", str(folder / "theirs"), str(script), "--cpu"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*call, *case.arguments.split(), *more],
         cwd=folder,
         env=environment,
@@ -82,14 +82,16 @@ def by_accelerate(name: str, folder: Path, source: Path, *more: str) -> Outcome:
         text=True,
         timeout=600,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    if process.returncode != 0:
+        raise RuntimeError(
+            f"{script} ended with {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+        )
     noted = [json.loads((folder / f"theirs-{rank}.json").read_text()) for rank in range(case.ranks)]
     losses = [sum(each) / case.ranks for each in zip(*noted, strict=True)]
     if name == LANGUAGE:
-        losses = [float(number) for norm, loss in _UPDATE.findall(done.stdout) for number in (loss, norm)]
-    found = re.findall(r"^(?:epoch \d+|Average test metrics from all folds): (\{.+\})$", done.stdout, re.MULTILINE)
-    return Outcome(losses, load_file(folder / "theirs-0.safetensors"), ast.literal_eval(found[-1]) if found else {})
+        losses = [float(number) for norm, loss in _UPDATE.findall(process.stdout) for number in (loss, norm)]
+    lines = re.findall(r"^(?:epoch \d+|Average test metrics from all folds): (\{.+\})$", process.stdout, re.MULTILINE)
+    return Outcome(losses, load_file(folder / "theirs-0.safetensors"), ast.literal_eval(lines[-1]) if lines else {})
 
 
 # ----------------------------------------------------------------------------------------------------------- by fabricate

@@ -31,11 +31,11 @@ def mutants(long: bool, seed: int) -> dict[str, Any]:
     """One line taken out at a time."""
     from campaigns.checkpoints import mutants
 
-    found = mutants.run(mutants.VITAL)
-    unnoticed = [str(site) for site, noticed in found.items() if not noticed]
+    by_site = mutants.run(mutants.VITAL)
+    unnoticed = [str(site) for site, noticed in by_site.items() if not noticed]
     if unnoticed:
         raise AssertionError("nothing notices when this is taken out:\n" + "\n".join(unnoticed))
-    return {"kinds": {str(site): site.kind for site in found}, "noticed by": {str(k): v for k, v in found.items()}}
+    return {"kinds": {str(site): site.kind for site in by_site}, "noticed by": {str(k): v for k, v in by_site.items()}}
 
 
 def kill(long: bool, seed: int) -> dict[str, Any]:
@@ -83,23 +83,23 @@ def main() -> None:
     unknown = set(options.campaigns) - CAMPAIGNS.keys()
     if unknown:
         parser.error(f"there is no campaign {', '.join(sorted(unknown))}; there are {', '.join(CAMPAIGNS)}")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if options.json and options.json.exists():
-        found = json.loads(options.json.read_text())
-    found["seed"] = options.seed
+        results = json.loads(options.json.read_text())
+    results["seed"] = options.seed
     try:
         for name in options.campaigns or CAMPAIGNS:
             try:
-                found[name] = CAMPAIGNS[name](options.long, options.seed)
+                results[name] = CAMPAIGNS[name](options.long, options.seed)
             except AssertionError as exc:
                 sys.exit(f"{name}: {exc}")
-            print(json.dumps({name: found[name]}, indent=1), flush=True)
+            print(json.dumps({name: results[name]}, indent=1), flush=True)
             if options.json:
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
     finally:
         close_pools()
     if options.out:
-        options.out.write_text(page(found))
+        options.out.write_text(page(results))
 
 
 if __name__ == "__main__":

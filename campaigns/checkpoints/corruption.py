@@ -132,8 +132,8 @@ def _extra(rng: random.Random, files: Folder, other: Folder) -> Folder:
 
 
 def _of_another(rng: random.Random, files: Folder, other: Folder) -> Folder:
-    taken = rng.sample(sorted(files), rng.randrange(1, len(files)))
-    return files | {name: other[name] for name in taken}
+    names = rng.sample(sorted(files), rng.randrange(1, len(files)))
+    return files | {name: other[name] for name in names}
 
 
 def _exchanged(rng: random.Random, files: Folder, other: Folder) -> Folder:
@@ -309,11 +309,11 @@ def run(number: int, seed: int = 0) -> dict[str, int]:
         rng = random.Random(f"{seed} {count}")
         kind, files = mutate(rng, first, second)
         try:
-            found = content(Path(f"step-{STEP:08d}"), Memory(files))
+            contents = content(Path(f"step-{STEP:08d}"), Memory(files))
         except CheckpointError:
             caught[kind] += 1
         else:
             assert files == first, f"mutation {count} ({kind}, seed {seed}) went unnoticed"
-            assert found == good, f"mutation {count} ({kind}, seed {seed}) changed what was read"
+            assert contents == good, f"mutation {count} ({kind}, seed {seed}) changed what was read"
             caught["unchanged"] += 1
     return dict(caught)

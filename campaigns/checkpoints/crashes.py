@@ -107,12 +107,12 @@ def run(states: int, seed: int = 0) -> dict[str, int]:
 
 def system_calls() -> dict[str, int]:
     """The file system's methods really ask the system. Returns how often, by call; AssertionError where one does not."""
-    asked: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     real = {name: getattr(os, name) for name in ("fsync", "rename")}
 
     def counting(name: str) -> Callable[..., object]:
         def call(*arguments: object) -> object:
-            asked[name] += 1
+            calls[name] += 1
             return real[name](*arguments)
 
         return call
@@ -130,9 +130,9 @@ def system_calls() -> dict[str, int]:
             for name, function in real.items():
                 setattr(os, name, function)
         kinds = Counter(kind for kind, _, _ in files.operations)
-    done = {"fsync": kinds["fsync"] + kinds["sync"] + 1, "rename": kinds["rename"]}
-    assert dict(asked) == done, f"the system was asked {dict(asked)}, {done} was done"
-    return done
+    counts = {"fsync": kinds["fsync"] + kinds["sync"] + 1, "rename": kinds["rename"]}
+    assert dict(calls) == counts, f"the system was asked {dict(calls)}, {counts} was done"
+    return counts
 
 
 def next_one_after_first(files: Recording) -> None:
@@ -144,13 +144,13 @@ def next_one_after_first(files: Recording) -> None:
 def _ends(
     disk: Disk, files: Recording, number: int, states: int, rng: random.Random
 ) -> Iterator[tuple[str, dict[Path, bytes | None]]]:
-    done = disk.after_a_kill()
-    yield "killed", done
+    state = disk.after_a_kill()
+    yield "killed", state
     if number < len(files.operations):
         kind, path, data = files.operations[number]
         if kind == "write":
             assert isinstance(data, bytes)
-            yield "killed while writing", done | {path: (done[path] or b"") + data[: len(data) // 2]}
+            yield "killed while writing", state | {path: (state[path] or b"") + data[: len(data) // 2]}
     yield "stopped, all lost", disk.after_a_stop(None)
     for _ in range(states):
         yield "stopped", disk.after_a_stop(rng)
@@ -166,12 +166,12 @@ def _check(
     whole = set()
     for step, path in listed.items():
         try:
-            found = content(path)
+            contents = content(path)
         except CheckpointError as exc:
             if step == 3:  # it was damaged before, and the start is about to set it aside
                 continue
             raise AssertionError(f"{where}: step {step} is listed and damaged: {exc}") from exc
-        assert found == expected(step), f"{where}: step {step} holds something else"
+        assert contents == expected(step), f"{where}: step {step} holds something else"
         whole.add(step)
     must = set(safe)
     for mark, at in marks.items():
@@ -186,7 +186,7 @@ def _check(
     assert must <= whole, f"{where}: lost {sorted(must - whole)}, there is {sorted(whole)}"
     clean(root / ROOT)
     if (root / ROOT).exists():
-        left = {path.name for path in (root / ROOT).iterdir() if not path.name.startswith((".bad-", "step-"))}
-        assert not left, f"{where}: {left} is left after the next start"
+        leftovers = {path.name for path in (root / ROOT).iterdir() if not path.name.startswith((".bad-", "step-"))}
+        assert not leftovers, f"{where}: {leftovers} is left after the next start"
     if 2 not in listed:
         assert content(save(root / ROOT, 2, Hasty())) == expected(2), f"{where}: the next save"

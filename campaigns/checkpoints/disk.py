@@ -25,21 +25,21 @@ class File:
     durable: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def found(self, rng: random.Random | None) -> bytes:
+    def after_stop(self, rng: random.Random | None) -> bytes:
         """What is there after the machine stopped; None: the least that must be."""
         data = bytearray(self.durable)
         if rng is None:
             return bytes(data)
-        for start, written in self.pending:
+        for start, piece in self.pending:
             way = rng.randrange(4)
             if way == 0:
                 continue
             if way == 1:
-                written = written[: rng.randrange(len(written) + 1)]
-            data.extend(bytes(max(0, start + len(written) - len(data))))
-            for page in range(0, len(written), _PAGE):
+                piece = piece[: rng.randrange(len(piece) + 1)]
+            data.extend(bytes(max(0, start + len(piece) - len(data))))
+            for page in range(0, len(piece), _PAGE):
                 if way != 2 or rng.random() < 0.5:
-                    data[start + page : start + page + _PAGE] = written[page : page + _PAGE]
+                    data[start + page : start + page + _PAGE] = piece[page : page + _PAGE]
         return bytes(data)
 
 
@@ -58,10 +58,10 @@ class Directory:
     def sync(self) -> None:
         self.durable, self.pending = dict(self.names), []
 
-    def found(self, rng: random.Random | None) -> dict[str, File | Directory]:
+    def after_stop(self, rng: random.Random | None) -> dict[str, File | Directory]:
         names = dict(self.durable)
-        kept = 0 if rng is None else rng.choice([len(self.pending), rng.randrange(len(self.pending) + 1)])
-        for change in self.pending[:kept]:
+        count = 0 if rng is None else rng.choice([len(self.pending), rng.randrange(len(self.pending) + 1)])
+        for change in self.pending[:count]:
             _apply(names, change)
         return names
 
@@ -185,7 +185,7 @@ class Disk:
 
     def after_a_stop(self, rng: random.Random | None) -> dict[Path, bytes | None]:
         """What the machine may find when it starts again; None: the least."""
-        return dict(_walk(self.top, Path(), lambda node: node.found(rng), lambda file: file.found(rng)))
+        return dict(_walk(self.top, Path(), lambda node: node.after_stop(rng), lambda file: file.after_stop(rng)))
 
 
 def _walk(node: Directory, path: Path, names: object, data: object) -> Iterator[tuple[Path, bytes | None]]:

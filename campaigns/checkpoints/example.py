@@ -66,8 +66,8 @@ def content(path: Path, files: Files = LOCAL) -> dict[str, bytes]:
     """All tensors and values, every block verified. Raises `CheckpointError` for damage."""
     with Reader(path, files) as reader:
         reader.verify()
-        found = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
-        return found | {
+        contents = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
+        return contents | {
             "state.json": repr(reader.json("state.json")).encode(),
             "step": str(reader.manifest.step).encode(),
         }
@@ -75,8 +75,8 @@ def content(path: Path, files: Files = LOCAL) -> dict[str, bytes]:
 
 def expected(step: int) -> dict[str, bytes]:
     """What `content` of the checkpoint of `step` is."""
-    found = {name: tensor.tobytes() for name, tensor in tensors(step).items()}
-    return found | {
+    contents = {name: tensor.tobytes() for name, tensor in tensors(step).items()}
+    return contents | {
         "state.json": repr({"lr": [0.1, {"$": "tuple"}], "step": step}).encode(),
         "step": str(step).encode(),
     }

@@ -163,8 +163,8 @@ def wait(run_dir: Path, children: list[int], killed_at: float | None = None, vic
         for number, child in enumerate(children):
             if ways[number]:
                 continue
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
                 code = os.waitstatus_to_exitcode(status)
                 ways[number] = "done" if code == 0 else "killed" if code == -signal.SIGKILL else "failed"
                 if code:
@@ -200,9 +200,9 @@ def straight(kind: Kind, root: Path) -> Straight:
     seconds = time.monotonic() - began
     if ended.ways != ["done"] * kind.ranks:
         raise AssertionError(f"{kind}: it does not even run undisturbed\n" + "\n".join(ended.texts))
-    found = runs.outcome(run_dir)
+    outcome = runs.outcome(run_dir)
     shutil.rmtree(run_dir)
-    return Straight(found, seconds, ended.operations)
+    return Straight(outcome, seconds, ended.operations)
 
 
 def _attempt(
@@ -227,7 +227,7 @@ def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, pla
     from campaigns.checkpoints import runs
 
     run_dir = root / "run"
-    hits, newest, told = 0, 0, []
+    hits, newest, lines = 0, 0, []
     for by in [*plan, None, None, None]:
         at: dict[int, int] = {}
         moment, victim = None, rng.randrange(kind.ranks)
@@ -238,8 +238,8 @@ def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, pla
         ended = _attempt(kind, run_dir, at, moment, victim, all_of_them=rng.random() < 0.4)
         hits += "killed" in ended.ways
         there = runs.saved(run_dir)
-        told.append(f"{by}: {ended.ways}, then {there}")
-        where = f"{kind}: " + "; ".join(told)
+        lines.append(f"{by}: {ended.ways}, then {there}")
+        where = f"{kind}: " + "; ".join(lines)
         if newest and (not there or there[-1] < newest):
             raise AssertionError(f"{where}: the checkpoint of step {newest} is lost")
         newest = there[-1] if there else newest
@@ -253,9 +253,9 @@ def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, pla
     changed = runs.differences(undisturbed.outcome, runs.outcome(run_dir))
     if changed:
         raise AssertionError(f"{where}: it ended with other {', '.join(changed[:10])}")
-    left = [path.name for path in (run_dir / "checkpoints").iterdir() if not path.name.startswith("step-")]
-    if left:
-        raise AssertionError(f"{where}: {left} is left in the directory")
+    leftovers = [path.name for path in (run_dir / "checkpoints").iterdir() if not path.name.startswith("step-")]
+    if leftovers:
+        raise AssertionError(f"{where}: {leftovers} is left in the directory")
     shutil.rmtree(run_dir)
     return hits
 

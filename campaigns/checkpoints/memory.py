@@ -84,7 +84,7 @@ class Measure(Callback):
 
 def measured(strategy: str, save: str, run_dir: str) -> tuple[int, int]:
     """Bytes by which this rank's memory rose while it saved, and while it resumed."""
-    found = []
+    measures = []
     for steps in (2, 3):
         measure = Measure()
         trainer = Trainer(
@@ -93,24 +93,24 @@ def measured(strategy: str, save: str, run_dir: str) -> tuple[int, int]:
         )  # fmt: skip
         rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(steps))
         trainer.fit(Big(), TensorDataset(rows), batch_size=1)
-        found.append(measure)
-    return found[0].saving, found[1].loading
+        measures.append(measure)
+    return measures[0].saving, measures[1].loading
 
 
 def run(saves: Sequence[str] = ("sync", "async")) -> dict[str, dict[str, float]]:
     """MiB by strategy. AssertionError where a rank held more than its own part of the state, beside a little."""
-    told: dict[str, dict[str, float]] = {}
+    rises: dict[str, dict[str, float]] = {}
     own = WHOLE // RANKS
     for strategy in STRATEGIES:
         for save in saves:
             with tempfile.TemporaryDirectory() as folder:
                 by_rank = run_ranks(measured, RANKS, strategy, save, folder, timeout=300)
             saving, loading = (max(values) for values in zip(*by_rank, strict=True))
-            told[f"{strategy}, {save}"] = {"saving": round(saving / 2**20, 1), "loading": round(loading / 2**20, 1)}
+            rises[f"{strategy}, {save}"] = {"saving": round(saving / 2**20, 1), "loading": round(loading / 2**20, 1)}
             most = own // 8 if save == "sync" else own * 5 // 4
             if saving > most or loading > own:
                 raise AssertionError(
                     f"{strategy}, {save}: memory rose by {saving:,} bytes to save and {loading:,} to load; a rank's own part "
                     f"of the state is {own:,}"
                 )
-    return told
+    return rises

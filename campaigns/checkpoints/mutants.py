@@ -58,7 +58,7 @@ class Site:
 
 def sites(module: str) -> list[Site]:
     """What can be taken out of a module of fabricate, in order."""
-    found = []
+    places = []
     tree = ast.parse(_source(module))
     inside = {
         id(node): function.name
@@ -75,8 +75,8 @@ def sites(module: str) -> list[Site]:
                 kind = "digest"
             elif kind == "check" and (inside.get(id(node)) in COVERAGE or code.partition("(")[0] in COVERAGE):
                 kind = "coverage"
-            found.append(Site(module, node.lineno, kind, code[:100]))
-    return sorted(found, key=lambda site: site.line)
+            places.append(Site(module, node.lineno, kind, code[:100]))
+    return sorted(places, key=lambda site: site.line)
 
 
 def _source(module: str) -> str:
@@ -159,13 +159,13 @@ def _end_of(what: str, site: Site) -> str:
     with tempfile.TemporaryDirectory() as folder:  # files of a variant that does not clean up
         environment = os.environ | {"TMPDIR": folder}
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
             return f"it did not end in {_SECONDS} seconds"
-    lines: Iterator[str] = (line for line in reversed((done.stdout + done.stderr).splitlines()) if line.strip())
-    return next(lines, f"exit code {done.returncode}") if done.returncode else ""
+    lines: Iterator[str] = (line for line in reversed((process.stdout + process.stderr).splitlines()) if line.strip())
+    return next(lines, f"exit code {process.returncode}") if process.returncode else ""
 
 
 if __name__ == "__main__":

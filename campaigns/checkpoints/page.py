@@ -95,23 +95,23 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page of what `found` holds."""
-    parts = [HEAD.format(seed=found["seed"])]
-    if kill := found.get("kill"):
+def page(results: dict[str, Any]) -> str:
+    """The page of `results`."""
+    parts = [HEAD.format(seed=results["seed"])]
+    if kill := results.get("kill"):
         rows = [[name, f"{number:,}"] for name, number in kill["kills"].items()]
         parts += [KILL.format(steps=runs.STEPS), table(["run", "kills"], [*rows, ["in all", f"{kill['in all']:,}"]])]
-    if crash := found.get("crash"):
+    if crash := results.get("crash"):
         rows = [[name, f"{number:,}"] for name, number in crash["ends"].items()]
         parts += [CRASH, table(["what was ended", "ends"], [*rows, ["in all", f"{sum(crash['ends'].values()):,}"]])]
-    if corrupt := found.get("corrupt"):
+    if corrupt := results.get("corrupt"):
         number = corrupt["mutations"]
         rows = [[name, f"{number[name]:,}"] for name in sorted(number, key=lambda name: (name == "unchanged", name))]
         parts += [
             CORRUPT.format(refusals=corrupt["refusals"]),
             table(["mutation", "checkpoints"], [*rows, ["in all", f"{sum(number.values()):,}"]]),
         ]
-    if variants := found.get("mutants"):
+    if variants := results.get("mutants"):
         kinds = Counter(variants["kinds"].values())
         parts += [
             MUTANTS.format(number=len(variants["kinds"])),
@@ -120,7 +120,7 @@ def page(found: dict[str, Any]) -> str:
                 [[kind, f"{kinds[kind]}"] for kind in mutants.VITAL],
             ),
         ]
-    if cases := found.get("pairs"):
+    if cases := results.get("pairs"):
         names = [str(topology) for topology in pairs.TOPOLOGIES]
         rows = [[name, *(f"{cases['adamw'][name].get(other, 0):.1e}" for other in names)] for name in names]
         apart = {case: [a for readers in w.values() for a in readers.values()] for case, w in cases.items()}
@@ -137,7 +137,7 @@ def page(found: dict[str, Any]) -> str:
                 ],
             ),
         ]
-    if rises := found.get("memory"):
+    if rises := results.get("memory"):
         whole = memory.WHOLE / 2**20
         own = whole / memory.RANKS
         parts += [

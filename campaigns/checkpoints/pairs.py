@@ -119,18 +119,18 @@ class Net(TrainModule):
             {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
             {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
         ]
-        made: torch.optim.Optimizer
+        optimizer: torch.optim.Optimizer
         if self.optimizer == "adamw":
-            made = torch.optim.AdamW(groups, lr=0.01, eps=1e-6)
+            optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-6)
         elif self.optimizer == "momentum":
-            made = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+            optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
         elif self.optimizer == "lion":
             from optimi import Lion
 
-            made = Lion(groups, lr=0.001)
+            optimizer = Lion(groups, lr=0.001)
         else:
-            made = torch.optim.Adafactor(groups, lr=0.01)
-        return made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 20)
+            optimizer = torch.optim.Adafactor(groups, lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
 
 class Watch(Callback):
@@ -152,11 +152,11 @@ class Watch(Callback):
         self.ends.append(len(module.rows))
 
 
-Seen = tuple[list[float], list[list[list[int]]]]
+LossesAndRows = tuple[list[float], list[list[list[int]]]]
 """Losses, and rows by update and micro-batch."""
 
 
-def fit(topology: Topology, case: Case, run_dir: Path, steps: int, resume: Path | None = None) -> Seen:
+def fit(topology: Topology, case: Case, run_dir: Path, steps: int, resume: Path | None = None) -> LossesAndRows:
     """A run, or the rest of one, on one of the ranks."""
     torch.manual_seed(7)
     module = Net(case.optimizer)
@@ -169,21 +169,21 @@ def fit(topology: Topology, case: Case, run_dir: Path, steps: int, resume: Path 
     return watch.losses, [module.rows[start:end] for start, end in zip([0, *watch.ends], watch.ends, strict=False)]
 
 
-def write(topology: Topology, case: Case, root: str) -> Seen:
+def write(topology: Topology, case: Case, root: str) -> LossesAndRows:
     """The whole run of a topology; runs on each of its ranks."""
     return fit(topology, case, Path(root, str(topology)), STEPS)
 
 
-def read(topology: Topology, case: Case, root: str, writers: Sequence[Topology]) -> list[Seen]:
+def read(topology: Topology, case: Case, root: str, writers: Sequence[Topology]) -> list[LossesAndRows]:
     """The second half of runs that others began; runs on each of the ranks."""
-    found = []
+    fits = []
     for writer in writers:
         saved = Path(root, str(writer), "checkpoints", f"step-{SAVED:08d}")
-        found.append(fit(topology, case, Path(root, f"{writer} to {topology}"), STEPS, resume=saved))
-    return found
+        fits.append(fit(topology, case, Path(root, f"{writer} to {topology}"), STEPS, resume=saved))
+    return fits
 
 
-def order(ranks: Iterable[Seen]) -> list[list[int]]:
+def order(ranks: Iterable[LossesAndRows]) -> list[list[int]]:
     """The rows of each update in their global order: of each micro-batch, those of rank 0 first."""
     updates = zip(*(rows for _, rows in ranks), strict=True)
     return [[row for step in zip(*update, strict=True) for rows in step for row in rows] for update in updates]
@@ -193,13 +193,13 @@ def state(path: Path) -> dict[str, Any]:
     """The model and the optimizers of a checkpoint, tensor by tensor and value by value."""
     with Reader(path) as reader:
         names = [name for name in reader.manifest.tensors if name.startswith(("model/", "optimizer/"))]
-        found: dict[str, Any] = {name: read_whole(reader, name) for name in names}
+        values: dict[str, Any] = {name: read_whole(reader, name) for name in names}
         shared = reader.json("state.json")
         assert isinstance(shared, dict)
         shared["progress"].pop("seconds")
         for counter in ("clean", "hysteresis"):  # DeepSpeed's own, beside what every loss scale counts
             (shared["scaler"] or {}).pop(counter, None)
-        return found | {name: shared[name] for name in ("optimizers", "schedulers", "scaler", "progress")}
+        return values | {name: shared[name] for name in ("optimizers", "schedulers", "scaler", "progress")}
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -227,19 +227,19 @@ def observe(name: str, pairs: Iterable[tuple[Topology, Topology]]) -> Iterator[R
     case, wanted = CASES[name], list(pairs)
     with tempfile.TemporaryDirectory() as root:
         for topology in dict.fromkeys((SINGLE, *(writer for writer, _ in wanted))):
-            found = run_ranks(write, topology.ranks, topology, case, root, timeout=600)
+            answers = run_ranks(write, topology.ranks, topology, case, root, timeout=600)
             if topology == SINGLE:
-                losses, rows = found[0][0], order(found)
+                losses, rows = answers[0][0], order(answers)
         for reader in dict.fromkeys(reader for _, reader in wanted):
             writers = [writer for writer, other in wanted if other == reader]
             by_rank = run_ranks(read, reader.ranks, reader, case, root, writers, timeout=600)
             for number, writer in enumerate(writers):
-                seen = [rank[number] for rank in by_rank]
-                apart = max(abs(a - b) / abs(b) for a, b in zip(seen[0][0], losses[SAVED:], strict=True))
+                results = [rank[number] for rank in by_rank]
+                apart = max(abs(a - b) / abs(b) for a, b in zip(results[0][0], losses[SAVED:], strict=True))
                 faults = []
                 if apart > case.tolerance:
                     faults.append(f"its losses lie {apart:.1e} apart")
-                if order(seen) != rows[SAVED:]:
+                if order(results) != rows[SAVED:]:
                     faults.append("its samples came in another order")
                 saved = state(Path(root, str(writer), "checkpoints", f"step-{SAVED:08d}"))
                 again = state(Path(root, f"{writer} to {reader}", "again"))
@@ -264,11 +264,11 @@ def pairs(name: str, long: bool) -> list[tuple[Topology, Topology]]:
 def run(long: bool) -> dict[str, dict[str, dict[str, float]]]:
     """Every case: by writer and reader, how far losses lay apart at most. AssertionError for pairs that were not as they have
     to be."""
-    found = [result for name in CASES for result in observe(name, pairs(name, long))]
-    faults = [f"{r.case}, {r.writer} to {r.reader}: {'; '.join(r.faults)}" for r in found if r.faults]
+    results = [result for name in CASES for result in observe(name, pairs(name, long))]
+    faults = [f"{r.case}, {r.writer} to {r.reader}: {'; '.join(r.faults)}" for r in results if r.faults]
     if faults:
         raise AssertionError("\n".join(faults))
-    told: dict[str, dict[str, dict[str, float]]] = {}
-    for r in found:
-        told.setdefault(r.case, {}).setdefault(str(r.writer), {})[str(r.reader)] = r.apart
-    return told
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for r in results:
+        table.setdefault(r.case, {}).setdefault(str(r.writer), {})[str(r.reader)] = r.apart
+    return table

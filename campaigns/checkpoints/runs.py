@@ -94,24 +94,24 @@ def saved(run_dir: Path) -> list[int]:
 
 def outcome(run_dir: Path) -> dict[str, Any]:
     """All that a finished run leaves, without what depends on the clock."""
-    found: dict[str, Any] = {"checkpoints": saved(run_dir)}
+    contents: dict[str, Any] = {"checkpoints": saved(run_dir)}
     for path in committed(run_dir / "checkpoints"):
         with Reader(path) as reader:
             reader.verify()
             for name in reader.manifest.tensors:
-                found[f"{path.name}/{name}"] = bytes(reader.read(name))
+                contents[f"{path.name}/{name}"] = bytes(reader.read(name))
             for file in reader.manifest.files:
                 if file.name.endswith(".json"):
-                    found[f"{path.name}/{file.name}"] = reader.json(file.name)
-        state = found[f"{path.name}/state.json"]
+                    contents[f"{path.name}/{file.name}"] = reader.json(file.name)
+        state = contents[f"{path.name}/state.json"]
         state["progress"].pop("seconds")
         state.pop("metrics_bytes")  # the clock's digits are counted too
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found["metrics"] = [{key: value for key, value in line.items() if key != "clock"} for line in lines]
-    found["model"] = {path.name: path.read_bytes() for path in sorted((run_dir / "model").iterdir())}
-    return found
+    contents["metrics"] = [{key: value for key, value in line.items() if key != "clock"} for line in lines]
+    contents["model"] = {path.name: path.read_bytes() for path in sorted((run_dir / "model").iterdir())}
+    return contents
 
 
-def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def differences(wanted: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """What is not the same, by name."""
-    return [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
+    return [name for name in sorted({*wanted, *actual}) if wanted.get(name) != actual.get(name)]

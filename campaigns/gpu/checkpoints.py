@@ -59,22 +59,22 @@ def saving(place: Host, recipe: Recipe, folder: Path, save: str, copy_seconds: f
     durable = [line["seconds"] for line in lines if line["event"] == "saved"]
     newest = max((run_dir / "checkpoints").glob("step-*"))
     size = sum(file.stat().st_size for file in newest.iterdir())
-    found = {
+    figures = {
         "bytes": size, "usual_seconds": usual, "first_stall": stalls[0], "later_stalls": stalls[1:], "durable_seconds": durable,
         "gigabytes_per_second": [size / 1e9 / seconds for seconds in durable if seconds],
         "host_grew": before - psutil.virtual_memory().available, "failed": [],
     }  # fmt: skip
     if place.real and save == "async":
-        found |= {"contexts": contexts()}
+        figures |= {"contexts": contexts()}
         if (longest := max(stalls[1:])) > MOST_STALL * copy_seconds + 0.02:
-            found["failed"].append(
+            figures["failed"].append(
                 f"a later save stops training for {longest:.2f} s, a copy takes {copy_seconds:.2f} s"
             )
-        if found["host_grew"] > MOST_PINNED * size:
-            found["failed"].append(
-                f"the host's memory grew by {found['host_grew'] / 1e9:.1f} GB for a state of {size / 1e9:.1f}"
+        if figures["host_grew"] > MOST_PINNED * size:
+            figures["failed"].append(
+                f"the host's memory grew by {figures['host_grew'] / 1e9:.1f} GB for a state of {size / 1e9:.1f}"
             )
-    return found
+    return figures
 
 
 def contexts() -> list[str]:
@@ -87,17 +87,17 @@ def resuming(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Seconds from the call of fit to the end of its first update, fresh and resumed from the synchronous run's checkpoint."""
     if not (folder / "sync" / "checkpoints").is_dir():
         raise LeftOut("nothing was saved to resume")
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, updates, run_dir in (("fresh", 1, None), ("resumed", recipe.updates + 1, folder / "sync")):
         longer, stamps, began = dataclasses.replace(recipe, updates=updates), Stamps(place), time.perf_counter()
         fitted = trainer(longer, save_every=None, run_dir=run_dir, plugins=[stamps])
         with contextlib.redirect_stdout(io.StringIO()):
-            found[f"{name}_steps"] = fitted.fit(Module(longer, place.device), recipe.loader(place)).steps
-        found[name] = stamps.at[0] - began
-        found[f"{name}_updates"] = len(stamps.at)
+            figures[f"{name}_steps"] = fitted.fit(Module(longer, place.device), recipe.loader(place)).steps
+        figures[name] = stamps.at[0] - began
+        figures[f"{name}_updates"] = len(stamps.at)
         clean(place)
-    went_on = found["resumed_steps"] == recipe.updates + 1 and found["resumed_updates"] == 1
-    return found | {"failed": [] if went_on else ["the run did not continue from its last checkpoint"]}
+    went_on = figures["resumed_steps"] == recipe.updates + 1 and figures["resumed_updates"] == 1
+    return figures | {"failed": [] if went_on else ["the run did not continue from its last checkpoint"]}
 
 
 def copied(place: Host, recipe: Recipe) -> dict[str, Any]:
@@ -106,12 +106,12 @@ def copied(place: Host, recipe: Recipe) -> dict[str, Any]:
     source = torch.empty(bytes_ // 4, device=place.device)
     began = time.perf_counter()
     target = torch.empty(bytes_ // 4, pin_memory=place.real)
-    taken, times = time.perf_counter() - began, []
+    pinning_seconds, times = time.perf_counter() - began, []
     for _ in range(3):
         read = place.clock()
         target.copy_(source, non_blocking=True)
         times.append(read() / 1000)
-    return {"bytes": bytes_, "copy_seconds": min(times[1:]), "pinning_seconds": taken}
+    return {"bytes": bytes_, "copy_seconds": min(times[1:]), "pinning_seconds": pinning_seconds}
 
 
 def others(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def others(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
-    found: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
 
     writers = {
         "torch.save": lambda: torch.save(state, folder / "plain.pt"),
@@ -134,8 +134,8 @@ def others(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
         place.synchronize()
         began = time.perf_counter()
         write()
-        found[name] = time.perf_counter() - began
-    return found
+        seconds[name] = time.perf_counter() - began
+    return seconds
 
 
 def main() -> int:
@@ -147,8 +147,8 @@ def main() -> int:
     place = device(options)
     report = Report("checkpoints", place, options)
     recipe = recipe_of(place, options.gigabytes)
-    with tempfile.TemporaryDirectory(dir=options.folder) as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(dir=options.folder) as directory:
+        folder = Path(directory)
         copy = report.case("copy", copied, place, recipe)
         clean(place)
         for save in ("async", "sync"):

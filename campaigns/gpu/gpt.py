@@ -319,7 +319,7 @@ class Stamps(Callback):
         return [after - before for before, after in itertools.pairwise(self.at)]
 
 
-def trainer(recipe: Recipe, **asked: Any) -> Trainer:
+def trainer(recipe: Recipe, **arguments: Any) -> Trainer:
     """A quiet Trainer for a recipe; `asked` overrides."""
     quiet: dict[str, Any] = {
         "strategy": "single",
@@ -333,18 +333,18 @@ def trainer(recipe: Recipe, **asked: Any) -> Trainer:
         "max_steps": recipe.updates,
     }
     quiet |= {"compile": dict(recipe.compile) if recipe.compile is not None else False, "seed": 0}
-    return Trainer(**quiet | asked)
+    return Trainer(**quiet | arguments)
 
 
 def fabricated(
-    recipe: Recipe, device: Host, window: Window | None = None, losses: bool = False, **asked: Any
+    recipe: Recipe, device: Host, window: Window | None = None, losses: bool = False, **arguments: Any
 ) -> Trained:
     """The recipe by fabricate. losses: keep them, which makes fabricate compute one for a hook in every update."""
-    kept, module = Losses(), Module(recipe, device.device, window)
-    plugins = [*asked.pop("plugins", ()), *([kept] if losses else [])]
+    recorder, module = Losses(), Module(recipe, device.device, window)
+    plugins = [*arguments.pop("plugins", ()), *([recorder] if losses else [])]
     with contextlib.redirect_stdout(io.StringIO()):  # the plan
-        trainer(recipe, plugins=plugins, **asked).fit(module, recipe.loader(device))
-    return Trained(kept.read(), vector(module.gpt))
+        trainer(recipe, plugins=plugins, **arguments).fit(module, recipe.loader(device))
+    return Trained(recorder.read(), vector(module.gpt))
 
 
 Loop = Callable[[Recipe, Host, Window | None], Trained]

@@ -137,21 +137,21 @@ class Cuda(Host):
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[collections.Counter[str]]:
-        found: collections.Counter[str] = collections.Counter()
+        counter: collections.Counter[str] = collections.Counter()
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             others = warnings.showwarning
 
             def note(message: Any, *where: Any, **more: Any) -> None:
                 if _WAIT in str(message):
-                    found[_place()] += 1
+                    counter[_place()] += 1
                 elif "Synchronization debug mode" not in str(message):
                     others(message, *where, **more)
 
             warnings.showwarning = note  # type: ignore[assignment]
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                yield found
+                yield counter
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -159,22 +159,22 @@ class Cuda(Host):
     def traced(self) -> Iterator[dict[str, float]]:
         from torch.profiler import ProfilerActivity, profile
 
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
-            yield found
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            yield figures
             torch.cuda.synchronize()
         calls: collections.Counter[str] = collections.Counter()
         spans = []
-        for event in taken.events() or ():
+        for event in profiler.events() or ():
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 if event.is_user_annotation:  # covers kernels and the time between them
                     continue
                 spans.append((event.time_range.start, event.time_range.end))
             elif _CALLS.match(event.name):
                 calls[event.name] += 1
-        found |= calls
-        found["idle"] = idle_share(spans)
+        figures |= calls
+        figures["idle"] = idle_share(spans)
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float:
@@ -261,9 +261,9 @@ def device(options: argparse.Namespace) -> Host:
     if not torch.cuda.is_available():
         print("not run: torch sees no NVIDIA GPU; --device cpu rehearses", file=sys.stderr)
         raise SystemExit(2)
-    found = Cuda()
-    found.peak = options.peak or found.peak
-    return found
+    cuda = Cuda()
+    cuda.peak = options.peak or cuda.peak
+    return cuda
 
 
 class LeftOut(Exception):
@@ -302,18 +302,18 @@ class Report:
         """
         if not self.chosen(name):
             return {}
-        began, found = time.monotonic(), dict[str, Any]()
+        began, figures = time.monotonic(), dict[str, Any]()
         try:
             if self.left() < (takes if self.device.real else 0):
                 raise LeftOut(f"{self.left():.0f} s left, it may take {takes:.0f}")
-            found = function(*args)
+            figures = function(*args)
         except LeftOut as exc:
-            found = {"left_out": str(exc)}
+            figures = {"left_out": str(exc)}
         except Exception as exc:  # one case must not take the others along
             traceback.print_exc()
-            found = {"failed": [f"{type(exc).__name__}: {exc}"[:2000]]}
-        self.record(name, {**found, "seconds": round(time.monotonic() - began, 2)})
-        return found if not found.keys() & {"left_out", "failed"} else {}
+            figures = {"failed": [f"{type(exc).__name__}: {exc}"[:2000]]}
+        self.record(name, {**figures, "seconds": round(time.monotonic() - began, 2)})
+        return figures if not figures.keys() & {"left_out", "failed"} else {}
 
     def record(self, name: str, figures: dict[str, Any]) -> None:
         """Keep the figures of a case, write the file, print a line."""
@@ -405,15 +405,15 @@ def emit(figures: dict[str, Any]) -> None:
 def emitted(output: str) -> dict[str, Any]:
     """What a process gave to `emit`, found in its output; empty where it did not come to that."""
     line = next((line for line in output.splitlines() if line.startswith(_MARK)), _MARK + "{}")
-    found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-    return found
+    figures: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+    return figures
 
 
-def last_error(done: subprocess.CompletedProcess[str]) -> str:
+def last_error(process: subprocess.CompletedProcess[str]) -> str:
     """The exit code and the last line of the output that names an exception, torchrun's own aside."""
-    named = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Lost)\b.*)$", done.stdout, re.MULTILINE)
+    named = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Lost)\b.*)$", process.stdout, re.MULTILINE)
     own = [line for line in named if "torch.distributed.elastic" not in line]
-    return f"exit code {done.returncode}: {own[-1] if own else done.stdout[-300:].strip()}"
+    return f"exit code {process.returncode}: {own[-1] if own else process.stdout[-300:].strip()}"
 
 
 def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:

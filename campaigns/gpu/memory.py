@@ -84,13 +84,13 @@ def size(place: Host) -> Any:
 def fitted(place: Host, strategy: str, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
     """One fit in this process, and what its plan said."""
     recipe = Recipe(size(place), UPDATES, precision, **changes)
-    before, seen = place.allocated(), Held(place)
+    before, peak_callback = place.allocated(), Held(place)
     module, chosen = Module(recipe, place.device), strategy_of(strategy)
     planned = trainer(recipe, strategy=chosen).plan(module, recipe.data(), batch_size=recipe.size.rows)[
         "memory_per_rank"
     ]
-    trainer(recipe, strategy=strategy_of(strategy), plugins=[seen]).fit(module, recipe.loader(place))
-    return {"plan": planned, "held": seen.held - before, "peak": seen.peak - before}
+    trainer(recipe, strategy=strategy_of(strategy), plugins=[peak_callback]).fit(module, recipe.loader(place))
+    return {"plan": planned, "held": peak_callback.held - before, "peak": peak_callback.peak - before}
 
 
 def of_eight(place: Host, strategy: str) -> dict[str, Any]:
@@ -114,59 +114,63 @@ def of_eight(place: Host, strategy: str) -> dict[str, Any]:
         "MASTER_ADDR": "127.0.0.1",
     }
     recipe, before = Recipe(size(place), UPDATES, "bf16"), place.allocated()
-    module, asked = Module(recipe, place.device), trainer(recipe, strategy=strategy)
-    planned = asked.plan(module, recipe.data(), batch_size=recipe.size.rows)["memory_per_rank"]
-    found = resolve(asked.settings, module)
-    settle(asked.settings, found, open_data(asked.settings, found, recipe.data(), None, Loading(recipe.size.rows)))
-    chosen = found.strategy
+    module, planner = Module(recipe, place.device), trainer(recipe, strategy=strategy)
+    planned = planner.plan(module, recipe.data(), batch_size=recipe.size.rows)["memory_per_rank"]
+    resolved = resolve(planner.settings, module)
+    settle(
+        planner.settings,
+        resolved,
+        open_data(planner.settings, resolved, recipe.data(), None, Loading(recipe.size.rows)),
+    )
+    chosen = resolved.strategy
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    root = Root(module, found.precision.forward_context(place.device), Moment(), keeps_casts=False)
+    root = Root(module, resolved.precision.forward_context(place.device), Moment(), keeps_casts=False)
     root.steps = {"train": step_function(module, "train")}
     accelerator = Accelerator(cpu=not place.real)
     accelerator.state.fsdp_plugin = chosen.accelerator_arguments()["fsdp_plugin"]
     model = chosen.prepare(accelerator, root, module)
-    optimizer, held = module.configure_optimizers(), 0
+    optimizer, resident = module.configure_optimizers(), 0
     for step, (batch,) in enumerate(recipe.loader(place), 1):
         loss = model("train", (batch.to(place.device),), 0)
         chosen.backward(loss)
-        held = place.allocated() if step <= 3 else held
+        resident = place.allocated() if step <= 3 else resident
         optimizer.step()
         optimizer.zero_grad()
         if step == 2:
             place.reset_peak()
-    return {"plan": planned, "held": held - before, "peak": place.peak_allocated() - before}
+    return {"plan": planned, "held": resident - before, "peak": place.peak_allocated() - before}
 
 
 def alone(place: Host, *arguments: str) -> dict[str, Any]:
     """Run this script with `arguments` in one process of torchrun, and hold what it prints against the plan."""
     command = torchrun(1, "campaigns.gpu.memory", "--device", place.kind, "--child", *arguments)
-    done = started(command, 120)
-    found = emitted(done.stdout)
-    return judged(place, found) if found else {"failed": [last_error(done)], "output": done.stdout[-4000:]}
+    process = started(command, 120)
+    figures = emitted(process.stdout)
+    return judged(place, figures) if figures else {"failed": [last_error(process)], "output": process.stdout[-4000:]}
 
 
-def judged(place: Host, found: dict[str, Any]) -> dict[str, Any]:
+def judged(place: Host, figures: dict[str, Any]) -> dict[str, Any]:
     """Is what is held what the plan said?"""
-    plan = found["plan"]
+    plan = figures["plan"]
     expected = plan["total"] - plan.get("gathered", 0)
-    found["off"] = found["held"] / expected - 1
+    figures["off"] = figures["held"] / expected - 1
     failed = []
-    if place.real and abs(found["held"] - expected) > MOST_OFF * expected + CONSTANT:
-        failed.append(f"held {found['held'] / 2**20:,.0f} MiB, the plan says {expected / 2**20:,.0f}")
-    return found | {"expected": expected, "failed": failed}
+    if place.real and abs(figures["held"] - expected) > MOST_OFF * expected + CONSTANT:
+        failed.append(f"held {figures['held'] / 2**20:,.0f} MiB, the plan says {expected / 2**20:,.0f}")
+    return figures | {"expected": expected, "failed": failed}
 
 
 def beside_hand(place: Host, precision: str) -> dict[str, Any]:
     """The peak under "single" beside the loop's by hand."""
-    recipe, window, seen = Recipe(size(place), UPDATES, precision), Window(place, 2, 1), Held(place)
+    recipe, window, peak_callback = Recipe(size(place), UPDATES, precision), Window(place, 2, 1), Held(place)
     by_hand(recipe, place, window)
     clean(place)
-    trainer(recipe, plugins=[seen]).fit(Module(recipe, place.device), recipe.loader(place))
+    trainer(recipe, plugins=[peak_callback]).fit(Module(recipe, place.device), recipe.loader(place))
     clean(place)
     failed = []
-    if place.real and seen.peak > 1.01 * window.peak:
-        failed.append(f"the peak is {seen.peak / window.peak:.3f} of the one by hand")
-    return {"peak": seen.peak, "by_hand": window.peak, "failed": failed}
+    if place.real and peak_callback.peak > 1.01 * window.peak:
+        failed.append(f"the peak is {peak_callback.peak / window.peak:.3f} of the one by hand")
+    return {"peak": peak_callback.peak, "by_hand": window.peak, "failed": failed}
 
 
 def case(place: Host, strategy: str, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -184,8 +188,8 @@ def main() -> int:
     place = device(options)
     if options.child is not None:
         strategy, *rest = options.child
-        found = fitted(place, strategy, rest[0], json.loads(rest[1])) if rest else of_eight(place, strategy)
-        emit(found)
+        plan_and_peak = fitted(place, strategy, rest[0], json.loads(rest[1])) if rest else of_eight(place, strategy)
+        emit(plan_and_peak)
         return 0
     report = Report("memory", place, options)
     for precision in ("fp32", "bf16"):

@@ -166,7 +166,7 @@ def be_scaled(place: Host, strategy: str, size: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         fitted = trainer(recipe, strategy=strategy_of(alone), log_every=8, plugins=[shares])
         fitted.fit(Module(recipe, place.device, window), data, batch_size=recipe.size.rows, shuffle=False)
-    found: dict[str, Any] = {"milliseconds": window.milliseconds, "rates": shares.rates}
+    figures: dict[str, Any] = {"milliseconds": window.milliseconds, "rates": shares.rates}
     if count > 1:
         numbers = torch.ones(BUFFER if place.real else 1024, device=place.device)
         dist.all_reduce(numbers)
@@ -174,9 +174,9 @@ def be_scaled(place: Host, strategy: str, size: str) -> None:
         for _ in range(10):
             dist.all_reduce(numbers)
         seconds = read() / 10_000
-        found["bus_gigabytes_per_second"] = numbers.nbytes * 2 * (count - 1) / count / seconds / 1e9
+        figures["bus_gigabytes_per_second"] = numbers.nbytes * 2 * (count - 1) / count / seconds / 1e9
     if os.environ["RANK"] == "0":
-        emit(found)
+        emit(figures)
 
 
 class Own(Cuda):
@@ -213,8 +213,8 @@ def main() -> int:
         report.case(f"{strategy}, weak scaling", scaling, place, counts, strategy, size, takes=60 * len(counts))
     rows = []
     for name, figures in report.cases.items():
-        said = figures.get("seconds_to_end") or figures.get("efficiency") or ""
-        rows.append([name, str(said), "" if figures.get("failed") else "yes"])
+        figure = figures.get("seconds_to_end") or figures.get("efficiency") or ""
+        rows.append([name, str(figure), "" if figures.get("failed") else "yes"])
     return report.end(["case", "seconds until the others end, or efficiency by ranks", "as it should be"], rows)
 
 

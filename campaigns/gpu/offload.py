@@ -34,8 +34,8 @@ def deepspeed_adam(parameters: Any) -> torch.optim.Optimizer:
     """DeepSpeed's own for the host, built the first time."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    found: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, lr=3e-4, weight_decay=0.1, adamw_mode=True)
-    return found
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, lr=3e-4, weight_decay=0.1, adamw_mode=True)
+    return optimizer
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -106,28 +106,28 @@ def child(place: Host, loop: str, strategy: str, optimizer: str) -> None:
     built, first = time.perf_counter() - began, time.perf_counter()
     losses, at = LOOPS[loop](place, recipe, strategy, optimizer)
     each = [b - a for a, b in zip(at[WARM_UP - 1 :], at[WARM_UP:], strict=False)]
-    found = {"losses": losses, "seconds_per_update": each, "first_update": at[0] - first, "build_seconds": built}
-    emit(found | {"peak_mib": place.peak_allocated() / 2**20})
+    figures = {"losses": losses, "seconds_per_update": each, "first_update": at[0] - first, "build_seconds": built}
+    emit(figures | {"peak_mib": place.peak_allocated() / 2**20})
 
 
 def compared(place: Host, report: Report, strategy: str, optimizer: str) -> dict[str, Any]:
     """Both loops, each in a process."""
     needs("deepspeed")
-    found: dict[str, Any] = {"failed": []}
+    figures: dict[str, Any] = {"failed": []}
     for loop in LOOPS:
         command = torchrun(1, "campaigns.gpu.offload", "--device", place.kind, "--child", loop, strategy, optimizer)
-        done = started(command, report.left() if place.real else 300)
-        found[loop] = emitted(done.stdout)
-        if not found[loop]:
-            return found | {"failed": [f"{loop}: {last_error(done)}"], "output": done.stdout[-4000:]}
-    medians = {loop: statistics.median(found[loop]["seconds_per_update"]) for loop in LOOPS}
-    found["of_by_hand"] = medians["fabricate"] / medians["by hand"]
-    found["losses_differ"] = differ(found["fabricate"]["losses"], found["by hand"]["losses"])
-    if place.real and found["of_by_hand"] > MOST_OVER:
-        found["failed"].append(f"{found['of_by_hand']:.3f} of DeepSpeed by hand, allowed {MOST_OVER}")
-    if found["losses_differ"] > MOST_APART:
-        found["failed"].append(f"losses differ by {found['losses_differ']:.1e}")
-    return found
+        process = started(command, report.left() if place.real else 300)
+        figures[loop] = emitted(process.stdout)
+        if not figures[loop]:
+            return figures | {"failed": [f"{loop}: {last_error(process)}"], "output": process.stdout[-4000:]}
+    medians = {loop: statistics.median(figures[loop]["seconds_per_update"]) for loop in LOOPS}
+    figures["of_by_hand"] = medians["fabricate"] / medians["by hand"]
+    figures["losses_differ"] = differ(figures["fabricate"]["losses"], figures["by hand"]["losses"])
+    if place.real and figures["of_by_hand"] > MOST_OVER:
+        figures["failed"].append(f"{figures['of_by_hand']:.3f} of DeepSpeed by hand, allowed {MOST_OVER}")
+    if figures["losses_differ"] > MOST_APART:
+        figures["failed"].append(f"losses differ by {figures['losses_differ']:.1e}")
+    return figures
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ class Case:
 
     strategy: str
     precision: str = "fp32"
-    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     tolerance: float | None = EXACT
     packages: tuple[str, ...] = ()
     rehearsed: bool = False
@@ -51,39 +51,39 @@ class Case:
     @property
     def name(self) -> str:
         """Without the number of ranks."""
-        return ", ".join([self.strategy, self.precision, *map(str, self.asked)])
+        return ", ".join([self.strategy, self.precision, *map(str, self.options)])
 
 
 TWICE = {"accumulation": 2, "clip": 0.5}
 DEEPSPEED = ("deepspeed",)
 SHARED = (
     Case("ddp"),
-    Case("ddp", asked=TWICE, rehearsed=True),
+    Case("ddp", options=TWICE, rehearsed=True),
     Case("ddp", "bf16", tolerance=HALF),
     Case("ddp:communication_hook=bf16", tolerance=HALF),
     Case("ddp:find_unused_parameters=true"),
     Case("fsdp"),
-    Case("fsdp", asked=TWICE),
-    Case("fsdp:accumulate=whole", asked=TWICE),
-    Case("fsdp:offload=cpu", asked=TWICE, rehearsed=True),
+    Case("fsdp", options=TWICE),
+    Case("fsdp:accumulate=whole", options=TWICE),
+    Case("fsdp:offload=cpu", options=TWICE, rehearsed=True),
     Case("fsdp:activation_checkpointing=true"),
     Case("fsdp", "bf16", tolerance=HALF),
-    Case("fsdp:param_dtype=bf16", "bf16", asked=TWICE, tolerance=HALF),
+    Case("fsdp:param_dtype=bf16", "bf16", options=TWICE, tolerance=HALF),
     Case("fsdp:tp=2"),
-    Case("ddp", asked={"ema": 0.9}),
-    Case("ddp", asked={"torchmetrics": True}, packages=("torchmetrics",)),
-    Case("fsdp", asked={"torchmetrics": True}, packages=("torchmetrics",), rehearsed=True),
+    Case("ddp", options={"ema": 0.9}),
+    Case("ddp", options={"torchmetrics": True}, packages=("torchmetrics",)),
+    Case("fsdp", options={"torchmetrics": True}, packages=("torchmetrics",), rehearsed=True),
     Case("diloco", tolerance=None, rehearsed=True),
 )
-SHARED_BY_FOUR = (Case("fsdp:shard=2", asked=TWICE), Case("fsdp:tp=2", asked=TWICE))
+SHARED_BY_FOUR = (Case("fsdp:shard=2", options=TWICE), Case("fsdp:tp=2", options=TWICE))
 ALONE = (
-    Case("ddp", asked=TWICE),
-    Case("fsdp", asked=TWICE),
-    Case("fsdp:offload=cpu", asked=TWICE, rehearsed=True),
-    *(Case(f"zero{stage}", asked=TWICE, packages=DEEPSPEED) for stage in (1, 2, 3)),
-    Case("zero2:offload_optimizer=cpu", asked=TWICE, packages=DEEPSPEED, rehearsed=True),
-    Case("zero3:offload_optimizer=cpu,offload_param=cpu", asked=TWICE, packages=DEEPSPEED),
-    Case("zero2", "bf16", asked=TWICE, tolerance=HALF, packages=DEEPSPEED),
+    Case("ddp", options=TWICE),
+    Case("fsdp", options=TWICE),
+    Case("fsdp:offload=cpu", options=TWICE, rehearsed=True),
+    *(Case(f"zero{stage}", options=TWICE, packages=DEEPSPEED) for stage in (1, 2, 3)),
+    Case("zero2:offload_optimizer=cpu", options=TWICE, packages=DEEPSPEED, rehearsed=True),
+    Case("zero3:offload_optimizer=cpu,offload_param=cpu", options=TWICE, packages=DEEPSPEED),
+    Case("zero2", "bf16", options=TWICE, tolerance=HALF, packages=DEEPSPEED),
 )
 STARTS = {2: SHARED, 4: SHARED_BY_FOUR, 1: ALONE}
 """By the number of ranks; one rank opens its group itself, as a user's script does."""
@@ -109,16 +109,16 @@ class Measured(Module):
         self.mean = torchmetrics.MeanMetric()
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        found = super().validation_step(batch)
-        self.mean.update(found["loss"], weight=len(batch[0]))
+        outputs = super().validation_step(batch)
+        self.mean.update(outputs["loss"], weight=len(batch[0]))
         self.log("mean", self.mean)
-        return found
+        return outputs
 
 
 def fit(case: Case, place: Host, world_size: int) -> dict[str, Any]:
     """Train the case on this rank, and by hand; every rank calls it, rank 0 uses what it returns."""
     size = dataclasses.replace(SIZES["tiny"], rows=ROWS, dropout=0.0)
-    asked, wanted = {}, dict(case.asked)
+    settings, wanted = {}, dict(case.options)
     extras: list[Any] = [SumOnly()] if world_size > 1 else []
     metric = wanted.pop("torchmetrics", False)
     if decay := wanted.pop("ema", None):
@@ -134,30 +134,30 @@ def fit(case: Case, place: Host, world_size: int) -> dict[str, Any]:
     data = size.data(UPDATES * recipe.accumulation * readers)
     with contextlib.redirect_stdout(io.StringIO()):
         fitted = trainer(
-            recipe, strategy=strategy_of(case.strategy), plugins=[losses, *extras], timeout="1 minute", **asked
+            recipe, strategy=strategy_of(case.strategy), plugins=[losses, *extras], timeout="1 minute", **settings
         )
         result = fitted.fit(module, data, data if metric else None, batch_size=ROWS, shuffle=False)
     own = losses.read()
-    found: dict[str, Any] = {"losses": own, "by_hand": hand.losses, "metrics": result.metrics, "failed": []}
+    figures: dict[str, Any] = {"losses": own, "by_hand": hand.losses, "metrics": result.metrics, "failed": []}
     if case.tolerance is None:
         if not own[-1] < own[0]:
-            found["failed"].append(f"the loss does not fall: {own[0]} to {own[-1]}")
-        return found
-    found["losses_differ"] = differ(own, hand.losses)
-    if not found["losses_differ"] <= case.tolerance:
-        found["failed"].append(f"losses differ by {found['losses_differ']:.1e}, allowed {case.tolerance:.0e}")
+            figures["failed"].append(f"the loss does not fall: {own[0]} to {own[-1]}")
+        return figures
+    figures["losses_differ"] = differ(own, hand.losses)
+    if not figures["losses_differ"] <= case.tolerance:
+        figures["failed"].append(f"losses differ by {figures['losses_differ']:.1e}, allowed {case.tolerance:.0e}")
     if metric:
         mean, loss = (
             next(v for n, v in result.metrics.items() if n in (f"val_{name}", name)) for name in ("mean", "loss")
         )
         if abs(mean / loss - 1) > EXACT:
-            found["failed"].append(f"torchmetrics says {mean}, the loop {loss}")
-    return found
+            figures["failed"].append(f"torchmetrics says {mean}, the loop {loss}")
+    return figures
 
 
-def rank(place: Host, names: list[str], found: Path) -> None:
-    """Be one rank: run the cases in turn; rank 0 appends a line of JSON for each to `found`. Ends at the first error, because ranks
-    are then at different places."""
+def rank(place: Host, names: list[str], path: Path) -> None:
+    """Be one rank: run the cases in turn; rank 0 appends a line of JSON for each to the file `path`. Ends at the first error, because
+    ranks are then at different places."""
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size > 1:
         if place.real:
@@ -170,7 +170,7 @@ def rank(place: Host, names: list[str], found: Path) -> None:
         figures = fit(case, place, world_size)
         faulthandler.cancel_dump_traceback_later()
         if int(os.environ["RANK"]) == 0:
-            with found.open("a", encoding="utf-8") as lines:
+            with path.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps([case.name, figures]) + "\n")
 
 
@@ -192,19 +192,19 @@ def start(report: Report, place: Host, ranks: int) -> None:
                 report.record(f"{ranks}: {name}", {"left_out": f"{report.left():.0f} s left"})
             return
         with tempfile.TemporaryDirectory() as folder:
-            found = Path(folder, "found.jsonl")
-            found.touch()
+            path = Path(folder, "found.jsonl")
+            path.touch()
             command = torchrun(
-                ranks, "campaigns.gpu.ranks", "--device", place.kind, "--found", str(found), "--cases", *waiting
+                ranks, "campaigns.gpu.ranks", "--device", place.kind, "--found", str(path), "--cases", *waiting
             )
-            done = started(command, report.left() if place.real else 600)
-            for name, figures in map(json.loads, found.read_text().splitlines()):
+            process = started(command, report.left() if place.real else 600)
+            for name, figures in map(json.loads, path.read_text().splitlines()):
                 report.record(f"{ranks}: {name}", figures)
                 del waiting[name]
-        if done.returncode and waiting:
+        if process.returncode and waiting:
             name = next(iter(waiting))
-            output = done.stdout.partition("torch/distributed/elastic/")[0]  # without what torchrun adds
-            report.record(f"{ranks}: {name}", {"failed": [last_error(done)], "output": output[-6000:]})
+            output = process.stdout.partition("torch/distributed/elastic/")[0]  # without what torchrun adds
+            report.record(f"{ranks}: {name}", {"failed": [last_error(process)], "output": output[-6000:]})
             del waiting[name]
 
 

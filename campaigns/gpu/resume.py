@@ -57,20 +57,24 @@ def verified(place: Host, extra: list[str]) -> dict[str, Any]:
             "--into",
             f"{folder}/kept",
         ]
-        done = started([*command, "--", *run], 170)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("{")), "")
+        process = started([*command, "--", *run], 170)
+    line = next((line for line in process.stdout.splitlines() if line.startswith("{")), "")
     if not line:
-        return {"failed": [last_error(done)], "output": done.stdout[-4000:]}
-    found = json.loads(line)
-    first = found["differences"][:3]
-    return {**found, "differences": first, "failed": [] if found["exact"] else [f"not exact, {found['when']}: {first}"]}
+        return {"failed": [last_error(process)], "output": process.stdout[-4000:]}
+    result = json.loads(line)
+    first = result["differences"][:3]
+    return {
+        **result,
+        "differences": first,
+        "failed": [] if result["exact"] else [f"not exact, {result['when']}: {first}"],
+    }
 
 
 def trained(place: Host, run_dir: Path, *extra: str) -> dict[str, torch.Tensor]:
     """An undisturbed run's weights."""
-    done = started([sys.executable, SCRIPT, str(run_dir), "--device", place.kind, *extra], 120)
-    if done.returncode:
-        raise RuntimeError(last_error(done))
+    process = started([sys.executable, SCRIPT, str(run_dir), "--device", place.kind, *extra], 120)
+    if process.returncode:
+        raise RuntimeError(last_error(process))
     return load_file(run_dir / "model" / "model.safetensors")
 
 
@@ -148,8 +152,8 @@ def main() -> int:
     rows = []
     for name, figures in report.cases.items():
         keys = ("resumed_from", "runs", "kills", "largest_difference")
-        said = ", ".join(f"{key.replace('_', ' ')} {figures[key]}" for key in keys if key in figures)
-        rows.append([name, said, "" if figures.get("failed") else "yes"])
+        text = ", ".join(f"{key.replace('_', ' ')} {figures[key]}" for key in keys if key in figures)
+        rows.append([name, text, "" if figures.get("failed") else "yes"])
     return report.end(["case", "figures", "as it should be"], rows)
 
 

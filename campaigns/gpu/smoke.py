@@ -70,31 +70,31 @@ def compared(place: Host, precision: str, variant: str) -> dict[str, Any]:
     if "compile" in both and not place.real:
         both = {"compile": {"backend": "aot_eager"}}
     recipe = Recipe(SIZES["tiny"], UPDATES, precision, **both)
-    found: dict[str, Any] = {"failed": []}
+    figures: dict[str, Any] = {"failed": []}
     with tempfile.TemporaryDirectory() as folder:
-        asked = {key: folder if key == "run_dir" else value for key, value in only.items()}
+        changes = {key: folder if key == "run_dir" else value for key, value in only.items()}
         hand = by_hand(recipe, place)
         clean(place)
         try:
-            own = fabricated(recipe, place, losses=True, **asked)
+            own = fabricated(recipe, place, losses=True, **changes)
         except ConfigurationError as exc:
             return {"refused": str(exc)}
-    found["losses_differ"] = differ(own.losses, hand.losses)
+    figures["losses_differ"] = differ(own.losses, hand.losses)
     most = TOLERANCE[recipe.kind]
-    if not found["losses_differ"] <= most:
-        found["failed"].append(f"losses differ by {found['losses_differ']:.1e}, allowed {most:.0e}")
+    if not figures["losses_differ"] <= most:
+        figures["failed"].append(f"losses differ by {figures['losses_differ']:.1e}, allowed {most:.0e}")
     if variant != "async save":  # what it waits for is the matter of campaigns.gpu.checkpoints
-        found |= waits(place, recipe, allowed, asked)
-        found["failed"] += found.pop("waits_failed")
-    return found
+        figures |= waits(place, recipe, allowed, changes)
+        figures["failed"] += figures.pop("waits_failed")
+    return figures
 
 
-def waits(place: Host, recipe: Recipe, allowed: int, asked: dict[str, Any]) -> dict[str, Any]:
+def waits(place: Host, recipe: Recipe, allowed: int, changes: dict[str, Any]) -> dict[str, Any]:
     """Waits of the host for the device per update, by hand and by fabricate."""
     windows = {name: Window(place, UPDATES - COUNTED - 1, COUNTED, waits=True) for name in ("by hand", "fabricate")}
     by_hand(recipe, place, windows["by hand"])
     clean(place)
-    fabricated(recipe, place, windows["fabricate"], **asked)
+    fabricated(recipe, place, windows["fabricate"], **changes)
     clean(place)
     counts = {name: window.waits.total() / COUNTED for name, window in windows.items()}
     extra = counts["fabricate"] - counts["by hand"]
@@ -114,12 +114,12 @@ def evaluated(place: Host) -> dict[str, Any]:
     module.gpt.to(place.device)
     data, rows = recipe.data(), recipe.data().tensors[0].to(place.device)
     with torch.no_grad():
-        expected, said = float(loss_of(module.gpt, rows)), module.gpt(rows[:, :-1])[:, -1].argmax(-1).cpu()
+        expected, tokens = float(loss_of(module.gpt, rows)), module.gpt(rows[:, :-1])[:, -1].argmax(-1).cpu()
     with contextlib.redirect_stdout(io.StringIO()):
-        found = trainer(recipe).validate(module, data, batch_size=8)
+        metrics = trainer(recipe).validate(module, data, batch_size=8)
         predictions = trainer(recipe).predict(module, data, batch_size=8)
-    loss = next(value for name, value in found.items() if name.endswith("loss"))
-    same = torch.equal(torch.stack([torch.as_tensor(p) for p in predictions]).cpu(), said)
+    loss = next(value for name, value in metrics.items() if name.endswith("loss"))
+    same = torch.equal(torch.stack([torch.as_tensor(p) for p in predictions]).cpu(), tokens)
     failed = [] if abs(loss / expected - 1) < 1e-4 else [f"validation loss {loss}, by hand {expected}"]
     failed += [] if same else ["predictions differ from those by hand"]
     return {"loss": loss, "by_hand": expected, "predictions": len(predictions), "failed": failed}
@@ -127,8 +127,8 @@ def evaluated(place: Host) -> dict[str, Any]:
 
 def under_torchrun(place: Host) -> dict[str, Any]:
     """One process of torchrun, which sets RANK and LOCAL_RANK."""
-    done = started(torchrun(1, "campaigns.gpu.smoke", "--device", place.kind, "--only", "fp32, plain"), 120)
-    return {"failed": [] if done.returncode == 0 else [last_error(done)], "output": done.stdout[-2000:]}
+    process = started(torchrun(1, "campaigns.gpu.smoke", "--device", place.kind, "--only", "fp32, plain"), 120)
+    return {"failed": [] if process.returncode == 0 else [last_error(process)], "output": process.stdout[-2000:]}
 
 
 def too_large(place: Host) -> None:
@@ -155,10 +155,10 @@ def ending(place: Host, name: str) -> dict[str, Any]:
     if name == "too large" and not place.real:
         raise LeftOut("it limits a GPU's memory")
     command = [sys.executable, "-m", "campaigns.gpu.smoke", "--device", place.kind, "--ending", name]
-    done, text = started(command, 120), ENDINGS[name][1]
-    failed = [] if done.returncode == 1 else [last_error(done)]
-    failed += [] if text in done.stdout or not place.real else [f"the error does not say {text!r}"]
-    return {"output": done.stdout[-1500:], "failed": failed}
+    process, text = started(command, 120), ENDINGS[name][1]
+    failed = [] if process.returncode == 1 else [last_error(process)]
+    failed += [] if text in process.stdout or not place.real else [f"the error does not say {text!r}"]
+    return {"output": process.stdout[-1500:], "failed": failed}
 
 
 def main() -> int:

@@ -74,9 +74,9 @@ def raw_accelerate(recipe: Recipe, place: Host, window: Window) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         window.updated(step)
-    found = Trained([], vector(accelerator.unwrap_model(model)))
+    outcome = Trained([], vector(accelerator.unwrap_model(model)))
     forget_accelerator()
-    return found
+    return outcome
 
 
 def lightning(recipe: Recipe, place: Host, window: Window) -> Trained:
@@ -120,13 +120,13 @@ PEERS: dict[str, tuple[Loop, tuple[tuple[str, ...], ...]]] = {
 
 def peers() -> dict[str, Loop]:
     """The loops of other frameworks that can be imported here."""
-    found = {}
+    loops = {}
     for name, (loop, ways) in PEERS.items():
         for way in ways:
             with contextlib.suppress(LeftOut):
                 needs(*way)
-                found[name] = loop
-    return found
+                loops[name] = loop
+    return loops
 
 
 def compared(place: Host, recipe: Recipe, loops: Mapping[str, Loop], rounds: int, seconds: float) -> dict[str, Any]:
@@ -195,15 +195,19 @@ def logging(place: Host, size: str, rounds: int, updates: int, seconds: float) -
 
 def waits(place: Host, size: str) -> dict[str, Any]:
     """Waits of the host for the device, and the device's idle share, each loop once."""
-    updates, found = 10, dict[str, Any]()
+    updates, figures = 10, dict[str, Any]()
     recipe = Recipe(SIZES[size], WARM_UP + updates + 1, clip=1.0)
     for name, loop in (("by hand", by_hand), ("fabricate", fabricated)):
         window = Window(place, WARM_UP, updates, waits=True)
         loop(recipe, place, window)
         clean(place)
-        found[name] = {"per_update": window.waits.total() / updates, "where": dict(window.waits), "trace": window.trace}
-    extra = found["fabricate"]["per_update"] - found["by hand"]["per_update"]
-    return found | {"failed": [f"{extra:g} waits per update more than by hand"] if extra > 0 else []}
+        figures[name] = {
+            "per_update": window.waits.total() / updates,
+            "where": dict(window.waits),
+            "trace": window.trace,
+        }
+    extra = figures["fabricate"]["per_update"] - figures["by hand"]["per_update"]
+    return figures | {"failed": [f"{extra:g} waits per update more than by hand"] if extra > 0 else []}
 
 
 def pretrained(place: Host, rounds: int, updates: int, seconds: float) -> dict[str, Any]:
@@ -222,8 +226,8 @@ class Pretrained(Size):
 
         class Logits(GPT2LMHeadModel):  # type: ignore[misc]
             def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = super().forward(input_ids=tokens).logits
-                return found
+                logits: torch.Tensor = super().forward(input_ids=tokens).logits
+                return logits
 
         torch.manual_seed(0)
         config = GPT2Config(

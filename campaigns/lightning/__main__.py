@@ -59,19 +59,19 @@ def _in_child(case: str, checkouts: Sequence[Path], folder: Path, *more: str) ->
     command = [sys.executable, "-m", "campaigns.lightning", "--case", case, "--folder", str(folder), *more]
     for checkout in checkouts:
         command += ["--source", str(checkout.absolute())]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
+    process = subprocess.run(command, capture_output=True, text=True)
+    lines = process.stdout.strip().splitlines()
     try:
-        return json.loads(lines[-1]), done
+        return json.loads(lines[-1]), process
     except (IndexError, json.JSONDecodeError):
-        return None, done
+        return None, process
 
 
 def compared(case: str, checkouts: Sequence[Path]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        result, done = _in_child(case, checkouts, Path(folder))
+        result, process = _in_child(case, checkouts, Path(folder))
     if result is None or "refused" in result:
-        print(done.stderr[-3000:], file=sys.stderr)
+        print(process.stderr[-3000:], file=sys.stderr)
     return {"refused": "the process died"} if result is None else result
 
 
@@ -79,10 +79,10 @@ def resumed(case: str, checkouts: Sequence[Path], by: str) -> dict[str, Any]:
     """A fit that is killed and resumed, beside one that is not."""
     with tempfile.TemporaryDirectory() as folder:
         for phase in ("whole", "killed", "resumed"):
-            _, done = _in_child(case, checkouts, Path(folder), "--by", by, "--phase", phase)
-            if (done.returncode != 0) == (phase != "killed"):
-                print(done.stdout[-1000:], done.stderr[-3000:], file=sys.stderr)
-                return {"failed": f"{phase}: {(done.stderr or done.stdout).strip().splitlines()[-1]}"}
+            _, process = _in_child(case, checkouts, Path(folder), "--by", by, "--phase", phase)
+            if (process.returncode != 0) == (phase != "killed"):
+                print(process.stdout[-1000:], process.stderr[-3000:], file=sys.stderr)
+                return {"failed": f"{phase}: {(process.stderr or process.stdout).strip().splitlines()[-1]}"}
         result, _ = _in_child(case, checkouts, Path(folder), "--outcome")
     return dict(result)
 

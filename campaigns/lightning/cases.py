@@ -57,11 +57,11 @@ class Case:
 
 
 def seeded(make: Callable[[], Any]) -> Callable[[], Any]:
-    def made() -> Any:
+    def run() -> Any:
         fakes.seed(0)
         return make()
 
-    return made
+    return run
 
 
 def boring(root: Path, name: str, stages: tuple[str, ...] = ("validate", "test", "predict")) -> Setup:
@@ -82,12 +82,12 @@ def boring_data(root: Path, kind: str) -> Setup:
     datamodule = getattr(demos, kind)()
     arguments = {"max_epochs": 2, "limit_train_batches": 8, "limit_val_batches": 4, "limit_test_batches": 4}
 
-    def given() -> dict[str, Any]:
+    def loaders() -> dict[str, Any]:
         return {"datamodule": datamodule}
 
     if kind == "BoringDataModuleNoLen":  # its data sets draw rows while they are read
-        return Setup(seeded(demos.BoringModel), None, arguments, own_data=given)
-    return Setup(seeded(demos.BoringModel), given, arguments, stages=("test",))
+        return Setup(seeded(demos.BoringModel), None, arguments, own_data=loaders)
+    return Setup(seeded(demos.BoringModel), loaders, arguments, stages=("test",))
 
 
 def demo_model(root: Path) -> Setup:
@@ -121,9 +121,9 @@ def gan(root: Path) -> Setup:
         return template.MNISTDataModule(num_workers=0, val_split=32)
 
     def data() -> dict[str, Any]:
-        made = datamodule()
-        made.setup("fit")
-        return {"train_dataloaders": fakes.in_order(made.train_dataloader())}
+        source = datamodule()
+        source.setup("fit")
+        return {"train_dataloaders": fakes.in_order(source.train_dataloader())}
 
     arguments = {"max_epochs": 2, "logger": True}
     return Setup(seeded(template.GAN), data, arguments, own_data=lambda: {"datamodule": datamodule()})
@@ -171,17 +171,17 @@ def glue(root: Path, task: str) -> Setup:
         return notebook.GLUEDataModule(model_name_or_path=model, task_name=task, max_seq_length=16, train_batch_size=8)
 
     def make() -> Any:
-        made = datamodule()
-        made.setup("fit")
-        options = {"num_labels": made.num_labels, "eval_splits": made.eval_splits, "task_name": task}
+        source = datamodule()
+        source.setup("fit")
+        options = {"num_labels": source.num_labels, "eval_splits": source.eval_splits, "task_name": task}
         return notebook.GLUETransformer(model, learning_rate=1e-3, warmup_steps=2, **options).train()
 
     def data() -> dict[str, Any]:
-        made = datamodule()
-        made.setup("fit")
-        val = made.val_dataloader()
+        source = datamodule()
+        source.setup("fit")
+        val = source.val_dataloader()
         several = [fakes.in_order(each) for each in (val if isinstance(val, list) else [val])]
-        return {"train_dataloaders": fakes.in_order(made.train_dataloader()), "val_dataloaders": several}
+        return {"train_dataloaders": fakes.in_order(source.train_dataloader()), "val_dataloaders": several}
 
     arguments = {"max_epochs": 2, "num_sanity_val_steps": 0 if task == "mnli" else 2}
     return Setup(seeded(make), data, arguments, own_data=lambda: {"datamodule": datamodule()})
@@ -210,9 +210,12 @@ def mnist(root: Path) -> Setup:
         return MNISTDataModule(batch_size=16, train_val_test_split=(128, 32, 32))
 
     def data() -> dict[str, Any]:
-        made = datamodule()
-        made.setup("fit")
-        return {"train_dataloaders": fakes.in_order(made.train_dataloader()), "val_dataloaders": made.val_dataloader()}
+        source = datamodule()
+        source.setup("fit")
+        return {
+            "train_dataloaders": fakes.in_order(source.train_dataloader()),
+            "val_dataloaders": source.val_dataloader(),
+        }
 
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
@@ -253,8 +256,8 @@ def gin(root: Path) -> Setup:
         return LightningDataset(graphs[:32], graphs[32:40], graphs[40:], batch_size=8, pin_memory=False)
 
     def data() -> dict[str, Any]:
-        made = datamodule()
-        train, val = (fakes.in_order(each) for each in (made.train_dataloader(), made.val_dataloader()))
+        source = datamodule()
+        train, val = (fakes.in_order(each) for each in (source.train_dataloader(), source.val_dataloader()))
         return {"train_dataloaders": train, "val_dataloaders": val}
 
     def callbacks() -> list[Any]:

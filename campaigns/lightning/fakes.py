@@ -102,13 +102,13 @@ def glue(task: str, rows: int = 48) -> Any:
     splits = ["validation_matched", "validation_mismatched"] if task == "mnli" else ["validation"]
     draw = random.Random(0)
 
-    def made(number: int) -> Any:
+    def table(number: int) -> Any:
         columns: dict[str, list[Any]] = {
             field: [" ".join(draw.choices(WORDS, k=8)) for _ in range(number)] for field in fields
         }
         return datasets.Dataset.from_dict({**columns, "label": [draw.randrange(2) for _ in range(number)]})
 
-    return datasets.DatasetDict({"train": made(rows), **{split: made(20) for split in splits}})
+    return datasets.DatasetDict({"train": table(rows), **{split: table(20) for split in splits}})
 
 
 class Accuracy:
@@ -143,9 +143,9 @@ def graph(nodes: int = 60) -> Any:
 
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
-    made = Data(x=torch.randn(nodes, 8, generator=generator), edge_index=edges, y=torch.arange(nodes) % 3)
-    made.batch_size = nodes // 2  # what a neighbour loader sets: the first nodes are those that are asked for
-    return made
+    data = Data(x=torch.randn(nodes, 8, generator=generator), edge_index=edges, y=torch.arange(nodes) % 3)
+    data.batch_size = nodes // 2  # what a neighbour loader sets: the first nodes are those that are asked for
+    return data
 
 
 def graphs(number: int = 48) -> list[Any]:
@@ -153,9 +153,9 @@ def graphs(number: int = 48) -> list[Any]:
     from torch_geometric.data import Data
 
     generator = torch.Generator().manual_seed(0)
-    made = []
+    items = []
     for label in range(number):
         nodes = 6 + label % 6
         edges = torch.randint(0, nodes, (2, 3 * nodes), generator=generator)
-        made.append(Data(x=torch.randn(nodes, 8, generator=generator), edge_index=edges, y=torch.tensor([label % 3])))
-    return made
+        items.append(Data(x=torch.randn(nodes, 8, generator=generator), edge_index=edges, y=torch.tensor([label % 3])))
+    return items

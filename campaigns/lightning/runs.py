@@ -21,8 +21,8 @@ _QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": 
 
 def _arguments(setup: Setup, **more: Any) -> dict[str, Any]:
     """Arguments of a Trainer; those that are functions are created again for each."""
-    given = {"logger": False, "enable_checkpointing": False, **setup.arguments, **more}
-    return {name: value() if inspect.isfunction(value) else value for name, value in given.items()}
+    arguments = {"logger": False, "enable_checkpointing": False, **setup.arguments, **more}
+    return {name: value() if inspect.isfunction(value) else value for name, value in arguments.items()}
 
 
 def _package(module: Any) -> Any:
@@ -61,11 +61,11 @@ def _run(
     trainer.fit(module, **data)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     later, steps = list[Any](), int(trainer.global_step)
-    held = data.get("val_dataloaders")
+    loaders = data.get("val_dataloaders")
     for stage in setup.stages:
-        given = {"datamodule": data["datamodule"]} if "datamodule" in data else {"dataloaders": held}
+        data_arguments = {"datamodule": data["datamodule"]} if "datamodule" in data else {"dataloaders": loaders}
         options = {} if stage == "predict" else {"verbose": False}
-        later.append(getattr(trainer, stage)(module, **given, **options))
+        later.append(getattr(trainer, stage)(module, **data_arguments, **options))
     return metrics, later, steps
 
 

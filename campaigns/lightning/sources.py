@@ -29,30 +29,30 @@ def module(path: Path) -> Any:
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None
     assert specification.loader is not None
-    made = importlib.util.module_from_spec(specification)
-    sys.modules[path.stem] = made
+    namespace = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = namespace
     try:
-        specification.loader.exec_module(made)
+        specification.loader.exec_module(namespace)
     except ModuleNotFoundError as exc:
         raise Missing(f"{exc.name} is not installed") from exc
-    return made
+    return namespace
 
 
 def definitions(path: Path, *, without: Iterable[str] = ()) -> Any:
     """Imports, classes, functions and constants of the file at `path`, without its other statements, which train or download. Packages in
     `without` that are not installed are left out: only those statements use them."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    kept = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
-    tree.body = [node for node in tree.body if isinstance(node, kept) or _constant(node)]
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
+    tree.body = [node for node in tree.body if isinstance(node, kinds) or _constant(node)]
     tree.body = [node for node in tree.body if not (_imported(node) & set(without) and not _installed(node))]
-    made = types.ModuleType(path.stem)
-    made.__file__ = str(path)
-    sys.modules[path.stem] = made
+    namespace = types.ModuleType(path.stem)
+    namespace.__file__ = str(path)
+    sys.modules[path.stem] = namespace
     try:
-        exec(compile(tree, path, "exec"), made.__dict__)
+        exec(compile(tree, path, "exec"), namespace.__dict__)
     except ModuleNotFoundError as exc:
         raise Missing(f"{exc.name} is not installed") from exc
-    return made
+    return namespace
 
 
 def _constant(node: ast.stmt) -> bool:

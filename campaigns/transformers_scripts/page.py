@@ -80,8 +80,8 @@ def table(rows: Sequence[Row], source: Path | None) -> str:
 def section(text: str, source: Path) -> str:
     """The text of the page below `HEADING`."""
     init = (source / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'__version__ = "(.+)"', init)
-    version = found[1] if found else "?"
+    match = re.search(r'__version__ = "(.+)"', init)
+    version = match[1] if match else "?"
     return f"""
 `python -m campaigns.transformers_scripts --source CHECKOUT --out docs/from-transformers.md` wrote this table:
 transformers {transformers.__version__}, the scripts of the repository at {version}, one process on a CPU. `examples/transformers` has a

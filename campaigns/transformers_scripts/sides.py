@@ -145,18 +145,18 @@ def by_trainer(name: str, folder: Path) -> Outcome:
 
 def _computed(name: str, module: Any, prediction: Any) -> dict[str, float]:
     """The metrics of the module, of what `transformers.Trainer` gathered."""
-    found, labels = prediction.predictions, prediction.label_ids
+    predictions, labels = prediction.predictions, prediction.label_ids
     if name in ("run_clm", "run_mlm"):
-        found = found[0] if isinstance(found, tuple) else found
+        predictions = predictions[0] if isinstance(predictions, tuple) else predictions
         cut = (slice(None, -1), slice(1, None)) if name == "run_clm" else (slice(None), slice(None))
-        guessed, wanted = found.argmax(-1)[:, cut[0]], labels[:, cut[1]]
+        guessed, wanted = predictions.argmax(-1)[:, cut[0]], labels[:, cut[1]]
         return {"accuracy": float((guessed == wanted)[wanted != -100].mean())}
     if name == "run_glue":
-        outputs = zip(torch.tensor(found.argmax(-1)), torch.tensor(labels), strict=True)
+        outputs = zip(torch.tensor(predictions.argmax(-1)), torch.tensor(labels), strict=True)
     elif name == "run_qa":
-        outputs = zip(torch.tensor(found[0]), torch.tensor(found[1]), strict=True)
+        outputs = zip(torch.tensor(predictions[0]), torch.tensor(predictions[1]), strict=True)
     else:
-        tokens = found[0] if isinstance(found, tuple) else found
+        tokens = predictions[0] if isinstance(predictions, tuple) else predictions
         texts = [module.texts(torch.tensor(np.asarray(each))) for each in (tokens, labels)]
         outputs = zip(*texts, strict=True)
     computed: dict[str, float] = module.compute_metrics(list(outputs))
@@ -168,7 +168,7 @@ def by_their_script(name: str, folder: Path, source: Path) -> Outcome:
     script = source / "examples" / "pytorch" / CASES[name].folder / f"{CASES[name].script}.py"
     environment = os.environ | {"PYTHONPATH": f"{STAND_INS}:{script.parent}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     call = [sys.executable, "-m", "campaigns.transformers_scripts.their_script", str(script)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*call, *command(CASES[name], folder, "theirs")],
         cwd=folder,
         env=environment,
@@ -176,8 +176,10 @@ def by_their_script(name: str, folder: Path, source: Path) -> Outcome:
         text=True,
         timeout=600,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    if process.returncode != 0:
+        raise RuntimeError(
+            f"{script} ended with {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+        )
     state = json.loads((folder / "theirs" / "trainer_state.json").read_text())
     return _outcome(state["log_history"], json.loads((folder / "theirs" / "eval_results.json").read_text()))
 

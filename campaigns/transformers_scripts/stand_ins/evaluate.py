@@ -25,9 +25,9 @@ class Metric:
         pairs = list(zip(predictions, references, strict=True))
         if self.name == "squad":
             overlap = load_script("run_qa").overlap
-            found = [(p["prediction_text"], r["answers"]["text"]) for p, r in pairs]
-            exact = [max(text == answer for answer in answers) for text, answers in found]
-            f1 = [max(overlap(text, answer) for answer in answers) for text, answers in found]
+            candidates = [(p["prediction_text"], r["answers"]["text"]) for p, r in pairs]
+            exact = [max(text == answer for answer in answers) for text, answers in candidates]
+            f1 = [max(overlap(text, answer) for answer in answers) for text, answers in candidates]
             return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(f1) / len(f1)}
         if self.name == "rouge":
             scores = [load_script("run_summarization").rouge_l(text, wanted) for text, wanted in pairs]
