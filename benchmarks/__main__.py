@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import machine, tables
-from benchmarks.targets import held
+from benchmarks.targets import targets_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
@@ -31,25 +31,25 @@ def measured(part: str) -> dict[str, Any] | None:
     """What `part` found, from a process of its own, and the tables that it printed; None if it found nothing."""
     before, began = machine(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "found.json")
-        command = [sys.executable, "-m", f"benchmarks.{part}", "--json", str(found)]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-        print(done.stdout, flush=True)
-        if not found.exists():
+        path = Path(folder, "found.json")
+        command = [sys.executable, "-m", f"benchmarks.{part}", "--json", str(path)]
+        process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        print(process.stdout, flush=True)
+        if not path.exists():
             return None
-        figures = json.loads(found.read_text())
-    return {"machine": before, "seconds": round(time.monotonic() - began), "found": figures, "text": done.stdout}
+        figures = json.loads(path.read_text())
+    return {"machine": before, "seconds": round(time.monotonic() - began), "found": figures, "text": process.stdout}
 
 
 def write_page(results: dict[str, Any]) -> None:
     """Put each table between its two markers in the page; the text around them is written by hand."""
     page = PAGE.read_text(encoding="utf-8")
-    for name, made in {**tables(results), "targets": held(results)}.items():
+    for name, table in {**tables(results), "targets": targets_table(results)}.items():
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
         before, _, rest = page.partition(begin)
         if not rest:
             raise SystemExit(f"docs/benchmarks.md has no marker {begin.strip()}")
-        page = before + begin + made.rstrip() + "\n" + end + rest.partition(end)[2]
+        page = before + begin + table.rstrip() + "\n" + end + rest.partition(end)[2]
     PAGE.write_text(page, encoding="utf-8")
 
 
@@ -73,7 +73,7 @@ def main() -> None:
         results[part] = result
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_page(results)
-    print("\n\n".join([*tables(results).values(), held(results)]))
+    print("\n\n".join([*tables(results).values(), targets_table(results)]))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -134,7 +134,7 @@ def loading(directory: Path, rounds: int) -> dict[str, list[float]]:
         names = [name for name, record in reader.manifest.tensors.items() if record.dtype == "F32" and record.shape]
         state = {name: torch.frombuffer(reader.read(name), dtype=torch.float32) for name in names}
     save_file(state, plain)
-    found: dict[str, list[float]] = {"safetensors": [], "verified": [], "loaded, every block verified": []}
+    times: dict[str, list[float]] = {"safetensors": [], "verified": [], "loaded, every block verified": []}
 
     def read_plain() -> None:
         for name, value in load_file(plain).items():
@@ -149,13 +149,13 @@ def loading(directory: Path, rounds: int) -> dict[str, list[float]]:
             for name, value in state.items():
                 reader.read_into(name, memoryview(value.numpy()).cast("B"))
 
-    ways: dict[str, Callable[[], None]] = dict(zip(found, (read_plain, verify, read), strict=True))
+    ways: dict[str, Callable[[], None]] = dict(zip(times, (read_plain, verify, read), strict=True))
     for _ in range(rounds + 1):
         for name, way in ways.items():
             began = time.perf_counter()
             way()
-            found[name].append(time.perf_counter() - began)
-    return {name: seconds[1:] for name, seconds in found.items()}
+            times[name].append(time.perf_counter() - began)
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 class Small(TrainModule):
@@ -184,7 +184,7 @@ def resuming(directory: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds from the call of `fit` to the end of its first backward, by the share of a shuffled epoch that is behind it."""
     rows = TensorDataset(torch.randn(EPOCH, 4))
     updates = EPOCH // BATCH
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for share in SHARES:
         steps = max(1, int(updates * share))
         run_dir = directory / f"at-{share}"
@@ -196,8 +196,8 @@ def resuming(directory: Path, rounds: int) -> dict[str, list[float]]:
             began = time.perf_counter()
             trainer = Trainer(max_steps=steps + 1, plugins=[first], **common)
             trainer.fit(Small(), rows, batch_size=BATCH, resume=path)
-            found.setdefault(f"{share:.0%}", []).append(first.at - began)
-    return {share: seconds[1:] for share, seconds in found.items()}
+            times.setdefault(f"{share:.0%}", []).append(first.at - began)
+    return {share: seconds[1:] for share, seconds in times.items()}
 
 
 def measure(directory: Path, size: int, rounds: int) -> dict[str, Any]:
@@ -219,16 +219,16 @@ def measure(directory: Path, size: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def text(found: dict[str, Any]) -> str:
+def text(figures: dict[str, Any]) -> str:
     """The tables, and the two ratios that are promised."""
-    size = found["bytes"]
+    size = figures["bytes"]
 
     def rows(part: str, of: str) -> list[list[str]]:
-        base = statistics.median(found[part][of])
+        base = statistics.median(figures[part][of])
         return [
             [name, f"{statistics.median(s):.3f} [{min(s):.3f}]", f"{size / statistics.median(s) / 1e9:.2f}",
              f"{statistics.median(s) / base:.2f}"]
-            for name, s in found[part].items()
+            for name, s in figures[part].items()
         ]  # fmt: skip
 
     paired = {
@@ -237,12 +237,12 @@ def text(found: dict[str, Any]) -> str:
     }
     promises = []
     for name, (ours, theirs) in paired.items():
-        ratios = [a / b for a, b in zip(found["writing"][ours], found["writing"][theirs], strict=False)]
+        ratios = [a / b for a, b in zip(figures["writing"][ours], figures["writing"][theirs], strict=False)]
         promises.append(f"{name}: {statistics.median(ratios):.2f} (rounds: {', '.join(f'{r:.2f}' for r in ratios)})")
-    resume = [[f"at {share}", f"{statistics.median(s):.3f} [{min(s):.3f}]"] for share, s in found["resuming"].items()]
+    resume = [[f"at {share}", f"{statistics.median(s):.3f} [{min(s):.3f}]"] for share, s in figures["resuming"].items()]
     return "\n".join(
         [
-            f"State of {size / 2**20:.0f} MiB, {found['rounds']} rounds.\n",
+            f"State of {size / 2**20:.0f} MiB, {figures['rounds']} rounds.\n",
             table(["writing", "seconds", "GB/s", "of safetensors, durable"], rows("writing", "safetensors, durable")),
             *(f"- {promise}" for promise in promises),
             "",
@@ -262,10 +262,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder, contextlib.redirect_stdout(io.StringIO()):
-        found = {"machine": machine(), **measure(Path(folder), options.size, options.rounds)}
+        figures = {"machine": machine(), **measure(Path(folder), options.size, options.rounds)}
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    print(text(found))
+        options.json.write_text(json.dumps(figures, indent=1))
+    print(text(figures))
 
 
 if __name__ == "__main__":

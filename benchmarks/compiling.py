@@ -55,7 +55,7 @@ def main() -> None:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             times[name].append(train(*LOOPS[name])[0].mean() / 1000)
     base = statistics.median(times[names[0]])
-    found = {
+    loops = {
         name: {
             "milliseconds": statistics.median(own),
             "best": min(own),
@@ -66,7 +66,7 @@ def main() -> None:
         for name, own in times.items()
     }
     if options.json:
-        options.json.write_text(json.dumps({"base": base, "loops": found}, indent=1))
+        options.json.write_text(json.dumps({"base": base, "loops": loops}, indent=1))
     rows = [
         [
             name,
@@ -75,7 +75,7 @@ def main() -> None:
             f"{f['graphs']}",
             f"{f['first_run_seconds']:.0f}",
         ]
-        for name, f in found.items()
+        for name, f in loops.items()
     ]
     header = ["loop", "ms per micro-batch, median [best]", "of bare eager", "graphs", "seconds of the first run"]
     print(table(header, rows))

@@ -126,14 +126,14 @@ def measure(rounds: int, steps: int) -> list[dict[str, Any]]:
     ways: dict[tuple[int, str], Step] = {}
     for count, manager in managers.items():
         ways |= {(count, "fabricate"): prepared(Calls(manager)), (count, "pluggy"): stock(manager)}
-    found: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
+    times: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         floor = _microseconds(nothing, steps)
         for way, run in ways.items():
-            taken = _microseconds(run, steps) - floor
+            microseconds = _microseconds(run, steps) - floor
             if number:  # the first round warms up
-                found[way].append(taken)
-    medians = {way: statistics.median(taken) for way, taken in found.items()}
+                times[way].append(microseconds)
+    medians = {way: statistics.median(microseconds) for way, microseconds in times.items()}
     return [
         {
             "listeners": count,
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="per round and way")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
-    found = measure(options.rounds, options.steps)
+    figures = measure(options.rounds, options.steps)
     rows = [
         [
             str(row["listeners"]),
@@ -161,13 +161,13 @@ def main() -> None:
             f"{row['pluggy'] / max(row['fabricate'], 0.001):.0f}",
             "" if row["target"] is None else f"under {row['target']:g}",
         ]
-        for row in found
+        for row in figures
     ]
     print(table(["listeners per hook", "fabricate, us per step", "pluggy, us per step", "ratio", "target"], rows))
     print(f"15 hook points per step; medians of {options.rounds} interleaved rounds of {options.steps} steps.")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    missed = [row["listeners"] for row in found if row["target"] is not None and row["fabricate"] >= row["target"]]
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    missed = [row["listeners"] for row in figures if row["target"] is not None and row["fabricate"] >= row["target"]]
     if missed:
         raise SystemExit(f"missed with {' and '.join(map(str, missed))} listeners")
 

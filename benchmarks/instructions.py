@@ -68,10 +68,12 @@ def counted(loop: str, case: str, count: int) -> float:
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out"]
         command += [sys.executable, "-m", "benchmarks.instructions", "--train", loop, case, str(count)]
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+        process = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
         dump = Path(folder, "out.1")
-        if done.returncode or not dump.exists():
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        if process.returncode or not dump.exists():
+            raise SystemExit(f"{' '.join(command)} failed:\n{process.stderr[-2000:]}")
         lines = dump.read_text(errors="replace").splitlines()
     return int(next(line for line in lines if line.startswith("summary: ")).split()[1]) / count / 1000
 
@@ -90,17 +92,17 @@ def main() -> None:
         return
     if shutil.which("valgrind") is None:
         parser.error("valgrind is not installed")
-    found = {case: {loop: counted(loop, case, options.micro_batches) for loop in LOOPS} for case in options.cases}
+    counts = {case: {loop: counted(loop, case, options.micro_batches) for loop in LOOPS} for case in options.cases}
     bare = next(iter(LOOPS))
     rows = [
         [f"{case}, {loop}", f"{thousands:.0f}", f"{thousands / loops[bare]:.3f}"]
-        for case, loops in found.items()
+        for case, loops in counts.items()
         for loop, thousands in loops.items()
     ]
     print(table(["loop", "thousand instructions per micro-batch", "of bare"], rows))
     print(f"{options.micro_batches} micro-batches each, all threads, callgrind.")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

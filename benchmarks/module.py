@@ -30,16 +30,16 @@ class Module(fabricate.TrainModule):
 class Steps(fabricate.Callback):
     """A listener that counts updates."""
 
-    seen = 0
+    count = 0
 
     def on_step(self, step: int, loss: torch.Tensor) -> None:
-        self.seen = step
+        self.count = step
 
 
 class MicroBatches(fabricate.Callback):
     """A listener that counts micro-batches."""
 
-    seen = 0
+    count = 0
 
     def on_accumulate(self, batch: Any, micro_step: int) -> None:
-        self.seen += 1
+        self.count += 1

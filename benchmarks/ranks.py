@@ -128,8 +128,8 @@ def train(loop: Callable[[Work, Clock], torch.nn.Module], work: Work) -> tuple[f
     return clock.mean() / 1000, torch.cat([p.detach().flatten() for p in whole])
 
 
-def rank(cases: list[str], rounds: int | None, micro_batches: int | None, found: Path) -> None:
-    """Be one rank; rank 0 leaves the figures in `found`."""
+def rank(cases: list[str], rounds: int | None, micro_batches: int | None, path: Path) -> None:
+    """Be one rank; rank 0 leaves the figures in the file `path`."""
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     for case in cases:
@@ -151,7 +151,7 @@ def rank(cases: list[str], rounds: int | None, micro_batches: int | None, found:
                 times[name].append(train(loops[name], work)[0])
         results[case] = times
     if dist.get_rank() == 0:
-        found.write_text(json.dumps(results, indent=1))
+        path.write_text(json.dumps(results, indent=1))
     dist.destroy_process_group()
 
 
@@ -187,12 +187,12 @@ def main() -> None:
         rank(options.cases, options.rounds, options.micro_batches, options.found)
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = options.json or Path(folder, "found.json")
-        arguments = [*options.cases, "--found", str(found.absolute())]
+        path = options.json or Path(folder, "found.json")
+        arguments = [*options.cases, "--found", str(path.absolute())]
         arguments += ["--rounds", str(options.rounds)] if options.rounds else []
         arguments += ["--micro-batches", str(options.micro_batches)] if options.micro_batches else []
         torchrun(options.nproc, "benchmarks.ranks", *arguments)
-        print(text(json.loads(found.read_text()), options.nproc))
+        print(text(json.loads(path.read_text()), options.nproc))
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def torchrun(ranks: int, module: str, *arguments: str) -> None:
     """Run `module` on some ranks of this machine, one thread each; what they print is shown when one of them fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
+    process = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{module} {' '.join(arguments)} failed:\n{process.stderr[-3000:]}")
 
 
 def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
@@ -68,11 +68,11 @@ def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
 def on_paper(alone: dict[str, Any], pair: dict[str, Any]) -> list[dict[str, Any]]:
     """`pair`, the weak ddp run of two ranks, carried on to more; `alone` is that of one."""
     communicated = pair["seconds_per_step"] * pair["communication_share"]
-    found = []
+    rows = []
     for ranks in ON_PAPER:
         travelled = communicated * 2 * (ranks - 1) / ranks
         seconds = pair["seconds_per_step"] - communicated + travelled
-        found.append(
+        rows.append(
             {
                 "kind": "on paper, weak",
                 "strategy": "ddp",
@@ -84,7 +84,7 @@ def on_paper(alone: dict[str, Any], pair: dict[str, Any]) -> list[dict[str, Any]
                 "communication_share": travelled / seconds,
             }
         )
-    return found
+    return rows
 
 
 def main() -> None:
@@ -98,21 +98,21 @@ def main() -> None:
         strategy, rows, folder = options.train
         train(strategy, int(rows), Path(folder))
         return
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     for kind, total in ROWS.items():
         for ranks in options.ranks:
             for strategy in ("ddp", "fsdp") if ranks > 1 else ("single",):
                 own = total if kind == "weak" else total // ranks
-                found.append(
+                figures.append(
                     {"kind": kind, "strategy": strategy, "ranks": ranks, "rows": own, **measure(strategy, ranks, own)}
                 )
-    alone = {f["kind"]: f["samples_per_second"] for f in found if f["ranks"] == 1}
-    first = {(f["kind"], f["strategy"], f["ranks"]): f for f in found}
+    alone = {f["kind"]: f["samples_per_second"] for f in figures if f["ranks"] == 1}
+    first = {(f["kind"], f["strategy"], f["ranks"]): f for f in figures}
     if (pair := first.get(("weak", "ddp", 2))) and (single := first.get(("weak", "single", 1))):
-        found += on_paper(single, pair)
+        figures += on_paper(single, pair)
         alone["on paper, weak"] = alone["weak"]
     rows = []
-    for f in found:
+    for f in figures:
         faster = f["samples_per_second"] / alone[f["kind"]]
         share = f.get("communication_share")
         rows.append(
@@ -128,7 +128,7 @@ def main() -> None:
             ]
         )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(figures, indent=1))
     header = [
         "scaling",
         "ranks",

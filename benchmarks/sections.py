@@ -56,10 +56,10 @@ class Marks(Clock):
     def sections(self) -> dict[tuple[str, str], float]:
         """Microseconds between neighbouring marks, medians without the first micro-batches."""
         begin = [at for at, (name, _) in enumerate(self.reached) if name == "forward"][WARMUP]
-        found = collections.defaultdict(list)
+        durations = collections.defaultdict(list)
         for (name, began), (following, ended) in itertools.pairwise(self.reached[begin:]):
-            found[name, following].append((ended - began) / 1000)
-        return {pair: statistics.median(times) for pair, times in found.items() if len(times) > 20}
+            durations[name, following].append((ended - began) / 1000)
+        return {pair: statistics.median(times) for pair, times in durations.items() if len(times) > 20}
 
 
 class Marked(Network):
@@ -90,9 +90,9 @@ class MarkedRows(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         self._clock.mark("fetch")
-        found = [self._rows[index] for index in indices]
+        rows = [self._rows[index] for index in indices]
         self._clock.mark("fetched")
-        return found
+        return rows
 
 
 class MarkedSGD(torch.optim.SGD):
@@ -120,9 +120,9 @@ class MarkedWork(Work):
         return Marked(self.clock)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        found = MarkedSGD(model.parameters(), lr=0.01)
-        found.clock = self.clock
-        return found
+        sgd = MarkedSGD(model.parameters(), lr=0.01)
+        sgd.clock = self.clock
+        return sgd
 
 
 def trained(loop: str, case: str) -> dict[tuple[str, str], float]:
@@ -137,17 +137,17 @@ def trained(loop: str, case: str) -> dict[tuple[str, str], float]:
 
 def measure(case: str, rounds: int) -> list[dict[str, Any]]:
     """Each section's microseconds by loop, in the order in which they come."""
-    found: dict[str, list[dict[tuple[str, str], float]]] = {loop: [] for loop in COMPARED}
+    runs: dict[str, list[dict[tuple[str, str], float]]] = {loop: [] for loop in COMPARED}
     for loop in COMPARED:  # once without counting: lazy imports
         trained(loop, case)
     gc.freeze()
     for number in range(rounds):
         for loop in COMPARED if number % 2 else COMPARED[::-1]:
-            found[loop].append(trained(loop, case))
+            runs[loop].append(trained(loop, case))
     gc.unfreeze()
-    pairs = sorted(found[COMPARED[0]][0], key=lambda pair: (MARKS.index(pair[0]), MARKS.index(pair[1])))
+    pairs = sorted(runs[COMPARED[0]][0], key=lambda pair: (MARKS.index(pair[0]), MARKS.index(pair[1])))
     return [
-        {"from": pair[0], "to": pair[1], **{loop: statistics.median(f[pair] for f in found[loop]) for loop in COMPARED}}
+        {"from": pair[0], "to": pair[1], **{loop: statistics.median(f[pair] for f in runs[loop]) for loop in COMPARED}}
         for pair in pairs
     ]
 
@@ -161,16 +161,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    found = {case: measure(case, options.rounds or CASES[case]) for case in options.cases}
+    by_case = {case: measure(case, options.rounds or CASES[case]) for case in options.cases}
     bare, own = COMPARED
     rows = [
         [f"{case}: {f['from']} → {f['to']}", f"{f[bare]:.1f}", f"{f[own]:.1f}", f"{f[own] - f[bare]:+.1f}"]
-        for case, sections in found.items()
+        for case, sections in by_case.items()
         for f in sections
     ]
     print(table(["section", f"{bare}, us", f"{own}, us", "difference"], rows))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(by_case, indent=1))
 
 
 if __name__ == "__main__":

@@ -51,13 +51,13 @@ print(json.dumps({{"cpu_seconds": seconds, "modules": len(sys.modules), "peak_mi
 
 def _fresh(arguments: list[str], times: int) -> dict[str, Any]:
     """The JSON objects that `times` processes print last, reduced to the median of each number."""
-    found = []
+    runs = []
     for _ in range(times):
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{arguments[:3]} failed:\n{done.stderr[-2000:]}")
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return {key: statistics.median(f[key] for f in found) for key in found[0]}
+        process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise SystemExit(f"{arguments[:3]} failed:\n{process.stderr[-2000:]}")
+        runs.append(json.loads(process.stdout.splitlines()[-1]))
+    return {key: statistics.median(f[key] for f in runs) for key in runs[0]}
 
 
 def imports(times: int) -> dict[str, Any]:
@@ -77,10 +77,10 @@ def first_steps(times: int) -> dict[str, Any]:
     from benchmarks.peers import available
 
     command = ["-m", "benchmarks.startup", "--first-step"]
-    found = {name: _fresh([*command, name, "quiet"], times) for name in {**LOOPS, **available()}}
-    for name, figures in found.items():
+    loops = {name: _fresh([*command, name, "quiet"], times) for name in {**LOOPS, **available()}}
+    for name, figures in loops.items():
         figures["peak_mib_gpt"] = _fresh([*command, name, "gpt"], 1)["peak_mib"]
-    return found
+    return loops
 
 
 def _first_step(name: str, case: str) -> None:
@@ -141,12 +141,12 @@ def resuming() -> dict[str, Any]:
     ):
         results[name] = {}
         for share in (0.0, 0.5, 0.9):
-            taken = []
+            seconds = []
             for _ in range(1 if method is discarded else 5):
                 began = time.process_time()
                 method(int(ROWS * share))
-                taken.append(time.process_time() - began)
-            results[name][f"{share:.0%}"] = statistics.median(taken)
+                seconds.append(time.process_time() - began)
+            results[name][f"{share:.0%}"] = statistics.median(seconds)
     return results
 
 

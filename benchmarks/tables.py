@@ -55,18 +55,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _overhead(case: dict[str, Any]) -> str:
     rows = []
-    for name, found in case["loops"].items():
-        low, high = found["quartiles"]
-        over = f"{found['overhead']:+.1f} [{low:+.0f}, {high:+.0f}]" if name != "bare PyTorch" else "0"
+    for name, loop in case["loops"].items():
+        low, high = loop["quartiles"]
+        over = f"{loop['overhead']:+.1f} [{low:+.0f}, {high:+.0f}]" if name != "bare PyTorch" else "0"
         rows.append(
             [
                 name,
-                f"{found['micro_batch']:.1f}",
+                f"{loop['micro_batch']:.1f}",
                 over,
-                f"{found['best_case']:+.1f}",
-                f"{found['typical']:+.1f}",
-                f"{found['ratio']:.3f}",
-                found["weights"],
+                f"{loop['best_case']:+.1f}",
+                f"{loop['typical']:+.1f}",
+                f"{loop['ratio']:.3f}",
+                loop["weights"],
             ]
         )
     head = [
@@ -81,12 +81,12 @@ def _overhead(case: dict[str, Any]) -> str:
     return table(head, rows) + f"\n{case['rounds']} rounds of {case['micro_batches']} micro-batches.\n"
 
 
-def _startup(found: dict[str, Any]) -> dict[str, str]:
+def _startup(figures: dict[str, Any]) -> dict[str, str]:
     imports = [
         [f"`{statement}`", f"{f['cpu_seconds']:.2f}", f"{f['modules']:.0f}", f"{f['peak_mib']:.0f}"]
-        for statement, f in found["imports"].items()
+        for statement, f in figures["imports"].items()
     ]
-    base = found["first_step"]["bare PyTorch"]
+    base = figures["first_step"]["bare PyTorch"]
     first = [
         [
             name,
@@ -96,10 +96,10 @@ def _startup(found: dict[str, Any]) -> dict[str, str]:
             f"{f['peak_mib_gpt']:.0f}",
             f"{f['frames']:.0f}",
         ]
-        for name, f in found["first_step"].items()
+        for name, f in figures["first_step"].items()
     ]
-    shares = list(next(iter(found["resume"].values())))
-    resume = [[name, *(f"{f[share]:.3f}" for share in shares)] for name, f in found["resume"].items()]
+    shares = list(next(iter(figures["resume"].values())))
+    resume = [[name, *(f"{f[share]:.3f}" for share in shares)] for name, f in figures["resume"].items()]
     return {
         "imports": table(["statement", "CPU seconds", "modules", "peak MiB"], imports),
         "first step": table(
@@ -120,20 +120,20 @@ def _startup(found: dict[str, Any]) -> dict[str, str]:
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Markdown by the name of its marker in docs/benchmarks.md. `results`: by part its "found" figures, the "text" that it
     printed, the "machine"."""
-    made: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for part, result in results.items():
-        found = result["found"]
+        measurements = result["found"]
         if part == "overhead":
-            made |= {case: _overhead(figures) for case, figures in found.items()}
+            texts |= {case: _overhead(figures) for case, figures in measurements.items()}
         elif part == "startup":
-            made |= _startup(found)
+            texts |= _startup(measurements)
         else:
-            made[part] = result["text"]
+            texts[part] = result["text"]
     if results:
         lines = [
             f"- {part}: {m['processor']}, {m['cores']} cores, {m['memory_gib']} GiB, load {m['load']} at the start; "
             f"Python {m['python']}, {', '.join(f'{n} {v}' for n, v in m['versions'].items())}"
             for part, m in ((part, result["machine"]) for part, result in results.items())
         ]
-        made["machine"] = "\n".join(lines) + "\n"
-    return made
+        texts["machine"] = "\n".join(lines) + "\n"
+    return texts

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.tables import table
 
-Found = dict[str, Any]
+Measurements = dict[str, Any]
 """Figures of every part that was measured, by its name."""
 
 
@@ -21,54 +21,54 @@ class Target(NamedTuple):
     measure: Callable[[Any], tuple[str, bool]]
 
 
-def _over_bare(case: str, most: float, ratio: float | None = None) -> Callable[[Found], tuple[str, bool]]:
-    def measure(found: Found) -> tuple[str, bool]:
-        own = found[case]["loops"]["fabricate"]
+def _over_bare(case: str, most: float, ratio: float | None = None) -> Callable[[Measurements], tuple[str, bool]]:
+    def measure(measurements: Measurements) -> tuple[str, bool]:
+        own = measurements[case]["loops"]["fabricate"]
         text = f"{own['overhead']:+.1f} us, {own['ratio']:.3f}"
         return text, own["overhead"] <= most and (ratio is None or own["ratio"] <= ratio)
 
     return measure
 
 
-def _of_accelerate(found: Found) -> tuple[str, bool]:
-    loops = found["quiet"]["loops"]
+def _of_accelerate(measurements: Measurements) -> tuple[str, bool]:
+    loops = measurements["quiet"]["loops"]
     share = loops["fabricate"]["overhead"] / loops["Accelerate"]["overhead"]
     return f"{share:.2f}", share < 0.1
 
 
-def _language(found: Found) -> tuple[str, bool]:
-    own = found["gpt"]["loops"]["fabricate"]
+def _language(measurements: Measurements) -> tuple[str, bool]:
+    own = measurements["gpt"]["loops"]["fabricate"]
     return f"{own['ratio']:.3f}", own["ratio"] <= 1.01 or own["quartiles"][0] <= 0
 
 
-def _import(statement: str, beside: str | None) -> Callable[[Found], tuple[str, bool]]:
-    def measure(found: Found) -> tuple[str, bool]:
-        seconds = found["imports"][statement]["cpu_seconds"]
-        base = found["imports"][beside]["cpu_seconds"] if beside is not None else 0.0
+def _import(statement: str, beside: str | None) -> Callable[[Measurements], tuple[str, bool]]:
+    def measure(measurements: Measurements) -> tuple[str, bool]:
+        seconds = measurements["imports"][statement]["cpu_seconds"]
+        base = measurements["imports"][beside]["cpu_seconds"] if beside is not None else 0.0
         return f"{seconds - base:+.2f} s" if beside else f"{seconds:.2f} s", seconds - base <= 0.1
 
     return measure
 
 
-def _first_step(found: Found) -> tuple[str, bool]:
-    loops = found["first_step"]
+def _first_step(measurements: Measurements) -> tuple[str, bool]:
+    loops = measurements["first_step"]
     over = loops["fabricate"]["cpu_seconds"] - loops["bare PyTorch"]["cpu_seconds"]
     return f"{over:+.2f} s", over <= 0.3
 
 
-def _frames(found: Found) -> tuple[str, bool]:
-    frames = found["first_step"]["fabricate"]["frames"]
+def _frames(measurements: Measurements) -> tuple[str, bool]:
+    frames = measurements["first_step"]["fabricate"]["frames"]
     return f"{frames:.0f}", frames <= 5
 
 
-def _resume(found: Found) -> tuple[str, bool]:
-    slowest = max(found["resume"]["fabricate"].values())
+def _resume(measurements: Measurements) -> tuple[str, bool]:
+    slowest = max(measurements["resume"]["fabricate"].values())
     return f"{slowest:.3f} s", slowest < 0.05
 
 
-def _written(ours: str, theirs: str, most: float) -> Callable[[Found], tuple[str, bool]]:
-    def measure(found: Found) -> tuple[str, bool]:
-        seconds = found["writing"]
+def _written(ours: str, theirs: str, most: float) -> Callable[[Measurements], tuple[str, bool]]:
+    def measure(measurements: Measurements) -> tuple[str, bool]:
+        seconds = measurements["writing"]
         ratio = statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=False))
         return f"{ratio:.2f}", ratio <= most
 
@@ -102,7 +102,7 @@ TARGETS = (
 )  # fmt: skip
 
 
-def held(results: dict[str, Any]) -> str:
+def targets_table(results: dict[str, Any]) -> str:
     """Every target as a Markdown row; those whose part was not measured say so."""
     rows = []
     for name, promise, part, measure in TARGETS:
