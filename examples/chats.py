@@ -50,8 +50,8 @@ def conversations(name: str) -> datasets.Dataset:
     rows = []
     for number in range(480):
         person, thing, colour = PEOPLE[number % 6], THINGS[number // 6 % 5], COLOURS[(number * 7 + number // 30) % 4]
-        told = _message("user", f"{person} has a {colour} {thing}. what has {person}?")
-        messages = [told, _message("assistant", f"a {colour} {thing}")]
+        question = _message("user", f"{person} has a {colour} {thing}. what has {person}?")
+        messages = [question, _message("assistant", f"a {colour} {thing}")]
         if number % 3 == 0:
             messages += [_message("user", "which colour?"), _message("assistant", colour)]
         rows.append({"messages": messages})
@@ -62,13 +62,13 @@ def preferences(name: str) -> datasets.Dataset:
     """Rows with "prompt", "chosen" and "rejected", lists of messages: of the hub or a JSON file, or "made": short answers are liked.
     Where no prompt is given, "chosen" and "rejected" are whole conversations, whose last message differs."""
     if name != "made":
-        found = _load(name)
-        return found if "prompt" in found.column_names else found.map(_without_prompt)
+        dataset = _load(name)
+        return dataset if "prompt" in dataset.column_names else dataset.map(_without_prompt)
     rows = []
     for row in conversations("made"):
-        (asked, answer), person = row["messages"][:2], row["messages"][0]["content"].split()[0]
+        (question, answer), person = row["messages"][:2], row["messages"][0]["content"].split()[0]
         wordy = _message("assistant", f"well, as you say, {person} has {answer['content']}")
-        rows.append({"prompt": [asked], "chosen": [answer], "rejected": [wordy]})
+        rows.append({"prompt": [question], "chosen": [answer], "rejected": [wordy]})
     return datasets.Dataset.from_list(rows)
 
 

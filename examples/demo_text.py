@@ -56,9 +56,9 @@ def to_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets.
 
     def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
         options = {"truncation": True, "max_length": BLOCK, "padding": "max_length", "return_overflowing_tokens": True}
-        found = tokenizer(rows["text"], return_tensors="np", **options)
-        kept = found["attention_mask"].sum(1) > 1  # a row of one token predicts nothing
-        ids, real = found["input_ids"][kept], found["attention_mask"][kept]
+        tokens = tokenizer(rows["text"], return_tensors="np", **options)
+        mask = tokens["attention_mask"].sum(1) > 1  # a row of one token predicts nothing
+        ids, real = tokens["input_ids"][mask], tokens["attention_mask"][mask]
         return {"input_ids": ids, "attention_mask": real, "labels": numpy.where(real == 1, ids, -100)}
 
     rows = datasets.Dataset.from_dict({"text": texts})

@@ -53,15 +53,17 @@ class Diffusion(TrainModule):
         self.steps = steps
         beta = torch.linspace(1e-3, 0.15, steps)
         self.register_buffer("beta", beta)
-        self.register_buffer("kept", torch.cumprod(1 - beta, 0))  # the share of the image's variance after each step
+        self.register_buffer(
+            "alpha_bar", torch.cumprod(1 - beta, 0)
+        )  # the share of the image's variance after each step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
     def _loss(self, batch: list[torch.Tensor], times: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         images, digits = batch
-        kept = self.kept[times][:, None, None, None]
-        noisy = kept.sqrt() * images + (1 - kept).sqrt() * noise
+        alpha_bar = self.alpha_bar[times][:, None, None, None]
+        noisy = alpha_bar.sqrt() * images + (1 - alpha_bar).sqrt() * noise
         return functional.mse_loss(self.denoiser(noisy, times, digits), noise)
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -82,7 +84,7 @@ class Diffusion(TrainModule):
         for step in reversed(range(self.steps)):
             times = torch.full((len(digits),), step, device=self.device)
             noise = self.denoiser(images, times, digits)
-            mean = images - self.beta[step] / (1 - self.kept[step]).sqrt() * noise
+            mean = images - self.beta[step] / (1 - self.alpha_bar[step]).sqrt() * noise
             images = mean / (1 - self.beta[step]).sqrt()
             if step:
                 images = images + self.beta[step].sqrt() * torch.randn_like(images)

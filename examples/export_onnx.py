@@ -47,11 +47,11 @@ def export(model: torch.nn.Module, inputs: dict[str, torch.Tensor], dynamic: tup
 def difference(model: torch.nn.Module, inputs: dict[str, torch.Tensor], file: Path) -> float:
     """The greatest difference between what onnxruntime and torch compute from `inputs`; an error where it is more than rounding."""
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+    (output,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
     with torch.inference_mode():
         expected = model(*inputs.values())
-    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
-    return float((torch.from_numpy(found) - expected).abs().max())
+    torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)
+    return float((torch.from_numpy(output) - expected).abs().max())
 
 
 def main() -> None:

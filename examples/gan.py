@@ -75,8 +75,8 @@ def main() -> None:
     if trainer.is_main:
         with torch.no_grad():
             sample = module.generate(10_000)
-        for name, made, wanted in (("mean", sample.mean(0), MEAN), ("std", sample.std(0), STD)):
-            print(f"{name}: generated {made[0]:.2f} {made[1]:.2f}, wanted {wanted[0]:.2f} {wanted[1]:.2f}")
+        for name, value, wanted in (("mean", sample.mean(0), MEAN), ("std", sample.std(0), STD)):
+            print(f"{name}: generated {value[0]:.2f} {value[1]:.2f}, wanted {wanted[0]:.2f} {wanted[1]:.2f}")
 
 
 if __name__ == "__main__":

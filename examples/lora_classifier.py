@@ -52,8 +52,8 @@ class Classifier(TrainModule):
 def read_rows(name: str | None, text: str) -> dict[str, datasets.Dataset]:
     """Columns "text" and "label" for "train" and "validation"."""
     if name is not None:
-        found = datasets.load_dataset(name)
-        return {split: found[split].rename_column(text, "text") for split in ("train", "validation")}
+        dataset = datasets.load_dataset(name)
+        return {split: dataset[split].rename_column(text, "text") for split in ("train", "validation")}
     lines = [line.strip() for text in read_texts("stdlib")["train"] for line in text.splitlines()]
     definitions = [line for line in dict.fromkeys(lines) if line.startswith(("def ", "class ")) and len(line) < 80]
     calls = [line for line in dict.fromkeys(lines) if line.startswith(("return ", "raise ")) and len(line) < 80]

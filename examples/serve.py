@@ -31,8 +31,8 @@ def chat(model: Any, tokenizer: Any, tokens: int) -> gradio.Blocks:
             inputs = tokenizer(message, return_tensors="pt")
         inputs = inputs.to(model.device)
         with torch.inference_mode():
-            written = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id)
-        return str(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+            output = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id)
+        return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     return gradio.ChatInterface(answer, title="Chat")
 

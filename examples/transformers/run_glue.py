@@ -40,15 +40,15 @@ class Options(Source):
 
 
 class Classifier(TrainModule):
-    def __init__(self, name: str, labels: int, tokenizer: Any, given: Any) -> None:
+    def __init__(self, name: str, labels: int, tokenizer: Any, settings: Any) -> None:
         super().__init__()
-        self.name, self.labels, self.tokenizer, self.given = name, labels, tokenizer, given
+        self.name, self.labels, self.tokenizer, self.settings = name, labels, tokenizer, settings
 
     def configure_model(self) -> None:
         self.model = AutoModelForSequenceClassification.from_pretrained(self.name, num_labels=self.labels)
 
     def configure_optimizers(self) -> Any:
-        return self.given.optimizers(self)
+        return self.settings.optimizers(self)
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.model(**batch).loss
@@ -73,8 +73,8 @@ def to_rows(raw: datasets.DatasetDict, tokenizer: Any, options: Options) -> data
 
     def tokens(rows: dict[str, list[Any]]) -> Any:
         texts = [rows[column] for column in columns]
-        found = tokenizer(*texts, truncation=True, max_length=options.max_seq_length, padding=padding)
-        return {**found, "labels": rows["label"]}
+        encoding = tokenizer(*texts, truncation=True, max_length=options.max_seq_length, padding=padding)
+        return {**encoding, "labels": rows["label"]}
 
     return raw.map(tokens, batched=True, remove_columns=names)
 
@@ -86,14 +86,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with args.main_process_first():
         rows = to_rows(raw, tokenizer, options)
 
-    given = from_training_arguments(args)
-    trainer = Trainer(**given.trainer)
-    module = Classifier(name, len(set(raw["train"]["label"])), tokenizer, given)
+    settings = from_training_arguments(args)
+    trainer = Trainer(**settings.trainer)
+    module = Classifier(name, len(set(raw["train"]["label"])), tokenizer, settings)
     val = rows["validation_matched" if options.task_name == "mnli" else "validation"]
-    train, val = given.loaders(rows["train"], val, DataCollatorWithPadding(tokenizer))
+    train, val = settings.loaders(rows["train"], val, DataCollatorWithPadding(tokenizer))
     metrics = {}
     if args.do_train:
-        metrics = trainer.fit(module, train, val, resume=given.resume).metrics
+        metrics = trainer.fit(module, train, val, resume=settings.resume).metrics
     if args.do_eval:
         metrics = trainer.validate(module, val)  # of the best weights with --load_best_model_at_end
         module.print(f"accuracy {metrics['val_accuracy']:.4f}, F1 {metrics['val_f1']:.4f}")

@@ -33,15 +33,15 @@ class Options(Source):
 
 
 class MaskedLanguageModel(TrainModule):
-    def __init__(self, name: str, tokenizer: Any, given: Any) -> None:
+    def __init__(self, name: str, tokenizer: Any, settings: Any) -> None:
         super().__init__()
-        self.name, self.tokenizer, self.given = name, tokenizer, given
+        self.name, self.tokenizer, self.settings = name, tokenizer, settings
 
     def configure_model(self) -> None:
         self.model = AutoModelForMaskedLM.from_pretrained(self.name)
 
     def configure_optimizers(self) -> Any:
-        return self.given.optimizers(self)
+        return self.settings.optimizers(self)
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.model(**batch).loss
@@ -76,12 +76,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         blocks = to_blocks(raw, tokenizer, options.max_seq_length)
     masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=options.mlm_probability)
 
-    given = from_training_arguments(args)
-    trainer, module = Trainer(**given.trainer), MaskedLanguageModel(name, tokenizer, given)
-    train, val = given.loaders(blocks["train"], blocks["validation"], masking)
+    settings = from_training_arguments(args)
+    trainer, module = Trainer(**settings.trainer), MaskedLanguageModel(name, tokenizer, settings)
+    train, val = settings.loaders(blocks["train"], blocks["validation"], masking)
     metrics = {}
     if args.do_train:
-        metrics = trainer.fit(module, train, val, resume=given.resume).metrics
+        metrics = trainer.fit(module, train, val, resume=settings.resume).metrics
     if args.do_eval:
         metrics = trainer.validate(module, val)
         module.print(f"perplexity {math.exp(metrics['val_loss']):.4f}, accuracy {metrics['val_accuracy']:.4f}")

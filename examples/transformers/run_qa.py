@@ -35,16 +35,18 @@ class Options(Source):
 class Reader(TrainModule):
     """`rows`: the validation set as `to_rows` made it, `answers`: what may be answered, by the id of the question."""
 
-    def __init__(self, name: str, tokenizer: Any, given: Any, rows: Any, answers: dict[str, Any], longest: int) -> None:
+    def __init__(
+        self, name: str, tokenizer: Any, settings: Any, rows: Any, answers: dict[str, Any], longest: int
+    ) -> None:
         super().__init__()
-        self.name, self.tokenizer, self.given = name, tokenizer, given
+        self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.rows, self.answers, self.longest = rows, answers, longest
 
     def configure_model(self) -> None:
         self.model = AutoModelForQuestionAnswering.from_pretrained(self.name)
 
     def configure_optimizers(self) -> Any:
-        return self.given.optimizers(self)
+        return self.settings.optimizers(self)
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.model(**batch).loss
@@ -65,17 +67,17 @@ class Reader(TrainModule):
             place = int(scores.masked_fill(~allowed, -torch.inf).argmax())
             first, last = divmod(place, len(end))
             text = row["context"][row["offsets"][first][0] : row["offsets"][last][1]]
-            found = (float(scores.flatten()[place]), text)
-            best[row["id"]] = max(best.get(row["id"], found), found, key=lambda each: each[0])
+            candidate = (float(scores.flatten()[place]), text)
+            best[row["id"]] = max(best.get(row["id"], candidate), candidate, key=lambda each: each[0])
         wanted = {key: self.answers[key]["text"] or [""] for key in best}
         exact = [max(best[key][1] == answer for answer in answers) for key, answers in wanted.items()]
         f1 = [max(overlap(best[key][1], answer) for answer in answers) for key, answers in wanted.items()]
         return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(f1) / len(f1)}
 
 
-def overlap(found: str, wanted: str) -> float:
+def overlap(answer: str, wanted: str) -> float:
     """F1 of the words of two answers."""
-    left, right = found.lower().split(), wanted.lower().split()
+    left, right = answer.lower().split(), wanted.lower().split()
     return 2 * sum((Counter(left) & Counter(right)).values()) / max(len(left) + len(right), 1)
 
 
@@ -87,13 +89,14 @@ def to_rows(raw: Any, tokenizer: Any, options: Options) -> datasets.Dataset:
     windows |= {"truncation": "only_second", "return_overflowing_tokens": True, "return_offsets_mapping": True}
 
     def tokens(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        found = tokenizer([question.lstrip() for question in rows["question"]], rows["context"], **windows)
-        origins, offsets = found.pop("overflow_to_sample_mapping"), found.pop("offset_mapping")
-        new: dict[str, list[Any]] = {**found, "id": [], "context": [], "offsets": []}
+        encoding = tokenizer([question.lstrip() for question in rows["question"]], rows["context"], **windows)
+        origins, offsets = encoding.pop("overflow_to_sample_mapping"), encoding.pop("offset_mapping")
+        new: dict[str, list[Any]] = {**encoding, "id": [], "context": [], "offsets": []}
         new |= {"start_positions": [], "end_positions": []}
         for number, (origin, places) in enumerate(zip(origins, offsets, strict=True)):
             own = [
-                place if part == 1 else (-1, -1) for place, part in zip(places, found.sequence_ids(number), strict=True)
+                place if part == 1 else (-1, -1)
+                for place, part in zip(places, encoding.sequence_ids(number), strict=True)
             ]
             answer, span = rows["answers"][origin], (0, 0)
             if answer["answer_start"]:
@@ -118,14 +121,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         rows = {split: to_rows(raw[split], tokenizer, options) for split in ("train", "validation")}
     inputs = {split: part.remove_columns(["id", "context", "offsets"]) for split, part in rows.items()}
 
-    given = from_training_arguments(args)
+    settings = from_training_arguments(args)
     answers = dict(zip(raw["validation"]["id"], raw["validation"]["answers"], strict=True))
-    module = Reader(name, tokenizer, given, rows["validation"], answers, options.max_answer_length)
-    trainer = Trainer(**given.trainer)
-    train, val = given.loaders(inputs["train"], inputs["validation"], default_data_collator)
+    module = Reader(name, tokenizer, settings, rows["validation"], answers, options.max_answer_length)
+    trainer = Trainer(**settings.trainer)
+    train, val = settings.loaders(inputs["train"], inputs["validation"], default_data_collator)
     metrics = {}
     if args.do_train:
-        metrics = trainer.fit(module, train, val, resume=given.resume).metrics
+        metrics = trainer.fit(module, train, val, resume=settings.resume).metrics
     if args.do_eval:
         metrics = trainer.validate(module, val)
         module.print(f"exact match {metrics['val_exact_match']:.2f}, F1 {metrics['val_f1']:.2f}")

@@ -35,15 +35,15 @@ class Options(Source):
 
 
 class Summarizer(TrainModule):
-    def __init__(self, name: str, tokenizer: Any, given: Any, generate: dict[str, Any] | None) -> None:
+    def __init__(self, name: str, tokenizer: Any, settings: Any, generate: dict[str, Any] | None) -> None:
         super().__init__()
-        self.name, self.tokenizer, self.given, self.generate = name, tokenizer, given, generate
+        self.name, self.tokenizer, self.settings, self.generate = name, tokenizer, settings, generate
 
     def configure_model(self) -> None:
         self.model = AutoModelForSeq2SeqLM.from_pretrained(self.name)
 
     def configure_optimizers(self) -> Any:
-        return self.given.optimizers(self)
+        return self.settings.optimizers(self)
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.model(**batch).loss
@@ -85,11 +85,11 @@ def to_rows(raw: datasets.DatasetDict, tokenizer: Any, options: Options) -> data
 
     def tokens(rows: dict[str, list[str]]) -> Any:
         texts = [options.source_prefix + each for each in rows[text]]
-        found = tokenizer(texts, truncation=True, max_length=options.max_source_length)
+        encoding = tokenizer(texts, truncation=True, max_length=options.max_source_length)
         labels = tokenizer(text_target=rows[summary], truncation=True, max_length=options.max_target_length)
         return {
-            "input_ids": found["input_ids"],
-            "attention_mask": found["attention_mask"],
+            "input_ids": encoding["input_ids"],
+            "attention_mask": encoding["attention_mask"],
             "labels": labels["input_ids"],
         }
 
@@ -107,12 +107,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     length, beams = args.generation_max_length or options.max_target_length, args.generation_num_beams or 1
     generate = {"max_length": length, "num_beams": beams} if args.predict_with_generate else None
     own = ["predict_with_generate", "generation_max_length", "generation_num_beams"]
-    given = from_training_arguments(args, handled=own)
-    trainer, module = Trainer(**given.trainer), Summarizer(name, tokenizer, given, generate)
-    train, val = given.loaders(rows["train"], rows["validation"], DataCollatorForSeq2Seq(tokenizer))
+    settings = from_training_arguments(args, handled=own)
+    trainer, module = Trainer(**settings.trainer), Summarizer(name, tokenizer, settings, generate)
+    train, val = settings.loaders(rows["train"], rows["validation"], DataCollatorForSeq2Seq(tokenizer))
     metrics = {}
     if args.do_train:
-        metrics = trainer.fit(module, train, val, resume=given.resume).metrics
+        metrics = trainer.fit(module, train, val, resume=settings.resume).metrics
     if args.do_eval:
         metrics = trainer.validate(module, val)
         module.print(", ".join(f"{metric} {value:.4f}" for metric, value in metrics.items()))

@@ -53,8 +53,8 @@ class FromTransformers:
 
     trainer: arguments of `Trainer`. resume: for `fit`. lines: what was printed.
 
-        given = from_training_arguments(args)
-        Trainer(**given.trainer).fit(module, *given.loaders(train, val, collate_fn), resume=given.resume)
+        settings = from_training_arguments(args)
+        Trainer(**settings.trainer).fit(module, *settings.loaders(train, val, collate_fn), resume=settings.resume)
     """
 
     trainer: dict[str, Any]
