@@ -71,14 +71,14 @@ class UnfreezeAt(Callback):
             parts[max(stages, key=len)].append(parameter)
         for stage, parameters in parts.items():
             if not parameters:
-                known = [
+                names = [
                     name
                     for name, child in module.named_modules()
                     if name and next(child.parameters(), None) is not None
                 ]
                 raise ConfigurationError(
                     f"UnfreezeAt({stage!r}): no parameter is left for this name: none begins with the name, or longer names "
-                    f"match all that do. Give the name of a submodule or a parameter: {', '.join(known[:8])}"
+                    f"match all that do. Give the name of a submodule or a parameter: {', '.join(names[:8])}"
                 )
         return parts
 

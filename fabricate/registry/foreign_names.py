@@ -724,9 +724,9 @@ def use(name: str, names: Mapping[str, str]) -> str:
     return f"; leave it out: {why}" if colon and not verb else f"; use {names[name]}"
 
 
-def hint(name: str, names: Mapping[str, str], known: Iterable[str]) -> str:
-    """As `use`, else the one of `known` of which `name` is a misspelling, if there is one."""
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.85)
+def hint(name: str, names: Mapping[str, str], valid_names: Iterable[str]) -> str:
+    """As `use`, else the one of `valid_names` of which `name` is a misspelling, if there is one."""
+    near = difflib.get_close_matches(name, sorted(valid_names), n=1, cutoff=0.85)
     return use(name, names) or (f"; did you mean {near[0]!r}?" if near else "")
 
 
@@ -734,7 +734,7 @@ def translated(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[
     """Makes a keyword that the decorated function does not have a `ConfigurationError` with the remedy of `names`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        parameters = [name for name in inspect.signature(function).parameters if name != "self"]
         where = function.__qualname__.removesuffix(".__init__").removeprefix("TrainModule.")
 
         keywords_only = all(p.kind is p.KEYWORD_ONLY for p in list(inspect.signature(function).parameters.values())[1:])
@@ -746,8 +746,8 @@ def translated(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[
                     f"{where} takes keyword arguments only, and fit takes module and data: {where}(max_epochs=3).fit(module, train, val)"
                 )
             for name in kwargs:
-                if name not in known:
-                    raise ConfigurationError(f"{where} has no argument {name!r}{hint(name, names, known)}")
+                if name not in parameters:
+                    raise ConfigurationError(f"{where} has no argument {name!r}{hint(name, names, parameters)}")
             return function(*args, **kwargs)
 
         return checked

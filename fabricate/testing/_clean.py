@@ -75,48 +75,48 @@ def examine(subject: Subject, kind: str, sizes: Sequence[int]) -> Examined:
     """Import `subject`, build it and plan with it as on `sizes` ranks. In a process that does nothing else."""
     learner = Learner()
     Trainer(max_steps=1, progress=False).plan(learner, rows(2), batch_size=1)  # what any plan imports is nobody's fault
-    before, found = _state(), Examined()
+    before, result = _state(), Examined()
     with tempfile.TemporaryFile("w+b") as output:
         with _captured(output.fileno()):
             try:
                 for size in sizes:
-                    _plan(subject, kind, size, learner, found)
-                bounds = [found.declared.get(name) for name in ("min_world_size", "max_world_size")]
-                for size in filter(None, bounds if not found.accepted else []):
-                    _plan(subject, kind, size, learner, found)
+                    _plan(subject, kind, size, learner, result)
+                bounds = [result.declared.get(name) for name in ("min_world_size", "max_world_size")]
+                for size in filter(None, bounds if not result.accepted else []):
+                    _plan(subject, kind, size, learner, result)
             except Exception:
-                found.error = traceback.format_exc()
+                result.error = traceback.format_exc()
         output.seek(0)
-        found.printed = output.read().decode(errors="replace")
+        result.printed = output.read().decode(errors="replace")
     after = _state()
-    found.changed = {name: (str(before[name]), str(after[name])) for name in before if before[name] != after[name]}
-    return found
+    result.changed = {name: (str(before[name]), str(after[name])) for name in before if before[name] != after[name]}
+    return result
 
 
-def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, found: Examined) -> None:
+def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, result: Examined) -> None:
     """Import, build and plan, on rank 0 of `world_size` as a launcher would say it. No process group is opened for this."""
     before = dict(os.environ)
-    made = subject.make()
+    instance = subject.make()
     size = str(world_size)
-    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     if world_size > 1:
-        os.environ.update(told)
+        os.environ.update(environment)
     probe = _Probe()
-    arguments: dict[str, Any] = {"strategy": made, "precision": probe} if kind == "strategy" else {}
-    arguments |= {"precision": made} if kind == "precision" else {}
-    arguments |= {"plugins": [made]} if kind == "plugin" else {}
+    arguments: dict[str, Any] = {"strategy": instance, "precision": probe} if kind == "strategy" else {}
+    arguments |= {"precision": instance} if kind == "precision" else {}
+    arguments |= {"plugins": [instance]} if kind == "plugin" else {}
     try:
         Trainer(max_steps=1, progress=False, **arguments).plan(learner, rows(2), batch_size=1)
-        found.accepted.append(world_size)
+        result.accepted.append(world_size)
     except fabricate.ConfigurationError as exc:
-        found.refused.append(str(exc))
+        result.refused.append(str(exc))
     finally:
-        for name in told:
+        for name in environment:
             os.environ.pop(name, None)
-        os.environ.update({name: before[name] for name in told if name in before})
+        os.environ.update({name: before[name] for name in environment if name in before})
     if probe.strategy is not None:
-        found.declared = {name: getattr(probe.strategy, name) for name in FLAGS}
+        result.declared = {name: getattr(probe.strategy, name) for name in FLAGS}
 
 
 def _state() -> dict[str, Any]:

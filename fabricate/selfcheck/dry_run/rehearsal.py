@@ -105,7 +105,7 @@ class _Rehearsal:
             operations=self.ledger.operations,
         )
 
-    def largest(self, room: int, found: Resolved) -> tuple[int | None, int]:
+    def largest(self, room: int, resolved: Resolved) -> tuple[int | None, int]:
         """The most rows of a micro-batch with which this rank's memory stays within `room` bytes, and how much it is then."""
         if self.rows is None or self.fakes is None:
             raise ConfigurationError(
@@ -150,13 +150,13 @@ class _Rehearsal:
         """What is alive between two updates."""
         run = self.run
         state = (value for o in run.optim.optimizers.values() for each in o.state.values() for value in each.values())
-        known = {
+        by_kind = {
             ledger.PARAMETERS: list(map(_local, self.state.parameters)),
             ledger.STATE: [_local(value) for value in state if isinstance(value, torch.Tensor)],
             ledger.BUFFERS: list(run.module.buffers()),
             ledger.BATCH: [tensor for _, batches in work for batch, _ in batches for tensor in _tensors(batch)],
         }
-        self.ledger.sort(known)
+        self.ledger.sort(by_kind)
         self.known_bytes: Mapping[str, int] = dict.fromkeys(_STATES, 0) | self.ledger.by_kind
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -199,22 +199,22 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _resized(batch: Any, before: Rows, rows: Rows, fakes: Fakes) -> Any:
     """`batch` with fake tensors, of which those with `before` rows have `rows`."""
 
-    def made(part: Any) -> Any:
+    def resize(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             first = rows if part.ndim and len(part) == before and rows is not None else None
             return fakes.empty(part.shape if first is None else (first, *part.shape[1:]), part.dtype)
         if isinstance(part, Mapping):
-            parts = {key: made(value) for key, value in part.items()}
+            parts = {key: resize(value) for key, value in part.items()}
             return parts if type(part) is dict else type(part)(parts)  # type: ignore[call-arg]
         if isinstance(part, tuple) and type(part) is not tuple:  # a named one
-            return type(part)(*map(made, part))
+            return type(part)(*map(resize, part))
         if isinstance(part, list | tuple):
-            return type(part)(map(made, part))
+            return type(part)(map(resize, part))
         if is_dataclass(part) and not isinstance(part, type):
-            return replace(part, **{field.name: made(getattr(part, field.name)) for field in fields(part)})
+            return replace(part, **{field.name: resize(getattr(part, field.name)) for field in fields(part)})
         return part
 
-    return made(batch)
+    return resize(batch)
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
