@@ -192,7 +192,7 @@ def test_an_average_of_half_precision_weights_is_rounded_once() -> None:
     assert module.second.bias.dtype == torch.bfloat16
 
 
-def test_two_averages_are_one_too_many() -> None:
+def test_a_second_average_is_refused() -> None:
     refused = _refused(plugins=("ema", StochasticWeightAveraging(0.1, "1 steps")))
     assert "ema: leave out ema or StochasticWeightAveraging: a fit ends with one average" in refused
 

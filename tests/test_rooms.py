@@ -19,14 +19,14 @@ ABSTRACT = {"fabricate.strategies.base", "fabricate.strategies.sharding", "fabri
 BUILT_IN = {name for name in MODULES if name.startswith(SHIPPED)} - ABSTRACT
 
 
-def test_one_listing_shows_the_rooms() -> None:
+def test_one_listing_of_the_package_shows_every_room() -> None:
     names = {name.removesuffix(".py") for name in house.entries()}
     assert names - {"__init__", "py.typed"} == set(ROOMS)
     assert len(house.entries()) <= house.MOST_ENTRIES
 
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"fabricate"}))
-def test_imports_come_from_rooms_listed_before(name: str) -> None:
+def test_a_room_imports_only_from_rooms_listed_before_it(name: str) -> None:
     place = ROOMS.index(room(name))
     assert {other for other in inner_imports(name) if ROOMS.index(room(other)) > place} == set()
     assert room(name) in MAY_IMPORT_THE_PACKAGE or not {d for d in imports(name) if module_of(d) == "fabricate"}
@@ -48,7 +48,7 @@ def test_built_ins_testing_and_plugins_use_public_names_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_accelerate_is_imported_at_few_doors(name: str) -> None:
+def test_accelerate_is_imported_in_few_rooms(name: str) -> None:
     imports_it = any(dotted.partition(".")[0] == "accelerate" for dotted in imports(name))
     assert not imports_it or room(name) in MAY_IMPORT_ACCELERATE
 
@@ -57,12 +57,12 @@ def test_every_function_can_be_read_on_one_screen() -> None:
     assert house.too_large() == []
 
 
-def test_what_the_loop_passes_around_does_not_change_itself() -> None:
+def test_objects_that_the_loop_passes_around_are_frozen() -> None:
     mutable, owners = house.run_fields()
     assert mutable == 0
     assert len(owners) <= 7
 
 
-def test_no_source_is_generated_and_nothing_is_sent_but_through_torch() -> None:
+def test_no_source_is_generated_and_ranks_exchange_data_through_torch_only() -> None:
     assert house.uses({"exec", "eval", "compile"}) == []
     assert house.transport() == []

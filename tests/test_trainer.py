@@ -385,7 +385,7 @@ def test_a_tracker_that_writes_elsewhere_needs_no_run_dir() -> None:
     assert "loss" in tracker.logged[1]
 
 
-def test_trackers_are_told(tmp_path: Path) -> None:
+def test_trackers_get_the_logged_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     fit(None, val=ROWS, run_dir=tmp_path, trackers=["tensorboard"], log_every=1, validate_every=2)

@@ -94,7 +94,7 @@ def test_rates_and_losses_are_those_of_a_range_test_by_hand_and_the_module_is_as
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
-def test_ranks_find_the_same(strategy: str) -> None:
+def test_all_ranks_find_the_same_learning_rate(strategy: str) -> None:
     for answer in run_ranks(run_of, 2, strategy):
         check(*answer)
 

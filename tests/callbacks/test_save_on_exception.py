@@ -216,7 +216,7 @@ def test_a_validation_that_failed_is_done_again(tmp_path: Path) -> None:
     assert [sum("val_loss" in metrics for _, metrics in logged(tmp_path / "run"))] == [2]
 
 
-def test_it_needs_a_place_to_save_to() -> None:
+def test_saving_on_an_exception_needs_a_run_dir() -> None:
     with pytest.raises(ConfigurationError, match=r"SaveOnException.*run_dir"):
         Trainer(max_steps=1, progress=False, plugins=[SaveOnException()]).fit(Net(), rows(), batch_size=4)
 

@@ -150,7 +150,7 @@ def test_a_fit_ends_with_the_mean_of_the_weights_and_resumes_to_the_last_bit(
         assert same_when_complete
 
 
-def test_rates_go_from_those_of_the_schedule_to_the_own_one() -> None:
+def test_learning_rates_go_from_the_schedule_to_the_averaging_rate() -> None:
     watches, _, _ = fit(max_epochs=5, swa=StochasticWeightAveraging(0.1, 3, annealing_epochs=2))
     by_schedule = [0.01 * (1 - 0.5 * update / 12) for update in range(6)]
     before = 0.01 * (1 - 0.5 * 6 / 12)
@@ -158,7 +158,7 @@ def test_rates_go_from_those_of_the_schedule_to_the_own_one() -> None:
     assert watches.rates == pytest.approx(by_schedule + own)
 
 
-def test_it_may_begin_after_a_number_of_updates_and_average_every_few_of_them() -> None:
+def test_averaging_may_begin_after_a_number_of_updates_and_take_every_few_of_them() -> None:
     swa = StochasticWeightAveraging([0.1], "4 steps", "4 steps", "linear", average_every="3 steps")
     snapshots: list[Weights] = []
 
@@ -183,7 +183,7 @@ def test_a_share_of_the_fit_is_one_of_its_epochs_or_else_of_its_updates() -> Non
         assert str(swa._first) == first
 
 
-def test_a_schedule_that_a_validation_advances_does_not_count_either() -> None:
+def test_a_schedule_that_a_validation_advances_does_not_change_the_averaging_rate() -> None:
     class Plateau(Net):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.01)

@@ -192,7 +192,7 @@ def test_what_was_frozen_before_the_fit_is_refused_with_the_way_to_do_it() -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch, when DeepSpeed is imported
-def test_deepspeed_refuses_it_by_name_before_the_first_step() -> None:
+def test_deepspeed_refuses_unfreezing_by_name_before_the_first_step() -> None:
     module = Net()
     trainer = Trainer(strategy="zero1", precision="fp32", max_steps=8, progress=False, plugins=[UnfreezeAt(STAGES)])
     with pytest.raises(ConfigurationError, match="strategy='zero1' cannot freeze or unfreeze parameters during a fit"):

@@ -328,7 +328,7 @@ def test_a_hostile_folder_is_refused_by_name(name: str, folder: Path, mark: Path
     assert str(folder) in str(raised.value)
 
 
-def test_the_forgers_tools_are_sound(folder: Path) -> None:
+def test_a_checkpoint_that_the_tools_of_these_tests_rewrite_unchanged_is_accepted(folder: Path) -> None:
     seal(folder, body_of(folder))
     put(folder, "state.json", (folder / "state.json").read_bytes())
     header(folder)

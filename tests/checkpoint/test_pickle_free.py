@@ -133,5 +133,5 @@ def send(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["collective", "pickle"])
-def test_the_trap_is_set(what: str) -> None:
+def test_the_pickle_of_these_tests_raises_when_it_is_loaded(what: str) -> None:
     assert run_ranks(send, 1, what) == ["a checkpoint is data, not a program"]

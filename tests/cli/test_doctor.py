@@ -73,7 +73,7 @@ def test_the_configuration_in_force_is_shown_as_it_is_understood(findings: dict[
     assert findings["launcher"]["text"].startswith("python, rank 0 of 1; asked for: nothing")
 
 
-def test_what_is_broken_is_named_and_ends_it_with_1(tmp_path: Path) -> None:
+def test_doctor_names_what_is_broken_and_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: TPU\n")
     (tmp_path / "torchbroken-1.dist-info").mkdir()

@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_it_is_known_what_every_command_of_the_page_shows() -> None:
+def test_the_expected_output_of_every_command_of_the_page_is_known() -> None:
     assert {command[0] for command in COMMANDS} <= set(EXPECTED)
 
 

@@ -428,7 +428,7 @@ def test_one_checkpoint_is_verified_by_its_path(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["train.py", "launch", "train"])
-def test_what_is_meant_as_run_names_it(command: str) -> None:
+def test_a_command_that_is_meant_as_run_is_pointed_to_run(command: str) -> None:
     shown = CliRunner().invoke(main, [command])
     script = command if command.endswith(".py") else "SCRIPT"
     assert (

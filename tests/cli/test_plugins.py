@@ -62,7 +62,7 @@ def test_the_order_of_a_hook_is_printed(install: Install) -> None:
     ]
 
 
-def test_the_loops_own_work_comes_last() -> None:
+def test_the_loop_comes_last_in_the_order_of_a_hook() -> None:
     shown = _invoke("plugins", "--order", "train_step", "--json")
     assert [row["plugin"] for row in json.loads(shown.output)] == ["module", "fabricate"]
 

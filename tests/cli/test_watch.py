@@ -45,7 +45,7 @@ def logged(run_dir: Path, step: int, loss: float) -> str:
     return json.dumps({**line, "step": step, "metrics": {"loss": loss}}) + "\n"
 
 
-def test_where_there_is_no_terminal_it_is_printed_once(run_dir: Path) -> None:
+def test_without_a_terminal_the_run_is_printed_once(run_dir: Path) -> None:
     shown = CliRunner().invoke(main, ["watch", str(run_dir)])
     assert shown.exit_code == 0
     for text in (
@@ -60,7 +60,7 @@ def test_where_there_is_no_terminal_it_is_printed_once(run_dir: Path) -> None:
     assert "started" not in shown.stdout, "the last few events only"
 
 
-def test_in_a_terminal_what_is_added_appears_and_ctrl_c_ends_it(run_dir: Path) -> None:
+def test_in_a_terminal_new_lines_appear_and_ctrl_c_ends_the_command(run_dir: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "fabricate", "watch", str(run_dir), "--every", "0.1"]
     environment = os.environ | {"COLUMNS": "160", "LINES": "50", "TERM": "xterm"}

@@ -97,7 +97,7 @@ def test_arguments_that_mean_nothing_are_refused(options: dict[str, Any], messag
         BatchSizeFinder(**options)
 
 
-def test_it_stands_in_the_place_of_a_batch_size_only() -> None:
+def test_a_batch_size_finder_is_accepted_only_as_a_batch_size() -> None:
     with pytest.raises(ConfigurationError, match=r"fit\(module, train, batch_size=BatchSizeFinder\(mode='power'"):
         Trainer(plugins=[BatchSizeFinder()])
     with pytest.raises(ConfigurationError, match=r"batch_size=BatchSizeFinder\(.*\(for data\) must be a whole number"):

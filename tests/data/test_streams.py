@@ -300,7 +300,7 @@ def test_a_batch_without_visible_rows_is_an_error_that_asks_for_the_weight(batch
         ([[[1, 2, 3]] * 8, [1] * 8], 8),
     ],
 )
-def test_the_rows_that_came_of_eight(batch: Any, rows: int) -> None:
+def test_the_rows_of_a_batch_of_at_most_eight_are_counted(batch: Any, rows: int) -> None:
     assert rows_that_came(batch, 8) == rows
 
 

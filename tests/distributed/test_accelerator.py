@@ -56,7 +56,7 @@ def look_at(look: Any, **options: Any) -> list[Any]:
     return looks.answers
 
 
-def test_it_is_an_accelerator_that_code_can_ask() -> None:
+def test_the_trainers_accelerator_is_an_accelerator_without_a_step() -> None:
     def look(accelerator: Any) -> Any:
         return (
             isinstance(accelerator, accelerate.Accelerator),
@@ -89,7 +89,7 @@ def test_autocast_is_that_of_the_steps(precision: str, dtype: torch.dtype) -> No
     assert look_at(look, precision=precision) == [(precision, True, dtype, precision == "fp16")]
 
 
-def test_a_skipped_update_is_known() -> None:
+def test_the_accelerator_says_whether_an_update_was_skipped() -> None:
     class Notes(Callback):
         def __init__(self) -> None:
             self.skipped: list[bool] = []

@@ -211,7 +211,7 @@ def test_an_accelerator_is_chosen_and_never_left_aside_for_the_cpu(kind: str, mo
     assert chosen({"ACCELERATE_USE_CPU": "true"}) == ("cpu", "ACCELERATE_USE_CPU")
 
 
-def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_accelerator_the_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert chosen({}) == ("cpu", "no accelerator here")
 

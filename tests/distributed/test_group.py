@@ -75,7 +75,7 @@ def talk() -> list[Any]:
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_every_rank_gets_what_all_say(number: int) -> None:
+def test_every_rank_gets_the_values_of_all_ranks(number: int) -> None:
     ranks = range(number)
     for rank, answers in enumerate(run_ranks(talk, number)):
         largest, values, parts, nothing, texts, sizes, first, beside = answers
@@ -119,7 +119,7 @@ def left() -> list[Any]:
     return [*answer, joined().agree([group.rank])]
 
 
-def test_all_notice_at_once_when_a_rank_fails_and_begin_again() -> None:
+def test_all_ranks_notice_at_once_when_one_fails_and_can_begin_again() -> None:
     *others, own = run_ranks(left, 3)
     for kind, message, seconds, again in others:
         assert kind == "PeerLost"

@@ -267,7 +267,7 @@ def test_what_cannot_be_combined_is_an_error_on_every_rank(
     assert [(type(answer), str(answer)) for answer in answers] == [(kind, "8 values")] * 8
 
 
-def test_whether_all_ranks_have_one_value_takes_one_round() -> None:
+def test_checking_that_all_ranks_have_one_value_takes_one_round() -> None:
     for odd, same in ((-1, True), (40, False)):
         answers, traffic = on_each(64, lambda ranks, odd=odd: ranks.all_have({"rows": int(ranks.rank == odd)}))
         assert answers == [same] * 64
@@ -320,9 +320,7 @@ def save_copies(group: Group, folder: Path, shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_of_many_ranks_that_hold_the_same_eight_write_and_each_opens_their_files_once(
-    tmp_path: Path, shards: int
-) -> None:
+def test_of_many_ranks_with_equal_parts_at_most_eight_write_them(tmp_path: Path, shards: int) -> None:
     start = 301 * (shards - 1) // shards
     for size in SIZES:
         folder = tmp_path / str(size)

@@ -66,7 +66,7 @@ def test_a_partial_state_from_before_is_adopted_and_stays(caplog: pytest.LogCapt
     assert "of accelerate.logging" in caplog.text
 
 
-def test_without_one_nothing_is_left() -> None:
+def test_a_fit_without_a_partial_state_before_it_leaves_none() -> None:
     assert fit() == [1, 0, "no"]
     assert [kind._shared_state for kind in SHARED] == [{}, {}, {}]
 

@@ -104,7 +104,7 @@ def refused(folder: Path, optimizer: str, strategy: str = "fsdp") -> str:
     return str(caught.value)
 
 
-def test_slices_refuse_blocks_before_the_first_step_even_where_untested_optimizers_are_allowed(tmp_path: Path) -> None:
+def test_zero2_refuses_blockwise_optimizers_even_where_untested_optimizers_are_allowed(tmp_path: Path) -> None:
     for message in run_ranks(refused, 2, tmp_path, "AdamW8bit", "zero2:allow_untested_optimizer=true", timeout=600):
         assert "would cut the blocks (with one scale each) in which AdamW8bit keeps its state" in message
 
@@ -122,7 +122,9 @@ def test_the_state_of_one_process_goes_on_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW"])
-def test_shards_refuse_them_before_the_first_step(optimizer: str, tmp_path: Path) -> None:
+def test_strategies_with_shards_refuse_bitsandbytes_optimizers_before_the_first_step(
+    optimizer: str, tmp_path: Path
+) -> None:
     for message in run_ranks(refused, 2, tmp_path, optimizer):
         assert f"bitsandbytes.optim.{optimizer}" in message
         assert "this optimizer does not support sharded parameters" in message

@@ -99,7 +99,7 @@ def test_a_training_ends_when_its_loss_stays_where_it_is(tmp_path: Path) -> None
         ("gradient_accumulation_for_autoregressive_models", 3 * 13),
     ],
 )
-def test_the_others_run(feature: str, updates: int, tmp_path: Path) -> None:
+def test_features_that_are_not_compared_run_to_their_end(feature: str, updates: int, tmp_path: Path) -> None:
     losses, metrics = by_fabricate(tmp_path, load("by_feature"), feature)
     assert len(losses) == (2 * updates if "autoregressive" in feature else updates)
     assert metrics

@@ -23,7 +23,7 @@ def test_no_end_of_a_process_or_a_machine_costs_a_checkpoint() -> None:
     assert all(number > 100 for number in ends.values())
 
 
-def test_what_is_refused_is_refused() -> None:
+def test_every_request_of_the_refusals_campaign_is_refused() -> None:
     assert refusals.run() > 45
 
 

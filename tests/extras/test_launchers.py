@@ -207,7 +207,7 @@ def settings(run_dir: Path) -> dict[str, Any]:
         ("srun", 2, "ddp"),
     ],
 )
-def test_the_same_script_computes_the_same_under(
+def test_the_same_script_computes_the_same_under_every_launcher(
     ended: tuple[Path, dict[str, Ended]], name: str, world_size: int, strategy: str
 ) -> None:
     root, by_launcher = ended

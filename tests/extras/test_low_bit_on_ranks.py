@@ -101,7 +101,9 @@ def test_the_state_goes_on_to_the_last_bit_on_two_ranks_on_three_and_on_one(tmp_
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2:allow_untested_optimizer=true"])
-def test_strategies_that_divide_the_state_refuse_them_before_the_first_step(strategy: str, tmp_path: Path) -> None:
+def test_strategies_that_divide_the_state_refuse_low_bit_optimizers_before_the_first_step(
+    strategy: str, tmp_path: Path
+) -> None:
     for messages in run_ranks(refused, 2, tmp_path, strategy, timeout=600):
         for optimizer, message in zip(TORCHAO.values(), messages, strict=True):
             assert message.startswith(f"{optimizer.__name__} keeps OptimState"), message
@@ -127,7 +129,7 @@ def saved(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_save_of_shards_that_was_asked_for_in_a_hook_is_an_error_that_names_them(tmp_path: Path) -> None:
+def test_a_hook_that_saves_low_bit_state_in_shards_gets_an_error_that_names_the_tensors(tmp_path: Path) -> None:
     for message in run_ranks(saved, 2, tmp_path / "here"):
         assert "optimizer/main/large.weight/exp_avg is OptimState8bit, which strategy='fsdp' cannot save" in message
     assert not (tmp_path / "here" / "manifest.json").exists()

@@ -74,7 +74,7 @@ def test_a_model_larger_than_a_process_may_be_trains_in_shards_which_auto_choose
 
 
 @pytest.mark.timeout(900)
-def test_deepspeeds_shards_hold_it_too(tmp_path: Path) -> None:
+def test_deepspeeds_shards_train_a_model_larger_than_a_process_may_be(tmp_path: Path) -> None:
     """Its buckets are no larger than what is trained."""
     process = limited(tmp_path, "zero3")
     assert process.returncode == 0, process.stderr[-4000:]
@@ -83,7 +83,7 @@ def test_deepspeeds_shards_hold_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_as_replicas_it_ends_with_what_takes_the_memory_and_what_helps(tmp_path: Path) -> None:
+def test_a_model_too_large_for_replicas_ends_with_what_takes_the_memory_and_what_helps(tmp_path: Path) -> None:
     process = limited(tmp_path, "ddp")
     assert process.returncode == 1
     assert "trained" not in process.stdout

@@ -305,7 +305,7 @@ def test_a_validation_leaves_the_weights_as_they_are(base: Path, tmp_path: Path)
     assert not any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers)
 
 
-def test_save_frozen_is_refused_because_no_checkpoint_holds_them(base: Path, tmp_path: Path) -> None:
+def test_save_frozen_is_refused_because_no_checkpoint_holds_quantised_weights(base: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"save_frozen=True, but .* are quantised, and checkpoints do not hold quantised weights",

@@ -81,7 +81,7 @@ def test_a_script_that_cannot_be_checked_is_explained(tmp_path: Path) -> None:
     assert (process.returncode, "not an empty folder" in process.stderr) == (2, True)
 
 
-def test_a_run_that_is_over_by_then_is_told_so(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_the_planned_kill_is_told_so(tmp_path: Path) -> None:
     process = verify(tmp_path, "--at", "10", "run")
     assert process.returncode == 2
     assert "--at 10: the run has only 10 steps. Give a smaller step" in process.stderr

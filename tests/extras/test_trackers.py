@@ -58,7 +58,7 @@ def in_two_fits(name: str, log: Any, run_dir: Path, options: str = "") -> tuple[
     return own[0], own[1]
 
 
-def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_shows_two_fits_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
 
@@ -85,7 +85,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(folder.rglob("*.html"))
 
 
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_shows_two_fits_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the small distribution of MLflow has no database
     for name in ("MLFLOW_TRACKING_URI", "_MLFLOW_TELEMETRY_SESSION_ID"):
         monkeypatch.setenv(name, "")  # MLflow sets them itself
@@ -111,7 +111,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_shows_two_fits_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it is read with the import
     import trackio
 

@@ -75,7 +75,7 @@ def test_every_unit_falls_due(every: Every, states: list[Progress], due: list[in
     assert _moments(every, states) == due
 
 
-def test_never_never_falls_due() -> None:
+def test_an_interval_of_never_does_not_fall_due() -> None:
     assert _moments(None, [Progress(step=10**9, epoch=10**6, tokens=1e18, seconds=1e9)]) == []
 
 

@@ -35,7 +35,7 @@ def test_a_mean_is_weighted_by_the_micro_batch() -> None:
     assert metrics.reduce() == {"loss": 2.0}
 
 
-def test_an_own_weight_wins() -> None:
+def test_a_weight_given_to_log_overrides_that_of_the_micro_batch() -> None:
     assert _metrics(("a", 1.0, 9, "mean"), ("a", 11.0, 1, "mean"), weight=100).reduce() == {"a": 2.0}
 
 
@@ -43,7 +43,7 @@ def test_a_sum_adds_up_whatever_the_weight() -> None:
     assert _metrics(("n", 2, None, "sum"), ("n", 3, None, "sum"), weight=7).reduce() == {"n": 5.0}
 
 
-def test_taking_empties_what_the_module_logged() -> None:
+def test_taking_metrics_empties_the_list_of_the_module() -> None:
     logged = [("a", 1.0, None, "mean")]
     Metrics(Alone(), CPU).take(logged, 1)
     assert logged == []
@@ -92,7 +92,7 @@ def test_finish_averages_over_everything_since_the_last_one() -> None:
     assert metrics.finish() == {}
 
 
-def test_looking_changes_nothing_and_knows_sums_from_means() -> None:
+def test_looking_at_metrics_does_not_change_sums_or_means() -> None:
     metrics = _metrics(("a", 1.0, 1, "mean"), ("n", 2, None, "sum"))
     metrics.finish()  # the end of an epoch between two log boundaries
     metrics.take([("a", 4.0, 2, "mean")], 1)
@@ -114,7 +114,7 @@ def test_what_is_logged_is_its_value_at_that_moment(device: str) -> None:
     assert float(metrics.pending[0][1]) == 1
 
 
-def test_state_and_load_go_on_where_they_were() -> None:
+def test_metrics_go_on_from_a_loaded_state() -> None:
     metrics = _metrics(("a", 1.0, 1, "mean"))
     metrics.reduce()
     metrics.take([("a", torch.tensor(4.0), 2, "mean")], 1)

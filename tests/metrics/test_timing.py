@@ -94,7 +94,7 @@ def test_the_share_of_waiting_for_data_is_measured_and_written(accumulation: int
     ]
 
 
-def test_what_runs_apart_is_in_no_rate(clock: Clock) -> None:
+def test_time_spent_apart_from_training_is_in_no_rate(clock: Clock) -> None:
     stopwatch = Stopwatch()
     clock.now += 0.02
     with stopwatch.apart():

@@ -98,7 +98,7 @@ class Scheduled(Net):
         return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.trainer.total_steps)
 
 
-def test_what_cannot_be_tried_is_assumed_and_said() -> None:
+def test_optimizer_state_that_cannot_be_measured_is_assumed_and_the_plan_says_why() -> None:
     for module, reason in ((Net(optimizer=Stubborn), "only on a GPU"), (Asking(), "has no attribute 'accelerator'")):
         plan = Trainer(max_steps=1).plan(module, rows(), batch_size=2)
         assert plan["memory_per_rank"]["optimizer state"] == 8 * TRAINABLE

@@ -147,7 +147,7 @@ def test_a_named_schedule_by_a_metric_advances_after_each_validation(
     assert learning_rates == pytest.approx([rate for rate in wanted for _ in range(3)])
 
 
-def test_every_name_is_tried_here() -> None:
+def test_every_named_schedule_is_tried_in_this_file() -> None:
     tried = {text.partition(":")[0] for text in OF_TRANSFORMERS} | {"wsd", "reduce_lr_on_plateau", "greedy"}
     assert tried == set(schedule_names())
 
@@ -411,7 +411,7 @@ def test_schedules_without_an_end_say_no_length() -> None:
         assert list(own_lengths(scheduler)) == []
 
 
-def test_the_names_are_those_of_the_documentation() -> None:
+def test_every_schedule_name_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
     for name in schedule_names():
         assert f"| `{name}` |" in page

@@ -144,7 +144,7 @@ def test_a_list_of_optimizers_trains_as_a_loop_by_hand_and_resumes_to_the_last_b
             np.testing.assert_array_equal(resumed[name], whole[name], err_msg=name)
 
 
-def test_each_has_its_name_in_checkpoints_metrics_and_the_plan(
+def test_each_optimizer_has_its_name_in_checkpoints_metrics_and_the_plan(
     runs: tuple[Path, dict[str, list[Any]]],
 ) -> None:
     state = json.loads((runs[0] / "ddp" / "checkpoints" / "step-00000003" / "state.json").read_text())
@@ -175,7 +175,7 @@ def test_optimizers_of_a_mapping_step_alone_when_they_are_named() -> None:
         assert np.array_equal(ends.weights[name], value.numpy()) is matrix, name
 
 
-def test_fp16_leaves_an_update_out_for_all_of_them_or_for_none() -> None:
+def test_fp16_leaves_an_update_out_for_all_optimizers_or_for_none() -> None:
     class Overflows(Net):
         def training_step(self, batch: Any) -> Any:
             loss = super().training_step(batch)
@@ -196,7 +196,7 @@ def test_fp16_leaves_an_update_out_for_all_of_them_or_for_none() -> None:
     assert not any(changed)
 
 
-def test_two_of_one_update_that_hold_the_same_parameter_are_refused_by_its_name() -> None:
+def test_two_optimizers_of_one_update_that_share_a_parameter_are_refused_by_its_name() -> None:
     class Overlaps(Net):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
@@ -233,7 +233,7 @@ def test_deepspeed_refuses_a_list_by_name() -> None:
         Trainer(strategy="zero1", precision="fp32", max_steps=1, progress=False).fit(Net(), ROWS, batch_size=4)
 
 
-def test_a_checkpoint_is_exported_and_reported_with_all_of_them(
+def test_a_checkpoint_is_exported_and_reported_with_all_optimizers(
     runs: tuple[Path, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
     folder = runs[0] / "fsdp"

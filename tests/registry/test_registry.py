@@ -248,7 +248,7 @@ def test_a_built_in_name_wins_and_the_qualified_one_gives_the_other(install: Ins
     assert type(Registry().resolve("strategy", "fabricate/ddp")[0]) is DDP
 
 
-def test_installed_is_not_active(install: Install) -> None:
+def test_an_installed_plugin_is_not_active_by_itself(install: Install) -> None:
     install("fabricate-moon", "@hookimpl\ndef on_step(step): pass", name="moon")
     registry = Registry()
     registry.resolve("strategy", "single")

@@ -219,7 +219,7 @@ def dry_run(script: Path, *options: str) -> tuple[str, int]:
     return text, usage.ru_maxrss * 1024
 
 
-def test_one_node_that_is_asked_for_is_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_single_node_is_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda file, arguments, environment: started.append(environment))
     script = tmp_path / "any.py"

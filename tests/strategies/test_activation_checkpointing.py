@@ -70,7 +70,7 @@ def test_blocks_run_again_in_backward_and_the_weights_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
-def test_so_they_do_on_two_ranks(strategy: str) -> None:
+def test_on_two_ranks_blocks_run_again_in_backward_and_the_weights_are_the_same(strategy: str) -> None:
     assert run_ranks(both, 2, strategy) == [(True, 3, 6)] * 2
 
 

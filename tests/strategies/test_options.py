@@ -548,7 +548,7 @@ def test_a_module_that_was_sharded_goes_on_with_the_options_of_its_shards(two: A
 # ------------------------------------------------------------------------------------------------- DDP
 
 
-def test_the_options_of_ddp_reach_it(two: Answers) -> None:
+def test_the_options_of_ddp_reach_torchs_ddp(two: Answers) -> None:
     logging_data = {name: two[name][0]["logging"] for name in ("ddp", "static graph", "looked for", "bucket view")}
     assert {name: bool(each["find_unused_parameters"]) for name, each in logging_data.items()} == {
         "ddp": False,
@@ -603,7 +603,7 @@ def test_gradients_travel_in_half_precision(two: Answers, name: str, dtype: torc
 # ------------------------------------------------------------------------------------------------- refusals
 
 
-def test_what_cannot_be_is_refused_before_anything_is_built(two: Answers) -> None:
+def test_options_that_cannot_work_are_refused_before_anything_is_built(two: Answers) -> None:
     (errors, _) = two["refused"]
     wanted = {
         "fsdp:param_dtype=bf16": "use precision='bf16', or leave param_dtype out",

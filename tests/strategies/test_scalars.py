@@ -78,7 +78,7 @@ def _refused(strategy: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_deepspeed_takes_none_and_the_error_names_them(strategy: str) -> None:
+def test_deepspeed_refuses_parameters_without_a_dimension_by_name(strategy: str) -> None:
     for text in run_ranks(_refused, 2, strategy):
         assert (
             "DeepSpeed does not support parameters with zero dimensions: scale, fixed; give each the shape (1,)" in text

@@ -32,7 +32,7 @@ def fit(strategy: str) -> Net:
     return module
 
 
-def test_layers_are_exchanged_with_what_they_hold_and_come_back_with_what_became_of_it() -> None:
+def test_batch_norm_layers_are_exchanged_and_come_back_with_their_state() -> None:
     module = Net()
     first, inner = module.net[1], module.net[2][0]  # type: ignore[index]
     names, weight = list(module.state_dict()), first.weight
@@ -70,5 +70,5 @@ def test_a_module_without_batch_norm_is_refused() -> None:
         synchronise_batch_norm(torch.nn.Linear(1, 1))
 
 
-def test_the_strategy_says_so_for_devices_that_can() -> None:
+def test_ddp_accepts_sync_batchnorm_on_cuda() -> None:
     assert list(DDP(sync_batchnorm=True).check(2, torch.device("cuda"))) == []

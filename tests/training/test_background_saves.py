@@ -128,7 +128,9 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Files, "fsync", fsync)
 
 
-def test_every_checkpoint_is_the_one_that_a_stopping_save_writes(tmp_path: Path, slow_disk: None) -> None:
+def test_a_background_save_writes_the_same_checkpoint_as_a_save_that_stops_training(
+    tmp_path: Path, slow_disk: None
+) -> None:
     fit(tmp_path / "sync", Keeps(), save="sync")
     fit(tmp_path / "async", Keeps())
     first, second = committed(tmp_path / "sync"), committed(tmp_path / "async")
@@ -137,7 +139,9 @@ def test_every_checkpoint_is_the_one_that_a_stopping_save_writes(tmp_path: Path,
         assert second[step] == first[step], step
 
 
-def test_training_goes_on_and_the_end_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_during_a_save_and_the_end_of_the_fit_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writing: list[tuple[int, bool]] = []
     spins_until = {"step-00000004": threading.Event(), "step-00000008": threading.Event()}
     real = Files.fsync
@@ -317,9 +321,7 @@ def test_a_host_without_room_for_the_copies_is_refused_before_the_first_step(
     assert fit(tmp_path, save="sync").steps == STEPS
 
 
-def test_each_change_of_weights_comes_after_what_is_being_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_change_only_after_their_copy_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     class Steps(Callback):

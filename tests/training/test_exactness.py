@@ -347,7 +347,7 @@ def test_a_transformers_model_trains_as_on_whole_batches_without_a_word_about_we
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_rows_of_those_models_differ_in_what_they_weigh(name: str) -> None:
+def test_micro_batches_of_the_transformers_models_have_different_numbers_of_labels(name: str) -> None:
     batches = [torch.utils.data.default_collate(rows(name)[start : start + 2]) for start in range(0, ROWS, 2)]
     counts = [int((batch["labels"][..., name == "gpt2" :] != -100).sum()) for batch in batches]
     assert len(set(counts)) > 1

@@ -321,7 +321,7 @@ def _frozen_in_a_hook(strategy: str) -> str:
     return str(caught.value)
 
 
-def test_zero_refuses_it_because_it_would_go_on_updating() -> None:
+def test_zero_refuses_freezing_in_a_hook_because_it_would_go_on_updating() -> None:
     [message] = run_ranks(_frozen_in_a_hook, 1, "zero1")
     assert "not at step 1: strategy='zero1' goes on updating it. Freeze it before the fit" in message
 

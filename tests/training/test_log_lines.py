@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_step(device_behind: None
         fit(exploding(1), max_steps=9, log_every=2)
 
 
-def test_only_what_just_shows_may_come_later() -> None:
+def test_values_come_later_only_where_they_are_just_shown() -> None:
     answers: list[bool] = []
 
     class Asks(Callback):

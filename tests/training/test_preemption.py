@@ -186,7 +186,7 @@ def test_a_process_that_was_told_to_end_begins_no_further_fit(capsys: pytest.Cap
     assert "SIGTERM asked this process to end, so no further fit is started" in capsys.readouterr().err
 
 
-def test_a_fit_that_is_done_in_the_same_update_is_done(tmp_path: Path) -> None:
+def test_a_fit_that_gets_a_signal_in_its_last_update_is_complete(tmp_path: Path) -> None:
     plugin = SendsSignals("step", signal.SIGTERM, step=STEPS)
     result = fit(tmp_path, plugin)
     assert (result.stop_reason, result.exit_code, plugin.preempted) == ("max_steps", 0, [])

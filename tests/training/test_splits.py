@@ -200,7 +200,7 @@ def test_any_split_over_ranks_gives_the_update_of_the_whole_batch(world_size: in
     ],
     ids=str,
 )
-def test_a_sample_of_the_table(strategy: str, split: Split) -> None:
+def test_some_splits_of_the_table_train_as_the_whole_batch(strategy: str, split: Split) -> None:
     for name, (losses, weights) in compare(strategy, split).items():
         assert losses <= TOLERANCE, name
         assert weights <= TOLERANCE, name
@@ -217,7 +217,7 @@ def test_a_loss_scale_leaves_shorter_windows_and_empty_micro_batches_as_they_are
         assert weights <= 1e-2, f"{name}: float16 rounds to 5e-4, a window that weighs wrongly is some 1e-1"
 
 
-def test_the_table_has_every_way_to_make_twelve() -> None:
+def test_the_table_has_every_split_of_twelve_rows() -> None:
     table = [(split.ranks, split.micro_batch, split.accumulation) for ranks in (1, 2, 3) for split in splits(ranks)]
     wanted = [(w, b, 12 // (w * b)) for w in (1, 2, 3) for b in range(1, 13) if 12 % (w * b) == 0]
     assert table == wanted

@@ -51,7 +51,7 @@ def sizes(run_dir: Path) -> int:
     return sum(file.stat().st_size for file in newest.iterdir())
 
 
-def test_they_hold_the_weights_of_the_best_epoch_and_nothing_that_a_resume_needs(
+def test_weights_only_checkpoints_hold_the_best_epoch_and_nothing_that_a_resume_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer, result = fit(tmp_path / "small")
@@ -68,7 +68,7 @@ def test_they_hold_the_weights_of_the_best_epoch_and_nothing_that_a_resume_needs
     assert CliRunner().invoke(main, ["ckpt", "inspect", str(best)]).exit_code == 0
 
 
-def test_nothing_resumes_from_them(tmp_path: Path) -> None:
+def test_a_fit_does_not_resume_from_a_weights_only_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path)
     for weights_only in (True, False):
         with pytest.raises(

@@ -319,13 +319,13 @@ def test_saving_over_something_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["accelerator", "step", "epoch", "progress", "metrics", "total_steps", "optimizers"])
-def test_what_a_run_has_does_not_exist_before_it(name: str) -> None:
+def test_attributes_of_a_run_do_not_exist_before_it(name: str) -> None:
     with pytest.raises(FabricateError, match="while fit, validate, test or predict is running"):
         getattr(Trainer(max_steps=1), name)
 
 
 @pytest.mark.parametrize("call", [Trainer.request_save, Trainer.request_eval, Trainer.stop])
-def test_requests_need_a_run(call: Any) -> None:
+def test_requests_outside_of_a_run_are_refused(call: Any) -> None:
     with pytest.raises(FabricateError, match="while fit, validate, test or predict is running"):
         call(Trainer(max_steps=1))
 
@@ -462,7 +462,7 @@ def test_a_parameter_that_a_hook_replaces_is_refused(hook: str, forwards: int) -
     )
 
 
-def test_what_looks_trained_and_is_not_is_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_that_look_trained_and_are_not_are_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     def training_step(self: Any, batch: Any) -> torch.Tensor:
         return self.loss(batch) + self.head(self.towers[0](batch[0])).square().mean()
 

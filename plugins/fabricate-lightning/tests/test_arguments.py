@@ -97,7 +97,7 @@ def test_an_argument_without_a_counterpart_is_named(arguments: dict[str, Any], m
         Trainer(**arguments)
 
 
-def test_where_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_writes_where_lightning_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number in range(2):  # by default as Lightning: a new folder for each run
         trainer = Trainer(max_epochs=1, enable_progress_bar=False)

@@ -146,7 +146,7 @@ def test_manual_optimization_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(ends[2].state_dict()[name], value), name
 
 
-def test_last_goes_on_and_nothing_begins_anew(tmp_path: Path) -> None:
+def test_ckpt_path_last_resumes_and_no_ckpt_path_starts_anew(tmp_path: Path) -> None:
     first = _fit(Classifier(), tmp_path, max_epochs=1)
     assert first.global_step == 7
     on = _fit(Classifier(), tmp_path, max_epochs=2, ckpt_path="last")
