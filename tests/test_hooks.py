@@ -423,7 +423,7 @@ class Mine(DDP):
         return [*super().check(world_size, device)]
 
     def on_step(self, trainer: Trainer, step: int) -> None:
-        self.heard = step, trainer.strategy.name
+        self.arguments = step, trainer.strategy.name
 
 
 class Rounded(Precision):

@@ -424,9 +424,9 @@ from test_hostile_checkpoints import Net, fit
 from fabricate import CheckpointError
 folder = Path(sys.argv[2])
 fit()  # what is imported late is imported now
-seen = []
-heard = ("pickle.find_class", "marshal.loads", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect")
-sys.addaudithook(lambda event, arguments: seen.append((event, arguments)) if event in heard else None)
+events = []
+dangerous = ("pickle.find_class", "marshal.loads", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect")
+sys.addaudithook(lambda event, arguments: events.append((event, arguments)) if event in dangerous else None)
 for attempt in (lambda: fit(resume=folder), lambda: Net.load_from_checkpoint(folder)):
     try:
         attempt()
@@ -439,7 +439,7 @@ for file in folder.iterdir():
         file.unlink()
 fit(resume=folder)
 Net.load_from_checkpoint(folder)
-assert seen == [], seen
+assert events == [], events
 """
     process = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parent), str(folder)],

@@ -20,11 +20,11 @@ class Mortal(Files):
 
     def __init__(self, fatal: int) -> None:
         self.fatal = fatal
-        self.done = 0
+        self.operations = 0
 
     def _live(self) -> None:
-        self.done += 1
-        if self.done >= self.fatal:
+        self.operations += 1
+        if self.operations >= self.fatal:
             raise Killed
 
     def create(self, path: Path) -> Writer:
@@ -32,7 +32,7 @@ class Mortal(Files):
         return super().create(path)
 
     def write(self, writer: Writer, data: bytes | bytearray | memoryview) -> None:
-        if self.done + 1 == self.fatal:
+        if self.operations + 1 == self.fatal:
             os.write(writer.descriptor, memoryview(data)[: len(data) // 2])
         self._live()
         super().write(writer, data)

@@ -24,8 +24,8 @@ SCRIPT = """
 import os, pathlib, sys, time
 names = ("RANK", "WORLD_SIZE", "FABRICATE_STRATEGY", "FABRICATE_PRECISION", "FABRICATE_PLUGINS", "FABRICATE_PLAN_ONLY",
          "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-told = {name: os.environ[name] for name in names if name in os.environ}
-os.write(1, f"{told} {sys.argv[1:]}{chr(10)}".encode())
+variables = {name: os.environ[name] for name in names if name in os.environ}
+os.write(1, f"{variables} {sys.argv[1:]}{chr(10)}".encode())
 # The first to fail ends the others: each waits until all have said what they were told.
 here = pathlib.Path(sys.argv[0]).parent
 (here / f"said-{os.environ.get('RANK', 0)}").touch()

@@ -137,10 +137,10 @@ class Net(TrainModule):
 
 class Losses(Callback):
     def __init__(self) -> None:
-        self.heard: list[float] = []
+        self.values: list[float] = []
 
     def on_step(self, loss: torch.Tensor) -> None:
-        self.heard.append(float(loss))
+        self.values.append(float(loss))
 
 
 def fit(run_dir: Path, steps: int, data: Any, **options: Any) -> tuple[list[float], list[float]]:
@@ -151,7 +151,7 @@ def fit(run_dir: Path, steps: int, data: Any, **options: Any) -> tuple[list[floa
         save_every=None, **options,
     )  # fmt: skip
     trainer.fit(module, data, **({} if isinstance(data, Remembers | DataLoader) else {"batch_size": 2}))
-    return losses.heard, module.layer.weight.flatten().tolist()
+    return losses.values, module.layer.weight.flatten().tolist()
 
 
 @pytest.mark.parametrize("save", ["sync", "async"])
@@ -178,10 +178,12 @@ def test_a_stream_of_datasets_is_read_again_since_its_state_forgets_a_shuffle_bu
         assert source.resumes == "by replay"
         assert any("the epoch is read again" in note for note in source.notes)
         whole = [batch["row"].tolist() for window in source.windows(0) for batch, _ in window.micro_batches]
-        for done in range(1, len(whole)):
+        for count in range(1, len(whole)):
             again = opened(data, Loading(2), 0, 1)
-            rest = [batch["row"].tolist() for window in again.windows(0, 2 * done) for batch, _ in window.micro_batches]
-            assert rest == whole[done:]
+            rest = [
+                batch["row"].tolist() for window in again.windows(0, 2 * count) for batch, _ in window.micro_batches
+            ]
+            assert rest == whole[count:]
 
 
 def test_other_rows_of_the_same_number_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,8 +101,8 @@ def test_a_resume_from_every_position_continues_with_the_rows_that_were_left(
     data: Any, loading: Loading | None
 ) -> None:
     whole = updates(ranks(data, loading, 2, accumulation=2), epoch=1)
-    for done, (_, _, end, _) in enumerate(whole, start=1):
-        assert updates(ranks(data, loading, 2, accumulation=2), epoch=1, start=end) == whole[done:]
+    for count, (_, _, end, _) in enumerate(whole, start=1):
+        assert updates(ranks(data, loading, 2, accumulation=2), epoch=1, start=end) == whole[count:]
 
 
 def test_a_resume_with_another_world_size_loses_and_repeats_nothing() -> None:

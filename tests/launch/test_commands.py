@@ -39,8 +39,8 @@ SRUN = {
 SHOW = """
 import json, os, sys
 names = ("RANK", "WORLD", "LOCAL", "GROUP", "MASTER", "ACCELERATE", "FSDP", "TORCHELASTIC")
-told = {name: value for name, value in os.environ.items() if name.startswith(names)}
-sys.stdout.write(json.dumps(told) + chr(10))
+variables = {name: value for name, value in os.environ.items() if name.startswith(names)}
+sys.stdout.write(json.dumps(variables) + chr(10))
 """
 
 

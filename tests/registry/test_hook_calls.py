@@ -27,10 +27,10 @@ class Hears(Callback):
 
     def __init__(self, label: str, calls: list[Any]) -> None:
         self.label = label
-        self.heard = calls
+        self.calls = calls
 
     def on_step(self, step: int) -> None:
-        self.heard.append((self.label, step))
+        self.calls.append((self.label, step))
 
 
 def _arguments(hook: str) -> list[str]:

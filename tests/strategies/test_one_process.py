@@ -90,19 +90,19 @@ class Talks(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.heard: list[Any] = []
+        self.values: list[Any] = []
 
     def on_step(self) -> None:
         numbers = torch.ones(3)
         dist.all_reduce(numbers)
-        self.heard = [numbers.tolist(), gather_object(["mine"])]
+        self.values = [numbers.tolist(), gather_object(["mine"])]
         checkpoint.async_save({"numbers": numbers}, checkpoint_id=self.folder).result()
 
 
 def talked(folder: Path) -> list[Any]:
     talks = Talks(folder)
     fit("fsdp", steps=1, plugins=[talks])
-    return [*talks.heard, (folder / ".metadata").exists()]
+    return [*talks.values, (folder / ".metadata").exists()]
 
 
 def of_another_size() -> str:

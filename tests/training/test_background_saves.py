@@ -147,9 +147,9 @@ def test_training_goes_on_during_a_save_and_the_end_of_the_fit_waits_for_it(
     real = Files.fsync
 
     def fsync(self: Files, writer: Writer) -> None:
-        for name, done in spins_until.items():
+        for name, event in spins_until.items():
             if name in writer.path.parent.name:
-                assert done.wait(600)
+                assert event.wait(600)
         real(self, writer)
 
     class Looks(Callback):

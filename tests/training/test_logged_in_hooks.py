@@ -338,18 +338,18 @@ class OnRanks(WholeSet):
     def __init__(self) -> None:
         super().__init__()
         self.largest = torchmetrics.MaxMetric()
-        self.seen = 0
+        self.row_count = 0
 
     def validation_step(self, batch: Any) -> Any:
-        self.seen += len(batch[0])
+        self.row_count += len(batch[0])
         self.largest.update(batch[1] * 8)
         self.log("largest", self.largest)
         return super().validation_step(batch)
 
     def on_eval_end(self, metrics: dict[str, float]) -> None:
-        self.log("seen", self.seen, reduce="sum")
+        self.log("seen", self.row_count, reduce="sum")
         metrics["val_root"] = metrics["val_loss"] ** 0.5
-        self.seen = 0
+        self.row_count = 0
 
 
 class RankLocal(Regression):

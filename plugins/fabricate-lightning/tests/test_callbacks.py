@@ -198,7 +198,7 @@ def test_a_callback_of_the_users_sees_what_it_sees_in_lightning() -> None:
     theirs, ours = both(ReturnsMapping, data, callbacks=callback)
     assert [record[:2] for record in instances[1].records] == [record[:2] for record in instances[0].records]
     assert [record[2] for record in instances[1].records] == pytest.approx(
-        [seen[2] for seen in instances[0].records], abs=1e-6
+        [record[2] for record in instances[0].records], abs=1e-6
     )
     assert instances[1].pairs == instances[0].pairs
     assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
