@@ -258,7 +258,8 @@ class TrainModule(torch.nn.Module, Listener):
     @foreign_names.translated(foreign_names.LOG)
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
         """Record a metric, in a step or a hook, without waiting for the device. `value`: a number, a bool, a 0-dim tensor, or a
-        torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation). `reduce`: "mean" averages over
+        torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation). A value computed from sharded
+        parameters (a `DTensor`) is completed over the ranks: then all ranks have to log it. `reduce`: "mean" averages over
         micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks outside of updates, 1 per
         rank); "sum" adds up.
 

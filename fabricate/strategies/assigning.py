@@ -1,4 +1,5 @@
-"""`parameter.data = value` for sharded parameters, and contiguous memory for parameters that a strategy will cut. Must not know: hooks."""
+"""Sharded parameters in user code: `parameter.data = value`, and numbers read from them; and contiguous memory for parameters that a
+strategy will cut. Must not know: hooks."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from fabricate.strategies.sharding import Part, is_sharded, is_wrapper
 
 ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """The function that `tensor.data = value` calls."""
+_READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"})
+"""The methods of a tensor that return its values."""
 
 
 def lay_out(module: torch.nn.Module, strategy: Strategy) -> list[str]:
@@ -28,8 +31,21 @@ def lay_out(module: torch.nn.Module, strategy: Strategy) -> list[str]:
     return [text] if names else []
 
 
+def refuse_part(func: Any, args: Any) -> None:
+    """Raise `ConfigurationError` if `func` returns values of a tensor of which this rank has only a part, a norm of a shard for example.
+    torch alone would silently return those of the part."""
+    if getattr(func, "__name__", "") not in _READS or not args or not is_sharded(args[0]):
+        return
+    if args[0].device_mesh.size() > 1 and not all(placement.is_replicate() for placement in args[0].placements):
+        raise ConfigurationError(
+            f"{func.__name__} of a tensor that was computed from sharded parameters: this rank has only its part of the value. Call "
+            ".full_tensor() first, on all ranks, or give the tensor itself to self.log"
+        )
+
+
 class Assigning(TorchFunctionMode):
-    """A context in which `parameter.data = value` writes `value` into the shard of the parameter; torch alone would silently do nothing.
+    """A context in which `parameter.data = value` writes `value` into the shard of the parameter, and in which a value read from a shard
+    is an error; torch alone would silently do nothing, and return the value of the part.
 
     part_of: returns the part of a parameter that this rank holds. All ranks must assign the same values.
     """
@@ -41,6 +57,7 @@ class Assigning(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == ASSIGN and is_sharded(args[0]):
             return self._assign(*args)
+        refuse_part(func, args)
         return func(*args, **(kwargs or {}))
 
     def _assign(self, parameter: torch.Tensor, value: torch.Tensor) -> None:

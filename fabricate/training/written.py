@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fabricate.distributed.engine import Engine
 from fabricate.errors import ConfigurationError
 from fabricate.module import STEPS, TrainModule
-from fabricate.strategies.assigning import ASSIGN
+from fabricate.strategies.assigning import ASSIGN, refuse_part
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.sharding import is_sharded
 
@@ -67,6 +67,7 @@ class Written(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        refuse_part(func, args)
         for tensor in _written(func, args, kwargs):
             if tensor.grad_fn is None and (name := self._parameter(func, tensor)) and not _called_by_us():
                 self._refuse(name)

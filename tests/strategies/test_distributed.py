@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
-from fabricate import Callback, RankError, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 GLOBAL_BATCH, STEPS, MAX_GRAD_NORM, TOLERANCE = 12, 8, 0.5, 1e-5
@@ -509,3 +509,63 @@ def test_a_hook_that_runs_the_model_leaves_shards_that_are_saved_and_changed(tmp
     wanted, sharded = (run_ranks(ask, 2, name, str(tmp_path / name))[0] for name in ("ddp", "fsdp"))
     assert len(sharded) == 3
     assert sharded == pytest.approx(wanted)
+
+
+class Measured(Regression):
+    """Logs norms of weights and gradients, in hooks and in a step, where FSDP has shards."""
+
+    logged: dict[str, float]
+
+    def training_step(self, batch: Any) -> Any:
+        self.log("in_step", self.head.weight.norm())
+        return super().training_step(batch)
+
+    def on_before_step(self) -> None:
+        self.log("gradient", self.blocks[0].weight.grad.norm())
+        self.log("largest", self.blocks[0].weight.grad.abs().max())
+
+    def on_step(self) -> None:
+        self.log("weight", self.blocks[0].weight.norm())
+        self.log("squares", sum(p.square().sum() for p in self.parameters()))
+
+    def on_log(self, metrics: dict[str, float]) -> None:
+        self.logged = dict(metrics)
+
+
+class ReadsNumbers(Regression):
+    def __init__(self, read: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.read = read
+
+    def on_step(self) -> None:
+        self.read(self.blocks[0].weight.norm())
+
+
+def measure(strategy: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    module = Measured()
+    Trainer(strategy=strategy, precision="fp32", max_steps=2, log_every=1, progress=False, seed=3).fit(
+        module, rows(24), batch_size=6
+    )
+    return module.logged
+
+
+def measured() -> tuple[list[dict[str, float]], list[str]]:
+    logged, errors = [measure(strategy) for strategy in ("ddp", "fsdp")], []
+    for read in (float, torch.Tensor.item, "{:.3f}".format, torch.Tensor.tolist):
+        with pytest.raises(ConfigurationError) as caught:
+            Trainer(strategy="fsdp", max_steps=1, progress=False).fit(ReadsNumbers(read), rows(24), batch_size=6)
+        errors.append(str(caught.value))
+    Trainer(strategy="fsdp", max_steps=1, progress=False).fit(
+        ReadsNumbers(lambda norm: float(norm.full_tensor())), rows(24), batch_size=6
+    )
+    return logged, errors
+
+
+def test_norms_of_shards_are_logged_as_those_of_whole_tensors_and_not_read_in_part() -> None:
+    for (replicas, shards), errors in run_ranks(measured, 2):
+        assert {"in_step", "gradient", "largest", "weight", "squares"} <= set(shards)
+        assert shards == pytest.approx(replicas, rel=1e-5)
+        assert len(errors) == 4
+        for text in errors:
+            assert "this rank has only its part of the value. Call .full_tensor() first, on all ranks" in text
