@@ -6,6 +6,7 @@ how a source reads (`indexed`, `sequential`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 from typing import Any
@@ -189,9 +190,9 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     if has_own_loop(loader):
         return _open_batches(loader, setup, f"{type(loader).__name__} has an iterator of its own")
     if isinstance(loader.dataset, IterableDataset):
-        return _open_batches(loader, setup, "its data set is a stream")
+        return _open_batches(_without_persistent_workers(loader, setup), setup, "its data set is a stream")
     if batch_sampler is None:
-        return _open_batches(loader, setup, "batch_size=None turns batching off")
+        return _open_batches(_without_persistent_workers(loader, setup), setup, "batch_size=None turns batching off")
 
     batch_size: int | None
     draw: Draw
@@ -206,7 +207,9 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
         draw, units = lambda seed, epoch: BatchOrder(drawn(sampler, seed, epoch)), _length(sampler)
         order = f"the batches of {type(sampler).__name__}, drawn for each epoch from the seed, and given to the ranks in turn"
     if units is None:
-        return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
+        return _open_batches(
+            _without_persistent_workers(loader, setup), setup, f"{type(sampler).__name__} has no length"
+        )
     setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
     options = _options_of(loader, setup, loading)
     source = Indexed(
@@ -224,11 +227,7 @@ def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict
     }
     options["pin_memory"] = loader.pin_memory or loading.pin_memory
     options["prefetch_factor"] = loader.prefetch_factor
-    if loader.persistent_workers:
-        setup.notes.append(
-            f"{setup.argument}: persistent_workers=True of the DataLoader is not applied, because worker processes are "
-            "started again for each epoch"
-        )
+    _note_persistent_workers(loader, setup)
     if not loader.in_order:
         setup.notes.append(
             f"{setup.argument}: in_order=False of the DataLoader is not applied, because batches are read in order"
@@ -236,6 +235,24 @@ def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict
     if loader.pin_memory_device:  # deprecated in torch, so passed only if it is set
         options["pin_memory_device"] = loader.pin_memory_device
     return options
+
+
+def _note_persistent_workers(loader: DataLoader[Any], setup: Setup) -> None:
+    if loader.persistent_workers:
+        setup.notes.append(
+            f"{setup.argument}: persistent_workers=True of the DataLoader is not applied, because worker processes are "
+            "started again for each epoch"
+        )
+
+
+def _without_persistent_workers(loader: DataLoader[Any], setup: Setup) -> DataLoader[Any]:
+    """`loader`, or a copy of it that starts its workers anew in each epoch: persistent ones would never see a `set_epoch` of their copy of
+    the data set, and after a resume they would begin with another state than in the first run."""
+    _note_persistent_workers(loader, setup)
+    if loader.persistent_workers:
+        loader = copy.copy(loader)
+        vars(loader).update(persistent_workers=False, _iterator=None)  # torch refuses to assign the first
+    return loader
 
 
 def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, bool | None]:
@@ -310,7 +327,21 @@ def _open_iterable(data: Iterable[Any], setup: Setup, loading: Loading) -> Sourc
         f"is an iterable of batches ({type(data).__name__}), which are used as they are. For rows pass a data set or a torch "
         "IterableDataset",
     )
+    if isinstance(data, list | tuple) and data and _looks_like_a_row(data[0]):
+        setup.notes.append(
+            f"{setup.argument}: each of the {len(data)} items of the {type(data).__name__} is taken as one batch, but the first looks "
+            "like one row. For rows, pass batch_size="
+        )
     return _open_batches(data, setup, None)
+
+
+def _looks_like_a_row(item: Any) -> bool:
+    """Whether the parts of a tuple or list are numbers, or tensors without a common number of rows, as a label beside an image is."""
+    if not isinstance(item, list | tuple) or len(item) < 2:
+        return False
+    sizes = {len(part) if isinstance(part, torch.Tensor | np.ndarray) and part.ndim else 0 for part in item}
+    numbers = all(isinstance(part, torch.Tensor | np.ndarray | np.generic | int | float) for part in item)
+    return numbers and (0 in sizes or len(sizes) > 1)
 
 
 def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Source:

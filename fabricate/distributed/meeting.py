@@ -11,7 +11,9 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Iterable, Mapping
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -24,6 +26,8 @@ from fabricate.errors import RankError
 
 _READ_TIMEOUT = datetime.timedelta(seconds=30)
 _NEWLINE = "\n"
+_LONG_WAIT_SECONDS = 60.0
+"""The time after which a rank reports that it waits for others."""
 _GROUPS, _OTHER_FILES = 3, 512
 
 
@@ -95,9 +99,10 @@ def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.ti
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        compare_builds(store, rank, world_size, built, device)
+        with _noting_a_long_wait(rank, timeout):
+            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+            store.set_timeout(timeout)
+            compare_builds(store, rank, world_size, built, device)
     except dist.DistError as exc:
         raise RankError(
             f"rank {rank} on {socket.gethostname()} did not find all {world_size} ranks at {address} within {timeout}: start one "
@@ -106,6 +111,23 @@ def meet(rank: int, world_size: int, built: dict[str, str], timeout: datetime.ti
         ) from exc
     met: Store = store
     return met
+
+
+@contextlib.contextmanager
+def _noting_a_long_wait(rank: int, timeout: datetime.timedelta) -> Iterator[None]:
+    """Print a note if the body takes long. Ranks 0 and 1 only: one of them waits if any rank is missing."""
+    note = (
+        f"note: rank {rank} has waited {_LONG_WAIT_SECONDS:g} seconds for the other ranks to begin a fit or an evaluation. Every rank "
+        f"has to call it: do not put the call under `if trainer.is_main` or `if rank == 0`. The wait ends with an error after {timeout}"
+    )
+    timer = threading.Timer(_LONG_WAIT_SECONDS, print, (note,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if rank < 2:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def compare_builds(store: Store, rank: int, world_size: int, built: dict[str, str], device: str = "") -> None:

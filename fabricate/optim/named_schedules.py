@@ -25,6 +25,8 @@ _OPTIONS = {
 }
 """The parameters of transformers' functions that have another name as options. All other parameters keep their names."""
 _SHORT = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr", "wsd": "warmup_stable_decay"}
+ENDS_IN_WARMUP = ", which end within the warm-up"
+"""The end of the plan's line for a schedule with a longer warm-up than the fit."""
 _DEFAULTS = {"warmup": 0.0, "decay": 0.2, "minimum": 0.0}
 
 
@@ -65,7 +67,7 @@ def named_schedule(
         raise ConfigurationError(f"{where} is {text!r}: {first_line(exc)}") from exc
     if total is None or not own.get("total"):
         return scheduler, text
-    ends = ", which end within the warm-up" if numbers["warmup"] > total else ""
+    ends = ENDS_IN_WARMUP if numbers["warmup"] > total else ""
     return _ending(scheduler, total), f"{text} over {total} updates{ends}"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from fabricate.errors import ConfigurationError, few
-from fabricate.optim.named_schedules import named_schedule, schedule_names
+from fabricate.optim.named_schedules import ENDS_IN_WARMUP, named_schedule, schedule_names
 from fabricate.optim.schedules import Schedule, own_lengths, takes_metric
 
 
@@ -223,6 +223,10 @@ def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, 
     that would fail during the fit. `total_steps`: the updates of each optimizer, None if not known."""
     notes = []
     for schedule in schedules.values():
+        if schedule.text.endswith(ENDS_IN_WARMUP):
+            notes.append(
+                f"the schedule is {schedule.text}: the learning rate does not reach its full value in this fit"
+            )
         per_epoch = schedule.advances == "epoch"
         comes, unit = (max_epochs, "epochs") if per_epoch else (total_steps, "updates")
         for name, length in dict.fromkeys(own_lengths(schedule.made)) if comes is not None else ():

@@ -58,7 +58,7 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` was compiled, by `Trainer(compile=)`, which sets a `forward` on the object, or by the user."""
     by_torch = getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-    # Accelerate's hook sets a forward too
+    # Accelerate's hook sets a forward too.
     return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
 
 
@@ -100,7 +100,7 @@ class FirstUpdate:
                 f"there were gradients before the loop called backward: {step}, or a hook before it, calls backward, and the "
                 "gradients would be added twice. Return the loss, and leave backward to the loop"
             )
-        # a strategy that shards may keep them elsewhere
+        # A strategy that shards may keep them elsewhere.
         if micro_step and not there and not strategy.shards_parameters:
             raise ConfigurationError(
                 f"the gradients of earlier micro-batches of this update are gone: {step}, or on_accumulate, calls zero_grad. "
@@ -145,6 +145,11 @@ class FirstUpdate:
             run.journal.note(text)
         if run.engine.rank == 0 and run.settings.print_plan != "none":
             print(f"observed in the first update: {_told(observed)}", flush=True)
+        if new := self._new_parameters():
+            run.journal.note(
+                f"{few(new)} were created in the first update, and no optimizer has them: they do not train. Create all layers in "
+                "__init__ or configure_model"
+            )
         precision = run.engine.precision
         # Layers inside a compiled module are not seen, and its output may be float32, for example a residual sum.
         if layers and whole and precision.compute_dtype not in (*layers, "float32"):
@@ -161,6 +166,14 @@ class FirstUpdate:
             )
         if run.engine.strategy.exposes_gradients:
             self._without_gradient = {n: p for n, p in trainable.items() if p.grad is None}
+
+    def _new_parameters(self) -> list[str]:
+        """The names of trainable parameters that a step or a hook has created, and that no optimizer holds."""
+        optim = self._run.optim
+        held = {p for o in optim.optimizers.values() for group in o.param_groups for p in group["params"]}
+        earlier = optim.trained.keys() | optim.frozen.keys()
+        parameters = self._run.module.named_parameters()
+        return [name for name, p in parameters if p.requires_grad and name not in earlier and p not in held]
 
 
 def _observed(

@@ -13,6 +13,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -43,6 +44,29 @@ def test_options_of_a_loader_that_are_not_applied_are_named() -> None:
         "train: persistent_workers=True of the DataLoader is not applied, because worker processes are started again for each epoch",
         "train: in_order=False of the DataLoader is not applied, because batches are read in order",
     )
+
+
+class Epochs(IterableDataset[list[int]]):
+    """Rows that show the epoch which its workers know."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([self.epoch, row] for row in range(4))
+
+
+def test_workers_of_a_stream_see_each_epoch_though_the_loader_would_keep_them() -> None:
+    loader = DataLoader(Epochs(), batch_size=2, num_workers=1, persistent_workers=True, collate_fn=list)
+    source = opened(loader)
+    assert any("persistent_workers=True of the DataLoader is not applied" in note for note in source.notes)
+    for epoch in range(3):
+        batches = [batch for window in source.windows(epoch) for batch, _ in window.micro_batches]
+        assert batches == [[[epoch, 0], [epoch, 1]], [[epoch, 2], [epoch, 3]]]
+    assert loader.persistent_workers, "the user's own loader is unchanged"
 
 
 class Nested(Numbers):

@@ -28,6 +28,19 @@ def test_lists_tensors_and_subsets_are_data_sets_when_a_batch_size_is_given() ->
         assert flat(updates([source])) == [5, 6, 7]
 
 
+def test_a_list_of_rows_without_a_batch_size_gets_a_note() -> None:
+    note = "train: each of the 3 items of the list is taken as one batch, but the first looks like one row. For rows, pass batch_size="
+    for row in [
+        (torch.ones(4), 1),
+        (torch.ones(4), torch.tensor(1)),
+        [np.ones((2, 2)), np.int64(3)],
+        (torch.ones(4), torch.ones(1)),
+    ]:
+        assert opened([row] * 3).notes[0] == note
+    for batch in [(torch.ones(4), torch.ones(4, 2)), {"x": torch.ones(4), "scale": 2}, torch.ones(3), ("a", "b")]:
+        assert not any("looks like one row" in text for text in opened([batch] * 3).notes)
+
+
 def test_a_hugging_face_data_set_yields_tensors_and_the_plan_says_so() -> None:
     table = datasets.Dataset.from_dict({"ids": [[1, 2], [3, 4], [5, 6]]})
     source = opened(table, Loading(2, shuffle=False))

@@ -19,6 +19,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader
 
 from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
+from fabricate.distributed import meeting
 from fabricate.distributed.meeting import compare_builds, meet
 from fabricate.testing import run_ranks
 from fabricate.testing.ranks import free_port
@@ -127,7 +128,7 @@ def test_nodes_try_a_save_beside_the_run_directory_that_they_share(
     monkeypatch.setattr(preparation, "_SHOWN_SECONDS", 0)
     monkeypatch.setattr(preparation, "is_written_by", lambda run_dir, fit: False)  # as on another host
     with pytest.raises(
-        ConfigurationError, match=r"fast_dev_run on several nodes needs a directory that all.* set run_dir="
+        ConfigurationError, match=r"fast_dev_run on several nodes needs a directory that all.* Set run_dir="
     ):
         Trainer(fast_dev_run=True).fit(Regression(1), torch.ones(12, 4), batch_size=2)
 
@@ -174,7 +175,10 @@ def test_two_ranks_on_one_device_are_named_before_nccl_waits_for_them() -> None:
 
 
 @pytest.mark.parametrize(("rank", "reason"), [(0, "1/2 clients joined"), (1, "timed out")])
-def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_meets_nobody_says_where_it_waited(
+    rank: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "_LONG_WAIT_SECONDS", 0.3)
     port = str(free_port())
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -184,6 +188,8 @@ def test_a_rank_that_meets_nobody_says_where_it_waited(rank: int, reason: str, m
         caught.value
     )
     assert reason in str(caught.value)
+    note = f"note: rank {rank} has waited 0.3 seconds for the other ranks to begin a fit or an evaluation. Every rank has to call it"
+    assert capsys.readouterr().err.count(note) == 1
 
 
 class Drifts(Callback):

@@ -388,11 +388,16 @@ def test_the_note_about_the_pace_is_in_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["linear:warmup=5", "cosine:warmup=5,minimum=0.1", "wsd:warmup=5,decay=2"])
-def test_a_fit_that_is_cut_short_may_end_within_the_warm_up(text: str) -> None:
+def test_a_fit_that_is_cut_short_may_end_within_the_warm_up_and_says_so(text: str, tmp_path: Path) -> None:
     rates = fit(lambda trainer, optimizer: (optimizer, text), max_steps=2)
     whole = fit(lambda trainer, optimizer: (optimizer, text), max_steps=15, max_epochs=None)
     assert rates == whole[:2]
     fit(lambda trainer, optimizer: (optimizer, text), fast_dev_run=True)
+    fit(lambda trainer, optimizer: (optimizer, text), max_steps=2, run_dir=tmp_path)
+    (note,) = json.loads((tmp_path / "plan.json").read_text())["notes"]
+    assert note == (
+        f"the schedule is {text} over 2 updates, which end within the warm-up: the learning rate does not reach its full value in this fit"
+    )
 
 
 def test_a_schedule_that_would_raise_on_the_way_is_refused_before_the_first_step() -> None:

@@ -135,6 +135,21 @@ def test_a_parameter_that_no_gradient_reaches_is_told(capsys: pytest.CaptureFixt
     assert "freeze them with requires_grad_(False)" in lines[0]
 
 
+class Late(Net):
+    """Creates a layer in its step."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.late = torch.nn.Linear(4, 4)
+        return super().training_step((self.late(batch[0]), *batch[1:]))
+
+
+def test_a_layer_that_a_step_creates_and_no_optimizer_has_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(max_steps=2, progress=False).fit(Late(), rows(), batch_size=2)
+    note = "late.weight, late.bias were created in the first update, and no optimizer has them: they do not train"
+    assert capsys.readouterr().err.count(note) == 1
+
+
 def test_nothing_is_told_where_every_parameter_trains(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(max_steps=4, progress=False).fit(Net(), rows(), batch_size=2)
     assert "no gradient" not in capsys.readouterr().err

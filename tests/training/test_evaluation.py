@@ -55,6 +55,22 @@ def test_several_validation_sets_are_named_in_their_metrics() -> None:
     assert result.metrics.items() >= metrics.items()
 
 
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_a_validation_without_any_metric_gets_one_note(in_hook: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    class Silent(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            self.training_step(batch)
+
+        def on_eval_end(self) -> None:
+            self.log("of_all", 1.0)
+
+    if not in_hook:
+        del Silent.on_eval_end
+    fit(Silent(), val=ROWS, validate_every=1)
+    note = "note: Silent.validation_step returned no metrics and logged none, so this evaluation has no result"
+    assert capsys.readouterr().err.count(note) == (not in_hook)
+
+
 def test_validation_metrics_are_exact_over_a_ragged_last_batch() -> None:
     class Mean(Regression):
         def validation_step(self, batch: Any) -> Any:

@@ -118,6 +118,11 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
             run.now.evaluated = None
             evaluated.join()
             evaluated.check()
+    if not evaluated.metrics and not overrides(module, "on_eval_end"):
+        run.journal.note(
+            f"{type(module).__name__}.{STEPS[stage]} returned no metrics and logged none, so this evaluation has no result. Return a "
+            "mapping such as {'loss': loss}, or call self.log"
+        )
     run.journal.latest |= evaluated.metrics
     return evaluated.metrics
 
