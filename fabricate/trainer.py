@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import sys
 import time
@@ -168,7 +169,8 @@ class Trainer:
         fast_dev_run: bool | int = False,
         accept_changes: Sequence[str] = (),
     ) -> None:
-        self.settings = Settings.checked(locals())
+        defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
+        self.settings = Settings.checked(locals(), defaults)
         self._run: Run | None = None
         self._ended: _Counted | None = None
 

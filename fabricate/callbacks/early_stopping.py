@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Stops the fit after `patience` validations in a row without an improvement of more than `min_delta`.
+    """Stops the fit after `patience` validations in a row without an improvement of more than `min_delta`. With `min_delta=0`, a
+    relative difference of 1e-6 is not an improvement, because rounding causes such differences.
 
     metric: a name as logged ("val_loss"); mode: "min" or "max", whichever is better; unset: "min", and an error for a metric whose name
     says otherwise. A value that is not finite counts as no improvement. A run that ended so stays ended when it is resumed.
@@ -72,7 +73,8 @@ class EarlyStopping(Callback):
         self._check(metrics)
         value = metrics[self.metric]
         gain = self.best - value if self.mode == "min" else value - self.best
-        if gain > self.min_delta:
+        # A mean of float32 numbers differs by rounding between batches; such a difference is no improvement.
+        if gain > self.min_delta and (self.min_delta or not math.isclose(value, self.best, rel_tol=1e-6)):
             self.best, self.waited = value, 0
             return
         self.waited += 1

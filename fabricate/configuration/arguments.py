@@ -257,14 +257,17 @@ class Settings:
     overfit_batches: Annotated[int | float | None, _or_none(_few_batches)]
     fast_dev_run: Annotated[int, _updates]
     accept_changes: Annotated[tuple[str, ...], _changes]
+    given: tuple[str, ...]
+    """The names of the arguments that differ from their default."""
 
     @classmethod
-    def checked(cls, arguments: Mapping[str, Any]) -> Self:
-        """The settings that `arguments` give; it may hold other names, which are not looked at.
+    def checked(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self:
+        """The settings that `arguments` give; it may hold other names, which are not looked at. `defaults`: of all arguments.
 
         Raises `ConfigurationError` for the first argument that is wrong, with its value and the remedy.
         """
-        settings = cls(**{name: check(name, arguments[name]) for name, check in CHECKS.items()})
+        given = [name for name in CHECKS if arguments[name] is not defaults[name] and arguments[name] != defaults[name]]
+        settings = cls(**{name: check(name, arguments[name]) for name, check in CHECKS.items()}, given=tuple(given))
         for unit in ("steps", "epochs"):
             least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
             if least is not None and most is not None and least > most:
@@ -306,5 +309,7 @@ def _check_of(hint: Any) -> Callable[[str, Any], Any]:
     return checks[0] if checks else lambda name, value: value
 
 
-CHECKS = {name: _check_of(hint) for name, hint in get_type_hints(Settings, include_extras=True).items()}
+CHECKS = {
+    name: _check_of(hint) for name, hint in get_type_hints(Settings, include_extras=True).items() if name != "given"
+}
 """The check of every argument, in the order of the signature."""

@@ -114,7 +114,11 @@ def _updates(values: Mapping[str, Any], how: str) -> str:
     number, rows, in_epoch = values["total_steps"], values["global_batch_size"], values["updates_per_epoch"]
     batch = f" of {rows:,} rows ({how})" if rows is not None else ", batches as they come"
     epoch = f"; {in_epoch:,} per epoch" if in_epoch is not None else ""
-    return f"{'until it is stopped' if number is None else format(number, ',')}{batch}{epoch}"
+    epochs = values["max_epochs"]
+    until = (
+        "until it is stopped" if epochs is None else f"as many as {epochs} epoch{'s have' if epochs > 1 else ' has'},"
+    )
+    return f"{until if number is None else format(number, ',')}{batch}{epoch}"
 
 
 def _written(values: Mapping[str, Any]) -> str:

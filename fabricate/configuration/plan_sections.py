@@ -173,7 +173,7 @@ def _update(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
     """What happens to gradients before they are applied."""
     yield _clipping(settings, resolved)
     costs = "one wait for the device per update" if settings.nonfinite == "skip" else "noticed at log boundaries"
-    yield Setting("nonfinite", settings.nonfinite, costs)
+    yield Setting("nonfinite", settings.nonfinite, f"{_by(settings, 'nonfinite')}; {costs}")
 
 
 def _clipping(settings: Settings, resolved: Resolved) -> Setting:
@@ -216,29 +216,36 @@ def _outputs(settings: Settings, validates: bool) -> Iterator[Setting]:
         "run_dir", str(settings.run_dir) if written else None, "argument" if written else "nothing is written"
     )
     if settings.save == "async":
-        yield Setting("save", settings.save, "copied, and written beside the training")
+        yield Setting("save", settings.save, "argument; copied, and written in the background")
     if settings.save_weights_only and settings.run_dir is not None:
         yield Setting("save_weights_only", True, "argument; nothing resumes from such checkpoints")
     if settings.load_best:
         yield Setting("load_best", True, "argument; the fit ends with the weights of its best checkpoint")
     if settings.save_frozen is False:
         yield Setting("save_frozen", False, "argument; a resume needs the same frozen weights")
-    yield Setting("save_every", str(settings.save_every) if settings.save_every and written else None)
-    yield Setting("validate_every", str(settings.validate_every) if settings.validate_every and validates else None)
-    yield Setting("log_every", str(settings.log_every))
+    for name, takes_place in (("save_every", written), ("validate_every", validates), ("log_every", True)):
+        every = getattr(settings, name)
+        yield Setting(name, str(every) if every and takes_place else None, _by(settings, name))
 
 
 def _other_arguments(settings: Settings, resolved: Resolved, shown: Collection[str]) -> Iterator[Setting]:
-    """Arguments that no line above shows: those that cut the data short, and what `fabricate run` gave."""
-    limits = ("limit_train_batches", "limit_val_batches", "overfit_batches")
-    cut = [name for name in limits if getattr(settings, name) is not None]
-    for name in dict.fromkeys([*cut, *resolved.launched]):
-        if name not in shown:
+    """The arguments that the script or `fabricate run` gives and that no line above shows."""
+    elsewhere = {"plugins", "max_grad_norm", "max_grad_value"} - resolved.launched.keys()
+    for name in dict.fromkeys([*settings.given, *resolved.launched]):
+        if name not in shown and name not in elsewhere:
             given = resolved.launched.get(name)
             value = getattr(settings, name) if given is None else given.value
             if isinstance(value, Mapping):
                 value = [f"{key}={each}" for key, each in value.items()]
+            elif isinstance(value, tuple):
+                value = [str(each) for each in value]
+            elif not isinstance(value, int | float | str | list | None):
+                value = str(value)
             yield Setting(name, value, "argument")
+
+
+def _by(settings: Settings, name: str) -> str:
+    return "argument" if name in settings.given else "default"
 
 
 def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:

@@ -48,7 +48,8 @@ def out_of_memory(exc: BaseException) -> bool:
         isinstance(exc, OSError) and exc.errno == errno.ENOMEM
     ):
         return True
-    return isinstance(exc, RuntimeError) and any(word in str(exc) for word in NO_ROOM)
+    # A RankError repeats the error of the rank that failed first.
+    return isinstance(exc, RuntimeError | RankError) and any(word in str(exc) for word in NO_ROOM)
 
 
 class Trials:

@@ -265,6 +265,8 @@ FIT = {
     "ignore_keys_for_eval": "nothing: validation_step returns what is kept",
     "data_collator": "collate_fn=",
     "drop_last": "a DataLoader(..., drop_last=True) as train",
+    "val_batch_size": "a DataLoader as val, which has its own batch_size",
+    "eval_batch_size": "a DataLoader as val, which has its own batch_size",
     "pin_memory": "a DataLoader(..., pin_memory=True)",
     "persistent_workers": "a DataLoader(..., persistent_workers=True)",
     "prefetch_factor": "a DataLoader(..., prefetch_factor=2)",

@@ -19,7 +19,8 @@ PARAMETERS = inspect.signature(Trainer).parameters
 
 
 def test_the_signature_and_the_checks_have_the_same_names_in_the_same_order() -> None:
-    assert list(PARAMETERS) == list(CHECKS) == [field.name for field in dataclasses.fields(Settings)]
+    assert list(PARAMETERS) == list(CHECKS)
+    assert [*CHECKS, "given"] == [field.name for field in dataclasses.fields(Settings)]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in PARAMETERS.values())
 
 

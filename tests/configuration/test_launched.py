@@ -131,6 +131,17 @@ def test_every_argument_stands_in_the_plan_with_its_source(monkeypatch: pytest.M
         assert f"{name}=" in plan.summary()
 
 
+def test_every_argument_of_a_script_stands_in_the_plan_as_an_argument(tmp_path: Path) -> None:
+    for name, value in {**ONE_OF_EACH, "save_every": "2 epochs", "run_dir": tmp_path}.items():
+        plan = Trainer(**{name: value}).plan(Regression(), ROWS, ROWS, batch_size=2)
+        source = plan.source("clipping" if name.startswith("max_grad_") else name)
+        assert "argument" in source or (name, source) == ("global_batch_size", "2 x 2 x 1"), (name, source)
+    plan = Trainer().plan(Regression(), ROWS, ROWS, batch_size=2)
+    assert {
+        plan.source(name).partition(";")[0] for name in ("save_every", "validate_every", "log_every", "nonfinite")
+    } == {"default"}
+
+
 def test_the_file_on_the_page_reaches_the_plan_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/configuration.md: its YAML, its --set."""
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")

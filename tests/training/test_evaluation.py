@@ -170,6 +170,9 @@ def test_evaluation_batches_are_numbered(wrapped: bool) -> None:
         ([3.0, 2.9, 2.8], {"patience": 2, "min_delta": 0.5}, 3),
         ([1.0, 2.0, 1.5], {"patience": 1, "mode": "max"}, 3),
         ([1.0, float("nan"), float("nan")], {"patience": 2}, 3),
+        ([0.936026936026936, 0.9360269362, 0.9360269366], {"patience": 2, "mode": "max"}, 3),
+        ([0.5, 0.49999, 0.49998, 0.49998, 0.49998], {"patience": 2}, 5),
+        ([0.5, 0.499999999, 0.499999998, 1.0, 1.0], {"patience": 2, "min_delta": 1e-12}, 5),
     ],
 )
 def test_early_stopping_stops_after_its_patience(values: list[float], options: dict[str, Any], steps: int) -> None:

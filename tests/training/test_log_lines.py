@@ -59,7 +59,7 @@ def test_a_line_is_written_an_update_later_and_says_the_same(tmp_path: Path, mon
 
 
 def test_a_loss_that_is_not_finite_is_reported_with_its_step(device_behind: None) -> None:
-    with pytest.raises(FabricateError, match="the loss became inf in the updates up to step 2;"):
+    with pytest.raises(FabricateError, match=r"the loss became inf in the updates up to step 2\. "):
         fit(exploding(1), max_steps=9, log_every=2)
 
 
@@ -81,3 +81,30 @@ def test_values_come_later_only_where_they_are_just_shown() -> None:
     fit(Regression(), Asks(), max_steps=1, progress=True)
     fit(Regression(), Asks(), Stops(), max_steps=1, progress=True)
     assert answers == [True, False, False, False]
+
+
+class Staged(Regression):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.layers.parameters()
+        optimizer = torch.optim.SGD(
+            [{"params": [first], "weight_decay": 0.1}, {"params": others[:1]}, {"params": others[1:], "lr": 0.001}],
+            lr=0.01,
+        )
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step > 2 else 1.0)
+
+
+def test_the_rate_of_each_group_that_began_with_another_one_is_logged(tmp_path: Path) -> None:
+    fit(Staged(), run_dir=tmp_path, max_steps=4, log_every=1)
+    rates = [
+        {n: v for n, v in line["metrics"].items() if n.startswith("lr")}
+        for line in lines(tmp_path)
+        if line["stage"] == "train"
+    ]
+    assert rates == [{"lr": 0.01, "lr_group_2": 0.001}] * 2 + [{"lr": 0.0, "lr_group_2": 0.0}] * 2
+
+
+def test_a_loss_that_is_not_finite_speaks_of_a_checkpoint_only_if_there_is_one(tmp_path: Path) -> None:
+    for run_dir in (None, tmp_path):
+        with pytest.raises(FabricateError, match="the loss became") as caught:
+            fit(exploding(4), run_dir=run_dir, max_steps=8, log_every=1, save_every=2)
+        assert ("the last checkpoint was saved before that" in str(caught.value)) == (run_dir is not None)

@@ -84,7 +84,7 @@ def test_the_scale_survives_a_resume(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_fit_with_the_remedy() -> None:
     with pytest.raises(
         FabricateError,
-        match=r"the loss became inf in the updates up to step 2; .* skip such updates with nonfinite='skip'",
+        match=r"the loss became inf in the updates up to step 2\. .* skip such updates with nonfinite='skip'",
     ):
         fit(exploding(1), max_steps=9, log_every=2)
 

@@ -363,6 +363,18 @@ class Measured(Net):
         return {"loss": (9.0, 5.0, 1.0, 2.0, 4.0)[self.trainer.step]}
 
 
+def test_of_values_that_differ_by_rounding_the_oldest_is_the_best(tmp_path: Path) -> None:
+    class Rounded(Net):
+        def validation_step(self, batch: Any) -> dict[str, Any]:
+            return {"score": (0.0, 0.5, 0.936026936026936, 0.9360269362, 0.9360269366)[self.trainer.step]}
+
+    keep = {"last": 1, "best": 1, "metric": "val_score", "mode": "max"}
+    trainer = Trainer(max_steps=4, run_dir=tmp_path, keep=keep, seed=1, progress=False, save_every=1, validate_every=1)
+    result = trainer.fit(Rounded(), Noisy(), Noisy(4), batch_size=4)
+    assert steps(tmp_path) == [2, 4]
+    assert (result.best_checkpoint, result.best_score) == (step(tmp_path, 2), 0.936026936026936)
+
+
 @pytest.mark.parametrize(
     ("keep", "validate_every", "numbers"),
     [

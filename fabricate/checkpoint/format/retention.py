@@ -11,6 +11,7 @@ from typing import Any
 
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.errors import CheckpointError
+from fabricate.values import comparable
 
 __all__ = ["among_best", "best_checkpoints", "kept"]
 
@@ -32,7 +33,7 @@ def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
 def best_checkpoints(
     checkpoints: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None
 ) -> list[Path]:
-    """The checkpoints that recorded `metric`, best first (`mode`: "min" or "max"), and the older of two equal ones first. A damaged
+    """The checkpoints that recorded `metric`, best first (`mode`: "min" or "max"), the older of two `comparable` equals first. A damaged
     checkpoint is added to the list `unreadable`; without this list it is an error."""
     return [path for _, _, path in _scored(checkpoints, metric, mode, unreadable)]
 
@@ -40,7 +41,7 @@ def best_checkpoints(
 def among_best(checkpoints: Sequence[Path], keep: Mapping[str, Any], value: float) -> bool:
     """Whether a checkpoint that records `value`, added to `checkpoints`, would be one of the best that `keep` selects."""
     scored = _scored(checkpoints, keep["metric"], keep["mode"], unreadable=[])[: keep["best"]]
-    return len(scored) < keep["best"] or (value if keep["mode"] == "min" else -value) < scored[-1][0]
+    return len(scored) < keep["best"] or comparable(value if keep["mode"] == "min" else -value) < scored[-1][0]
 
 
 def _scored(
@@ -58,6 +59,6 @@ def _scored(
             unreadable.append(path)
             continue
         if metric in metrics:
-            value = float(metrics[metric])
+            value = comparable(float(metrics[metric]))
             scored.append((value if mode == "min" else -value, step, path))
     return sorted(scored)

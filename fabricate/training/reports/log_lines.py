@@ -36,10 +36,24 @@ def begin_line(run: Run, norm: torch.Tensor | None, epoch: int, *, rest: bool = 
     beside: dict[str, Any] = {} if norm is None else {"grad_norm": norm}
     optimizers, progress = run.optim.optimizers, run.progress
     for name, optimizer in optimizers.items():
-        if (rate := optimizer.param_groups[0].get("lr")) is not None:  # some optimizers have none
-            beside["lr" if len(optimizers) == 1 else f"lr_{name}"] = rate
+        beside |= _rates("lr" if len(optimizers) == 1 else f"lr_{name}", optimizer)
     run.metrics.begin([*beside.values(), run.journal.tokens.take()])
     run.journal.begun = Begun(progress.step, progress.samples, epoch, tuple(beside), rest)
+
+
+def _rates(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The learning rate of the first group, and those of groups that began with another one ("lr_group_1", ...)."""
+    rates: dict[str, Any] = {}
+    first = optimizer.param_groups[0]
+    for number, group in enumerate(optimizer.param_groups):
+        if "lr" in group and (not number or _initial(group) != _initial(first)):  # some optimizers have none
+            rates[f"{name}_group_{number}" if number else name] = group["lr"]
+    return rates
+
+
+def _initial(group: dict[str, Any]) -> Any:
+    rate = group.get("initial_lr", group["lr"])
+    return None if isinstance(rate, torch.Tensor) else rate  # comparing tensors would wait for the device
 
 
 def write_line(run: Run) -> None:
@@ -77,11 +91,15 @@ def log_rest(run: Run) -> None:
     write_line(run)
 
 
+def _saved_before(run: Run) -> str:
+    return "; the last checkpoint was saved before that" if run.checkpoints.newest is not None else ""
+
+
 def stop_if_nonfinite(run: Run, metrics: dict[str, float], step: int) -> None:
     """Raise `FabricateError` if nonfinite="stop" and the mean loss of the updates up to `step` is not finite."""
     loss = metrics.get("loss", 0.0)
     if run.settings.nonfinite == "stop" and not math.isfinite(loss):
         raise FabricateError(
-            f"the loss became {loss} in the updates up to step {step}; the last checkpoint was saved before that. Lower the "
-            "learning rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
+            f"the loss became {loss} in the updates up to step {step}{_saved_before(run)}. Lower the learning "
+            "rate, clip with max_grad_norm=, or skip such updates with nonfinite='skip'"
         )

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -181,6 +181,17 @@ def _move_aside(run_dir: Path, names: Iterable[str], why: str, warn: Callable[[s
     warn(f"{why}: {', '.join(present)} moved to {target}")
 
 
+@contextlib.contextmanager
+def _saying_how_to_start_over() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as exc:
+        if "resume='never'" not in str(exc):
+            exc.add_note("to start over instead of resuming: fit(..., resume='never'), or another run_dir")
+        raise
+
+
+@_saying_how_to_start_over()
 def resume(run: Run, path: Path) -> None:
     """Restore the checkpoint `path`. All ranks. Everything is compared before anything changes, so that an error has no effect."""
     with Reader(path, part=(run.engine.rank, run.engine.world_size)) as reader:
