@@ -103,9 +103,9 @@ def refuse_quantised(module: torch.nn.Module, strategy: str, taken: tuple[str, .
                 if taken
                 else "supports no quantised weights"
             )
+            other = "use one of these kinds, or strategy='ddp'" if taken else "use strategy='ddp'"
             raise ConfigurationError(
-                f"strategy={strategy!r} {takes}, but {names[0]}{more} are quantised by {kind}; use another quantisation, or "
-                "strategy='ddp', under which every rank has a copy"
+                f"strategy={strategy!r} {takes}, but {names[0]}{more} are quantised by {kind}; {other}, under which every rank has a copy"
             )
     packed = [name for name, each in weights.items() if _is_packed(each)]
     if packed:

@@ -76,9 +76,14 @@ def note_changed(run: Run) -> None:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
-            "that __init__ sets. Use register_buffer for a tensor; or save the value in on_save(self, state) and restore it in "
-            "on_load(self, state)"
+            f"that __init__ sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
         )
+
+
+def _buffers(run: Run) -> str:
+    """The advice about buffers; none where ddp would replace those of each rank by those of rank 0."""
+    one = run.engine.world_size == 1 or run.engine.strategy.name != "ddp"
+    return "Use register_buffer for a tensor; or s" if one else "S"
 
 
 def _held(run: Run) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import lightning
@@ -41,6 +43,30 @@ def test_fabricates_own_trainer_runs_an_adapted_module() -> None:
     assert result.steps == 21
     assert result.metrics["val_loss"] == pytest.approx(theirs.metrics["val_loss"], abs=TOLERANCE)
     assert max(float((theirs.weights[n] - w).abs().max()) for n, w in module.state_dict().items()) == 0
+
+
+def test_after_a_fit_the_module_is_pickled_copied_and_trained_by_lightning_as_before() -> None:
+    module = Classifier()
+    fabricate.Trainer(max_steps=2, progress=False).fit(adapt(module), *data())
+    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module), module):
+        assert isinstance(other, Classifier)
+        assert all(torch.equal(w, other.state_dict()[n]) for n, w in module.state_dict().items())
+        assert (type(other) is Classifier) == (other is not module)
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        trainer = lightning.Trainer(max_steps=2, **quiet)
+        trainer.fit(other, *data())
+        assert trainer.global_step == 2
+        assert type(other) is Classifier
+    result = fabricate.Trainer(max_steps=2, progress=False).fit(adapt(module), *data())
+    assert result.steps == 2
+
+
+@pytest.mark.parametrize(("interval", "printed"), [(4, True), (0.5, True), (1.0, False)])
+def test_a_validation_within_an_epoch_is_among_the_printed_differences(
+    interval: float, printed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_fabricate(Classifier(), *data(), max_epochs=1, val_check_interval=interval)
+    assert ("val_check_interval counts the updates of the whole fit" in capsys.readouterr().out) == printed
 
 
 # ------------------------------------------------------------------------------------------------- configure_optimizers

@@ -227,7 +227,7 @@ class ZeRO(Strategy, abc.ABC):
         return engine
 
     def _verify(self, dtype: torch.dtype) -> None:
-        dtypes = {p.dtype for p in self._root.parameters() if p.requires_grad and p.is_floating_point()}
+        dtypes = {p.dtype for p in self._root.parameters() if p.requires_grad}
         if dtypes != {dtype}:
             raise FabricateError(
                 f"strategy={self.name!r} should train parameters in {dtype} (precision={self._settled.precision.name!r}), but "

@@ -34,11 +34,36 @@ def _with_surface(kind: type, lightnings: type) -> type:
     return _made[kind]
 
 
+def _users(module: Any) -> Any:
+    """The user's class of an attached module."""
+    return type(module).__mro__[1]
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
 class Surface:
     """What an adapted module answers in place of LightningModule."""
 
-    trainer: Any
     automatic_optimization: bool
+
+    @property
+    def trainer(self) -> Any:
+        """The view of the running Trainer, or Lightning's own Trainer."""
+        return super().trainer  # type: ignore[misc]
+
+    @trainer.setter
+    def trainer(self, value: Any) -> None:
+        if value is not None and not hasattr(value, "take_logged"):  # Lightning's own Trainer: back to the user's class
+            self.__class__ = _users(self)
+            self.trainer = value
+        else:
+            super(Surface, type(self)).trainer.fset(self, value)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy the module as an object of the user's class."""
+        return _new, (_users(self),), self.__getstate__()
 
     def log(
         self,
