@@ -1,2 +1,2 @@
-"""Plugins: names and what they stand for (`registry`, `names`), checks of strategies and precisions that users bring (`validation`) and
-of their hooks (`hook_checks`), hook calls (`hook_calls`)."""
+"""Plugins: names and the objects made from them (`registry`, `names`), checks of strategies and precisions that users write (`validation`),
+checks of hooks (`hook_checks`), hook calls (`hook_calls`)."""

@@ -1,10 +1,10 @@
-"""Names of Lightning, transformers' Trainer and Accelerate that users bring along, and what does the same here.
+"""Names of Lightning, transformers' Trainer and Accelerate, and the counterparts of these names in fabricate.
 
-Every such name is in this file: arguments, attributes, methods, keywords of `self.log`, hooks, precisions and strategies. They are the
-text of errors, never synonyms. A value says what to use; it begins with "nothing: " where the line can go, and why. A name is only
-listed where the right answer is known: no hint is better than one that names something else.
+Every such name is in this file: arguments, attributes, methods, keywords of `self.log`, hooks, precisions and strategies. The names appear
+in error messages only; they are never synonyms. The value of a name is what to use instead, or "nothing: " and the reason why the user can
+delete the name. Names whose counterpart is uncertain are not listed: no hint is better than a wrong one.
 
-Must not know: what these names are checked against.
+Must not know: the names that fabricate itself has.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ MODULE = {
     "fabric": "self.trainer.accelerator",
     "example_input_array": "nothing: plugins=[ModelSummary()] shows the shapes of a real batch",
 }
-"""Attributes and methods of a module; the dtype of its parameters is theirs: `next(self.parameters()).dtype`."""
+"""Attributes and methods of a module. `dtype` is not among them: parameters can differ in dtype (use `next(self.parameters()).dtype`)."""
 
 MODULE_SETTINGS = {
     "automatic_optimization": (
@@ -426,7 +426,7 @@ MODULE_SETTINGS = {
         "turn, or returns the one that an update is for: {'loss': loss, 'optimizer': name}",
     ),
 }
-"""Attributes that users set on a module, the value that would change a run, and what to use."""
+"""Attributes that users set on a module: the value that has an effect in the other framework, and what to use instead."""
 
 TRAINER_SETTINGS = {"should_stop": "trainer.stop('reason')"}
 """Attributes that users set on a trainer."""
@@ -472,7 +472,7 @@ PRECISIONS = {
     "fp8-mixed": "fp8",
     "transformer-engine": "fp8",
 }
-"""Names of precisions; those with another meaning (float16 or float64 parameters) have no counterpart."""
+"""Names of precisions. Those that mean float16 or float64 parameters have no counterpart."""
 
 NO_PRECISION = {
     "16-true": "parameters in float16 do not train stably; use precision='fp16' (autocast and loss scaling) or 'bf16-true'",
@@ -483,7 +483,7 @@ NO_PRECISION = {
     ),
     "64": "for float64 call module.double() before fit, with precision='fp32', and give batches in float64",
 }
-"""Precisions that do not exist here, and the way to what is meant."""
+"""Precisions that fabricate does not have, and what to do instead."""
 
 _STOPPING = "the object: plugins=[EarlyStopping('val_loss', patience=3)]"
 _UNFREEZING = "the object: plugins=[UnfreezeAt({'backbone': '1 epoch'})]"
@@ -540,7 +540,7 @@ PLUGINS = {
     "DVCLiveCallback": "trackers=['dvclive']",
     "SwanLabCallback": "trackers=['swanlab']",
 }
-"""Names of callbacks, of fabricate, Lightning and transformers."""
+"""Names of callbacks of fabricate, Lightning and transformers."""
 
 TRACKERS = {
     "csv": "nothing: metrics.jsonl in run_dir has every value, a JSON object per line",
@@ -692,7 +692,7 @@ HOOKS = {
     "test_step_end": "validation_step",
     "predict_epoch_end": "on_eval_end",
 }
-"""Hooks and methods that users override, and where their work belongs."""
+"""Hooks and methods that users override, and where to put their code."""
 
 COMMON_NAMES = {
     "setup": (("stage",), "configure_model() or on_fit_start()"),
@@ -701,7 +701,8 @@ COMMON_NAMES = {
     "backward": (("loss",), "training_step, which returns the loss; on_accumulate() follows its backward"),
     "compute_loss": (("model", "inputs"), "training_step()"),
 }
-"""Methods whose names are usual for helpers: Lightning's or transformers' only with these first arguments (and what to use)."""
+"""Method names that helpers often have too. With these first arguments, a method is taken for Lightning's or transformers'; second: what to
+use."""
 
 CALLBACK_NAMES = {
     "setup": (("trainer",), "on_fit_start()"),
@@ -709,17 +710,18 @@ CALLBACK_NAMES = {
     "state_dict": ((), "on_save(self, state), which puts values into `state`"),
     "load_state_dict": (("state_dict",), "on_load(self, state)"),
 }
-"""The same of callbacks."""
+"""The same for methods of callbacks."""
 
 
 def begins_with(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
-    """Whether a method takes these arguments after self; those of a helper that has none are just self."""
+    """Whether the parameters of `method` after self begin with `arguments`. If `arguments` is empty, `method` must have no other
+    parameters."""
     given = tuple(inspect.signature(method).parameters)[1:]
     return given[: len(arguments)] == arguments if arguments else not given
 
 
 def use(name: str, names: Mapping[str, str]) -> str:
-    """The remedy for `name` as the end of an error, empty for a name that is not in `names`: "; use max_grad_norm="."""
+    """The remedy for `name`, as the end of an error ("; use max_grad_norm="). Empty if `name` is not in `names`."""
     if name not in names:
         return ""
     verb, colon, why = names[name].partition("nothing: ")
@@ -727,13 +729,13 @@ def use(name: str, names: Mapping[str, str]) -> str:
 
 
 def hint(name: str, names: Mapping[str, str], valid_names: Iterable[str]) -> str:
-    """As `use`, else the one of `valid_names` of which `name` is a misspelling, if there is one."""
+    """The remedy as from `use`; else the nearest of `valid_names`, if `name` looks like a misspelling of it."""
     near = difflib.get_close_matches(name, sorted(valid_names), n=1, cutoff=0.85)
     return use(name, names) or (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def translated(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a keyword that the decorated function does not have a `ConfigurationError` with the remedy of `names`."""
+    """A decorator that raises `ConfigurationError`, with the remedy from `names`, for keywords that the function does not have."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = [name for name in inspect.signature(function).parameters if name != "self"]

@@ -1,10 +1,10 @@
-"""The plugin manager of one Trainer, and the functions with which the loop calls hooks.
+"""The plugin manager of one Trainer, and the functions through which the loop calls hooks.
 
-Owns: registration, the order of the listeners, one function per hook, and the note that names the plugin when one raises. Must
-not know: what a strategy or a checkpoint is.
+Owns: registration, the order of the listeners, one function per hook, and the note on an exception that names the plugin which raised it.
+Must not know: what a strategy or a checkpoint is.
 
-Order of the listeners of a hook, the same on every rank: wrappers outermost, then strategy, precision, module, the
-plugins in the order they were listed, then what fabricate ships. `tryfirst` and `trylast` move a listener as in pluggy.
+Order of the listeners of a hook, the same on every rank: wrappers outermost, then strategy, precision, module, the plugins in the order
+they were listed, then fabricate's own implementations. `tryfirst` and `trylast` move a listener as in pluggy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a registered plugin comes from: the distribution and its version, or the user's script ("" both)."""
+    """The source of a registered plugin: a distribution and its version, or the user's script (both are "")."""
 
     distribution: str = ""
     version: str = ""
@@ -48,7 +48,7 @@ class Origin:
 
 
 class Manager(pluggy.PluginManager):
-    """pluggy's manager, which also recognises overridden methods of a `Listener` and refuses what could never be called."""
+    """pluggy's manager. It also recognises overridden methods of a `Listener`, and refuses hooks that could never be called."""
 
     def __init__(self) -> None:
         super().__init__(PROJECT)
@@ -56,7 +56,7 @@ class Manager(pluggy.PluginManager):
         self.add_hookspecs(Events)
         self.origins: dict[str, Origin] = {}
         self.changes = 0
-        """Grows whenever the set of listeners changes; `Calls` compares it."""
+        """A counter that grows with every change of the set of listeners. The loop compares it with `Calls.changes`."""
         self.monitors = 0
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
@@ -68,7 +68,7 @@ class Manager(pluggy.PluginManager):
         return options
 
     def add(self, plugin: object, name: str, origin: Origin | None = None) -> None:
-        """Register `plugin` under `name`. Raises `PluginError` for anything that could silently never be called."""
+        """Register `plugin` under `name`. Raises `PluginError` for a hook that could never be called."""
         check_plugin(plugin, name)
         if self.has_plugin(name):
             raise PluginError(
@@ -92,7 +92,7 @@ class Manager(pluggy.PluginManager):
         self.origins[name] = origin or Origin()
 
     def remove(self, name: str) -> None:
-        """Take a plugin out again."""
+        """Unregister a plugin."""
         self.unregister(name=name)
         self.origins.pop(name, None)
         self.changes += 1
@@ -110,27 +110,26 @@ class Manager(pluggy.PluginManager):
         return stop
 
     def listeners(self, hook: str) -> list[pluggy.HookImpl]:
-        """The implementations of `hook` in the order they are called; pluggy keeps them the other way round."""
+        """The implementations of `hook` in calling order (pluggy stores them in reverse)."""
         return list(reversed(getattr(self.hook, hook).get_hookimpls()))
 
     def order(self, hook: str) -> list[str]:
-        """Names of the plugins that `hook` reaches, in the order they are called (wrappers first, as they begin first)."""
+        """Names of the plugins that implement `hook`, in calling order. Wrappers are first, because they begin first."""
         return [listener.plugin_name for listener in self.listeners(hook)]
 
     def table(self) -> list[list[Any]]:
-        """Every hook with its listeners in order: what ranks compare at fit start."""
+        """Every hook with its listeners in order. Ranks compare this table at fit start."""
         return [[hook, self.order(hook)] for hook in EVENTS if self.order(hook)]
 
     def wants(self, hook: str, argument: str) -> bool:
-        """Whether any listener of `hook` takes `argument`, so that the loop computes it only where it is used."""
+        """Whether any listener of `hook` takes `argument`. If none does, the loop does not compute it."""
         return any(argument in listener.argnames for listener in self.listeners(hook))
 
 
 class Calls:
-    """One attribute per hook: None when there is no listener, else a function of the hook's arguments, in order.
+    """One attribute per hook: None if there is no listener, else a function that takes the hook's arguments by position.
 
-    The loop tests for None and calls by position. `refresh()` renews the attributes when the manager changed; the loop does
-    so at update boundaries.
+    The loop skips a hook that is None. It calls `refresh()` at update boundaries, if the manager changed.
     """
 
     on_fit_start: Call | None
@@ -158,7 +157,7 @@ class Calls:
     def __init__(
         self, manager: Manager, context: Callable[[str], AbstractContextManager[object] | None] = lambda hook: None
     ) -> None:
-        """`context`: gives, by hook, the context in which its listeners run, or None."""
+        """`context`: a function from a hook's name to the context in which the hook's listeners run, or to None."""
         self.manager = manager
         self._context = context
         self.step = 0
@@ -166,14 +165,14 @@ class Calls:
         self.refresh()
 
     def refresh(self) -> None:
-        """Renew every attribute from the manager's present listeners."""
+        """Set every attribute again, from the manager's present listeners."""
         for name in EVENTS:
             if name not in PER_LISTENER:
                 setattr(self, name, self._prepare(name))
         self.changes = self.manager.changes
 
     def of_module(self) -> Calls:
-        """The same for the module alone: only its own implementations are called, and what fabricate does there."""
+        """A copy that calls only the implementations of the module and of fabricate, without wrappers."""
         only = copy.copy(self)
         for hook in EVENTS:
             if hook not in PER_LISTENER:
@@ -188,7 +187,7 @@ class Calls:
         return [(i.plugin_name, self._by_name(hook, i)) for i in self.manager.listeners(hook)]
 
     def places(self) -> list[tuple[str, int, int, str]]:
-        """Of each listener of each hook: the file, the first and the last line of its code, and its name."""
+        """The code of each listener of each hook: (file, first line, last line, description)."""
         listed = []
         for hook in EVENTS:
             for listener in self.manager.listeners(hook):
@@ -209,8 +208,8 @@ class Calls:
         return tuple(specification.argnames)
 
     def _prepare(self, hook: str) -> Call | None:
-        """The function that calls the listeners of `hook`; None where there are none, or only the loop's own default,
-        which the loop runs without a call."""
+        """The function that calls the listeners of `hook`. None if there are none, or only fabricate's default, which the loop runs
+        directly."""
         listeners = self.manager.listeners(hook)
         if self.manager.monitors or any(i.wrapper or i.hookwrapper for i in listeners):
             return self._through_pluggy(hook)
@@ -219,8 +218,8 @@ class Calls:
         return self._one_by_one(hook, listeners)
 
     def _one_by_one(self, hook: str, listeners: list[pluggy.HookImpl]) -> Call:
-        """Without wrappers, pluggy's semantics are a loop: each listener gets the arguments that it names, and of an action
-        the first result counts."""
+        """A function that calls the listeners in a loop, as pluggy would without wrappers: each gets the arguments that it names, and an
+        action ends with the first result that is not None."""
         places = {name: place for place, name in enumerate(self._argnames(hook))}
         prepared = [
             (i.plugin_name, self._inside(hook, i.function), [places[name] for name in i.argnames]) for i in listeners
@@ -253,7 +252,7 @@ class Calls:
         return call
 
     def _through_pluggy(self, hook: str) -> Call:
-        """pluggy runs wrappers and monitoring."""
+        """A function that calls the listeners through pluggy, which runs wrappers and monitoring."""
         caller = self._inside(hook, getattr(self.manager.hook, hook))
         argnames = self._argnames(hook)
         is_event = hook not in ACTIONS
@@ -283,7 +282,8 @@ class Calls:
         )
 
     def _attribute(self, hook: str, exc: BaseException) -> None:
-        """Add a note that names plugin, distribution, hook and step, found from the traceback: costs nothing until raised."""
+        """Add a note that names plugin, distribution, hook and step. The traceback identifies the plugin, so calls that do not raise cost
+        nothing."""
         by_code: dict[Any, list[pluggy.HookImpl]] = {}
         for implementation in self.manager.listeners(hook):
             by_code.setdefault(_code(implementation), []).append(implementation)
@@ -302,7 +302,7 @@ class Calls:
 
 
 def _code(listener: pluggy.HookImpl) -> CodeType | None:
-    """The code of a listener; None where it is not written in Python."""
+    """The code object of a listener; None if the listener is not written in Python."""
     function = inspect.unwrap(listener.function)
     code: CodeType | None = getattr(getattr(function, "__func__", function), "__code__", None)
     return code

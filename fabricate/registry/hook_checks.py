@@ -1,7 +1,7 @@
-"""Whether the hooks that a plugin implements can be called as written, checked when it is registered.
+"""Checks, when a plugin is registered, that its hooks can be called as they are written.
 
-pluggy ignores a method whose name is not a hook, and a hook fills only arguments that it knows. Both would be silent, and both
-are errors here. Must not know: the plugin manager, order of the listeners.
+pluggy silently ignores a method whose name is not a hook, and never fills `*args`, keyword-only arguments or arguments with a default.
+Here, all of these are errors. Must not know: the plugin manager, order of the listeners.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fabricate.registry import foreign_names
 __all__ = ["check_plugin"]
 
 _NOT_BY_USERS = ("torch", "fabricate", "builtins")
-"""Packages whose methods users inherit."""
+"""Packages whose methods a plugin inherits: they are not checked."""
 
 
 def check_plugin(plugin: object, name: str) -> None:
@@ -66,7 +66,7 @@ def _check_object(plugin: object, name: str) -> None:
 
 
 def _refuse_callback_of_transformers(kind: type, name: str) -> None:
-    """Its methods have names like those of hooks, and other arguments."""
+    """Raise `PluginError` for a callback of transformers: its methods have names like hooks, but other arguments."""
     bases = [base for base in kind.__mro__ if base.__name__ == "TrainerCallback"]
     if any(base.__module__.partition(".")[0] == "transformers" for base in bases):
         remedy = foreign_names.use(kind.__name__, foreign_names.PLUGINS)
@@ -77,7 +77,7 @@ def _refuse_callback_of_transformers(kind: type, name: str) -> None:
 
 
 def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any] | None]]:
-    """(name, bound function, its hook options if it is marked) of every public function that user code put on a plugin."""
+    """(name, bound function, hook options or None if it is not marked) of every public function that user code defines on a plugin."""
     if inspect.ismodule(plugin):
         names = [n for n, v in vars(plugin).items() if getattr(v, "__module__", None) == plugin.__name__]
     else:
@@ -93,7 +93,7 @@ def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any], dict[s
 def _check_hook(
     plugin: object, where: str, method: str, function: Callable[..., Any], marked: dict[str, Any] | None
 ) -> None:
-    """Check a method of a listener, or a function with @hookimpl (`marked`: its options): the hook's name, then the arguments."""
+    """Check the name and the arguments of a listener's method or a function marked with @hookimpl (`marked`: the options of the mark)."""
     options = marked or {}
     hook = options.get("specname") or method
     if hook in ACTIONS and marked is None and not inspect.isgeneratorfunction(function):
@@ -114,7 +114,7 @@ def _check_hook(
 
 
 def _never_called(plugin: object, method: str) -> bool:
-    """Whether a callback's method is one of Lightning's that has no other meaning here."""
+    """Whether `method` of a callback is a method of Lightning's callbacks that fabricate does not call."""
     meant = foreign_names.CALLBACK_NAMES.get(method)
     of_callback = isinstance(plugin, Callback) and not hasattr(
         plugin, "named_parameters"
@@ -128,11 +128,11 @@ _REPLACES = {
     "eval_step": "validation_step, test_step and predict_step",
     "write_checkpoint": "the writing of checkpoints",
 }
-"""What an implementation of an action that is no wrapper takes the place of."""
+"""By action: what an implementation replaces, unless it is a wrapper."""
 
 
 def _unmarked(plugin: object, where: str, hook: str) -> PluginError:
-    """The error about a method that has the name of an action without being marked: more often a helper than a hook."""
+    """The error for an unmarked method with the name of an action, which is more often a helper than a hook."""
     helper = "rename the method; or, if it is meant as the hook, " if not isinstance(plugin, Callback) else ""
     return PluginError(
         f"{where} has the name of a hook and would replace {_REPLACES[hook]}: {helper}use @hookimpl(wrapper=True) to run around "
@@ -141,7 +141,7 @@ def _unmarked(plugin: object, where: str, hook: str) -> PluginError:
 
 
 def _check_arguments(where: str, function: Callable[..., Any], hook: str) -> None:
-    """`function` (bound, without self) takes arguments of the hook only, in a way in which pluggy fills them."""
+    """Raise `PluginError` unless `function` (bound, without self) takes only arguments of the hook, and in a form that pluggy passes."""
     owner: type = Registrations if hook in vars(Registrations) else Events
     allowed = [p for p in inspect.signature(getattr(owner, hook)).parameters if p != "self"]
     for parameter in inspect.signature(function).parameters.values():
@@ -167,7 +167,7 @@ def _check_arguments(where: str, function: Callable[..., Any], hook: str) -> Non
 
 
 def _check_kind(where: str, function: Callable[..., Any], hook: str, *, wrapper: bool) -> None:
-    """`function` is a plain function, or a generator where it is a wrapper; otherwise its body would never run."""
+    """Raise `PluginError` unless `function` is a plain function, or a generator if it is a wrapper; otherwise its body would never run."""
     if inspect.iscoroutinefunction(function):
         raise PluginError(f"{where} is a coroutine and would never run; write def, not async def")
     if wrapper and hook in PER_LISTENER:

@@ -1,4 +1,4 @@
-"""Names with options, as users write them, and the objects that are made of them: "ema:decay=0.99".
+"""Names with options ("ema:decay=0.99"), and the objects that are made from them.
 
 Must not know: what is registered under a name (fabricate.registry.registry), hooks, torch.
 """
@@ -39,8 +39,8 @@ def parse_name(argument: str, text: str) -> tuple[str, dict[str, str]]:
 
 
 def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, str], **given: Any) -> Any:
-    """Call `factory` with `given` and `options`, each option converted to the type that the factory declares for it,
-    or to that of its default where none is declared."""
+    """Call `factory` with `given` and `options`. Each option is converted to the type that the factory declares for it; if none is
+    declared, to the type of the default."""
     try:
         hints = typing.get_type_hints(
             factory if not inspect.isclass(factory) or dataclasses.is_dataclass(factory) else factory.__init__
@@ -62,7 +62,7 @@ def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, 
 
 
 def _convert(text: str, hint: Any, where: str) -> Any:
-    """`text` as a value of the type `hint`: None, a literal, a bool, a number, text, the first of these that fits."""
+    """`text` as a value of the type `hint`: the first that fits of None, a literal, a bool, a number, text."""
     kinds = (hint,) if _literals(hint) else typing.get_args(hint) or (hint,)
     if type(None) in kinds and text.lower() == "none":
         return None

@@ -1,9 +1,9 @@
-"""Names to objects: built-in and installed plugins, strategies, precisions and trackers, with where each came from.
+"""Names to objects: built-in and installed plugins, strategies, precisions and trackers, each with its origin.
 
-Owns: the entry-point group `fabricate`, exact-name lookup with qualified names and options, the manager of one Trainer.
-Must not know: Accelerate, devices, the loop.
+Owns: the entry-point group `fabricate`, lookup of exact and qualified names with options, the manager of one Trainer. Must not know:
+Accelerate, devices, the loop.
 
-Installed is not active: an installed distribution only offers names. Built-in names never import third-party code.
+An installed distribution only offers names; it is not active. Built-in names never import third-party code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EXAMPLES = {"strategy": "fsdp:offload=cpu", "precision": "fp16:init_scale=1024"
 
 @dataclass(frozen=True)
 class Offer:
-    """One registered name: what makes the object, a line about it, and the plugin that offers it."""
+    """One registered name: the factory of the object, a one-line summary, and the plugin that offers it."""
 
     kind: str
     name: str
@@ -51,7 +51,7 @@ class Offer:
     origin: Origin
 
     def load(self) -> Callable[..., Any]:
-        """The factory itself; a string is imported now."""
+        """The factory; if it is a string, it is imported now."""
         if not isinstance(self.factory, str):
             return self.factory
         module, _, attribute = self.factory.partition(":")
@@ -66,7 +66,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """A row of `fabricate plugins`. state: "built-in", "active", "available", "blocked" or "broken" (then `reason` says why)."""
+    """A row of `fabricate plugins`. state: "built-in", "active", "available", "blocked" or "broken" (`reason`: why)."""
 
     name: str
     distribution: str
@@ -78,7 +78,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Checked:
-    """A row of `fabricate plugins check`: an installed plugin, how long its import took, and what is wrong with it."""
+    """A row of `fabricate plugins check`: an installed plugin, the time of its import, and its problems."""
 
     name: str
     distribution: str
@@ -88,7 +88,7 @@ class Checked:
 
 
 def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
-    """Installed plugins by name, nothing imported; a list, so that two distributions with one name are seen."""
+    """Installed plugins by name, without imports. Two distributions with the same name are both in its list."""
     by_group: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for point in sorted(importlib.metadata.entry_points(group=PROJECT), key=lambda p: (p.name, p.value)):
         by_group.setdefault(point.name, []).append(point)
@@ -102,9 +102,9 @@ def _origin(point: importlib.metadata.EntryPoint) -> Origin:
 class Registry:
     """The plugins of one Trainer.
 
-    `plugins`: objects (listeners, modules with hook implementations), names of installed plugins, names with options
-    ("ema:decay=0.99"), or "no:name" to block one. FABRICATE_PLUGINS adds names. `tolerant`: one that cannot be activated
-    is kept as broken with its reason, for the command line, instead of raising.
+    `plugins`: objects (listeners, modules with hook implementations), names of installed plugins, names with options ("ema:decay=0.99"), or
+    "no:name" to block one. FABRICATE_PLUGINS adds names. `tolerant` (for the command line): a named plugin that cannot be activated is
+    recorded as broken, with the reason, instead of raising.
     """
 
     def __init__(self, plugins: Iterable[object] = (), *, tolerant: bool = False) -> None:
@@ -133,7 +133,7 @@ class Registry:
                 self._broken[plugin.partition(":")[0].strip() or plugin] = str(exc)
 
     def _add(self, plugin: object) -> None:
-        """Take one entry of `plugins` among the active ones. One that only offers names is an error: it would do nothing."""
+        """Add one entry of `plugins` to the active plugins. An installed plugin that only offers names is an error: it would do nothing."""
         name, plugin, origin = self._named(plugin) if isinstance(plugin, str) else self._passed(plugin)
         if any(name == taken for taken, _ in self.active):
             raise PluginError(f"plugins: {name!r} is listed twice; remove one")
@@ -148,7 +148,7 @@ class Registry:
             )
 
     def _named(self, text: str) -> tuple[str, object, Origin]:
-        """The installed plugin that `text` names, with its options."""
+        """The installed plugin that `text` names, built with its options: (name, plugin, origin)."""
         name, options = parse_name("plugins", text)
         if name in self._blocked:
             raise PluginError(f"plugins: {name!r} is requested and blocked by 'no:{name}'; remove one of them")
@@ -162,7 +162,8 @@ class Registry:
         return name, plugin, origin
 
     def _passed(self, plugin: object) -> tuple[str, object, Origin]:
-        """An object of the user's, under its own name or that of its class; a second one of this name gets a number."""
+        """(name, plugin, origin) of an object that the user passed. The name is its own or that of its class, with a number if it is
+        already taken."""
         if inspect.isclass(plugin):
             other = "" if issubclass(plugin, Listener) else foreign_names.use(plugin.__name__, foreign_names.PLUGINS)
             remedy = other or f"; pass an instance: {plugin.__name__}()"
@@ -193,7 +194,7 @@ class Registry:
         origin = _origin(points[0])
         try:
             return points[0].load(), origin
-        except (Exception, SystemExit) as exc:  # a plugin that exits must not look like a run that ended
+        except (Exception, SystemExit) as exc:  # a SystemExit of a plugin must not look like the end of the run
             raise PluginError(
                 f"plugin {name!r} ({origin}, {points[0].value}) fails to import: {type(exc).__name__}: {exc}"
             ) from exc
@@ -224,7 +225,7 @@ class Registry:
                 self._broken[name] = f"{hook}: {type(exc).__name__}: {exc}"
 
     def _consult_installed(self) -> None:
-        """Import every installed plugin whose offers are not known yet. A broken one is kept aside with its reason."""
+        """Import every installed plugin whose offers are not known yet. A broken plugin is recorded with the reason."""
         for name, points in self._points.items():
             if name in self._consulted or name in self._blocked:
                 continue
@@ -244,14 +245,14 @@ class Registry:
                     self._collect(loaded, name, _origin(point), "available")
 
     def names(self, kind: str) -> list[str]:
-        """Every known name of `kind`, so far without importing anything new."""
+        """Every name of `kind` that is known so far; nothing is imported."""
         return sorted(key.partition(":")[2] for key in self._offers if key.startswith(f"{kind}:"))
 
     def find(self, kind: str, name: str, others: Collection[str] = ()) -> Offer:
-        """The offer called `name` or "plugin/name". Built-in names win over active plugins, these over installed ones, which
-        are imported only when nothing else has the name. `others`: names of `kind` that are known elsewhere, for messages.
+        """The offer called `name` or "plugin/name". A built-in offer wins over all others. Installed plugins are imported only if no
+        built-in or active plugin offers the name. `others`: further valid names of `kind`, for messages.
 
-        Raises `ConfigurationError` for an unknown name (with the nearest known one), `PluginError` for one name from two plugins.
+        Raises `ConfigurationError` for an unknown name (with the nearest known one), `PluginError` for a name that two plugins offer.
         """
         offers = self._offered_as(kind, name)
         if not offers:
@@ -268,7 +269,7 @@ class Registry:
         return offers[0]
 
     def _offered_as(self, kind: str, name: str) -> list[Offer]:
-        """Offers called `name`, or the built-in one alone, as far as plugins were imported."""
+        """The offers called `name` of the plugins imported so far; only the built-in offer, if there is one."""
         owner, _, bare = name.rpartition("/")
         offers = [o for o in self._offers.get(f"{kind}:{bare}", []) if not owner or o.plugin == owner]
         return [o for o in offers if o.plugin == PROJECT] or offers
@@ -309,8 +310,8 @@ class Registry:
         return built, offer
 
     def tracker(self, text: str, others: Collection[str] = ()) -> Callable[[str, str], Any]:
-        """What makes the registered tracker `text` (a name, maybe with options) from a run name and a logging directory.
-        `others`: trackers that are not registered, for messages."""
+        """A function of a run name and a logging directory that makes the registered tracker `text` (a name, possibly with options).
+        `others`: further valid names, for messages."""
         name, options = parse_name("trackers", text)
         offer = self.find("tracker", name, others)
 
@@ -320,19 +321,19 @@ class Registry:
         return make
 
     def offered(self, kind: str) -> list[Offer]:
-        """All offers of `kind`; installed plugins are imported for it."""
+        """All offers of `kind`. Imports all installed plugins."""
         self._consult_installed()
         return [offer for key, offers in sorted(self._offers.items()) if key.startswith(f"{kind}:") for offer in offers]
 
     def activate(self, listeners: Iterable[tuple[str, object, Origin]]) -> Manager:
         """Register `listeners` (strategy, precision, module), the active plugins and fabricate's own, in calling order."""
         listed = [*listeners, *((n, p, self.manager.origins[n]) for n, p in self.active)]
-        for name, plugin, origin in reversed(listed):  # pluggy calls the last registered first
+        for name, plugin, origin in reversed(listed):  # pluggy calls the listener that was registered last first
             self.manager.add(plugin, name, origin)
         return self.manager
 
     def describe(self) -> list[PluginInfo]:
-        """Every built-in, active and installed plugin; installed ones are imported, as only then their offers are known."""
+        """Every built-in, active and installed plugin. Imports the installed ones, because only then their offers are known."""
         self._consult_installed()
         active = {name for name, _ in self.active}
         rows = []
@@ -361,8 +362,8 @@ class Registry:
         return rows
 
     def check(self, taken: Mapping[str, Collection[str]]) -> list[Checked]:
-        """Import every installed plugin, build what it offers without options, and list what is wrong. `taken`: names by
-        kind that win over plugins, in addition to the built-in ones."""
+        """Import every installed plugin, build its offers that need no options, and list the problems. `taken`: by kind, names that win
+        over plugins, in addition to the built-in ones."""
         self._consult_installed()
         rows = []
         for name, points in self._points.items():
@@ -394,7 +395,7 @@ class Registry:
 
 
 def _hint(kind: str, name: str) -> str:
-    """What to use instead of a strategy or a precision that is called `name` elsewhere."""
+    """What to use instead of `name`, if a strategy, precision or tracker has this name in another framework; as the end of an error."""
     if kind == "precision" and name in foreign_names.NO_PRECISION:
         return f"; {foreign_names.NO_PRECISION[name]}"
     if kind == "tracker":
@@ -406,7 +407,7 @@ def _hint(kind: str, name: str) -> str:
 
 
 def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
-    """What fails when the plugin and its offers are made as a run would make them, as far as they need no options."""
+    """The errors from building the plugin and its offers as a run would, for those that need no options."""
     candidates: list[tuple[str, Callable[[], Any]]] = [(f"plugin {name!r}", lambda: plugin)]
     candidates += [(f"{o.kind} {o.name!r}", o.load) for o in offers if o.kind in ("strategy", "precision")]
     for what, load in candidates:
@@ -423,7 +424,7 @@ def _trials(name: str, plugin: Any, offers: Iterable[Offer]) -> Iterable[str]:
                 candidate = loaded()
             Manager().add(candidate, name)
         except ConfigurationError:
-            continue  # it names an option that it needs, which is not a fault of the plugin
+            continue  # an option is missing, which is not a fault of the plugin
         except (Exception, SystemExit) as exc:
             yield f"{what}: {type(exc).__name__}: {exc}"
 
@@ -434,7 +435,7 @@ def progress_bar(shown: Collection[str] = ()) -> Any:
 
 
 def distribution_of(plugin: object) -> Origin:
-    """The installed distribution that a plugin object's class comes from; the script's own classes have none."""
+    """The installed distribution that the class of `plugin` comes from; empty for a class of the script."""
     package = type(plugin).__module__.partition(".")[0]
     if package == "fabricate":
         return Origin(DISTRIBUTION, own_version())
@@ -445,7 +446,7 @@ def distribution_of(plugin: object) -> Origin:
 
 
 def own_version() -> str:
-    """Of fabricate itself."""
+    """The version of fabricate."""
     version: str = importlib.import_module("fabricate").__version__
     return version
 

@@ -1,7 +1,7 @@
-"""What a strategy or a precision that users bring has to be, checked before a run takes it.
+"""Checks of strategies and precisions that users write, made before the run starts.
 
-Its methods are called by the loop, so that a misspelt one would never be called, and one with other arguments would fail in
-the first step or later. Must not know: any one strategy or precision, hooks.
+The loop calls their methods by name: a misspelt method would never be called, and one with other arguments would fail in the first step or
+later. Must not know: any particular strategy or precision, hooks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fabricate.errors import ConfigurationError, PluginError
 
 
 def check_part(kind: str, part: Any, base: type) -> None:
-    """Raise `PluginError` for what in the class of `part`, a `base`, could not work as it is meant. `kind`: for messages."""
+    """Raise `PluginError` if the class of `part`, a `base`, has no name, a misspelt method or one with the wrong arguments. `kind`: for
+    messages."""
     own = type(part)
     if not isinstance(part.name, str) or not part.name:
         raise PluginError(f'{kind}: {own.__name__} has no name; write name: ClassVar[str] = "..." in the class')
@@ -43,8 +44,8 @@ def _check_signature(cls: type, name: str, own: Any, wanted: Any) -> None:
 
 
 def ranks_per_row(strategy: Any, world_size: int) -> int:
-    """What `strategy.ranks_per_row(world_size)` answers, if it is what it may be; `ConfigurationError` where it does not divide
-    the ranks that were started."""
+    """The checked result of `strategy.ranks_per_row(world_size)`. Raises `PluginError` unless it is a positive int, `ConfigurationError` if
+    it does not divide the number of ranks."""
     answered = strategy.ranks_per_row(world_size)
     if type(answered) is not int or answered < 1:
         raise PluginError(
@@ -60,7 +61,8 @@ def ranks_per_row(strategy: Any, world_size: int) -> int:
 
 
 def reasons(part: Any, answered: Any) -> Iterable[str]:
-    """What `part.check(...)` or `part.check_optimizer(...)` answered, if it is what it may be."""
+    """`answered`, the result of `part.check(...)` or `part.check_optimizer(...)`. Raises `PluginError` unless it is an iterable of
+    reasons."""
     if isinstance(answered, str) or not isinstance(answered, Iterable):
         raise PluginError(
             f"{type(part).__name__}: a check returned {type(answered).__name__}; yield each reason, or return a list of them"
@@ -69,7 +71,7 @@ def reasons(part: Any, answered: Any) -> Iterable[str]:
 
 
 def lines(part: Any) -> Mapping[str, str]:
-    """What `part.describe()` answers, if it is what it may be."""
+    """The result of `part.describe()`. Raises `PluginError` unless it is a mapping."""
     answered = part.describe()
     if not isinstance(answered, Mapping):
         raise PluginError(
