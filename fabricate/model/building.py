@@ -1,7 +1,7 @@
-"""Building what `configure_model` describes: on the meta device first, then each layer from the seed and its name alone.
+"""Building the model that `configure_model` describes: on the meta device first; then each layer is initialised from the seed and its name.
 
-Values come one submodule at a time: its parameters exist whole on the CPU for as long as it is initialised, and only the
-part that the strategy keeps on this rank outlives it. Must not know: which strategy runs, ranks.
+Submodules are initialised one at a time. Meanwhile their parameters exist whole on the CPU; afterwards, only the part that the strategy
+keeps on this rank remains. Must not know: which strategy runs, ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fabricate.strategies.single import Single
 
 @dataclass(frozen=True)
 class Blank:
-    """A submodule some of whose own parameters or buffers (`keys`) were built on the meta device and have no values yet."""
+    """A submodule with parameters or buffers of its own (`keys`) that are on the meta device and have no values yet."""
 
     name: str
     submodule: torch.nn.Module
     keys: tuple[str, ...]
     stored: dict[str, Stored]
-    """Which of them are in a file."""
+    """Those of the keys whose tensors are read from a file, and where they are."""
 
 
 def pretrained_models(module: torch.nn.Module) -> list[Any]:
@@ -40,9 +40,9 @@ def pretrained_models(module: torch.nn.Module) -> list[Any]:
 
 
 def set_modes(module: torch.nn.Module) -> list[str]:
-    """Put `module` into the modes in which it trains; notes for the plan. What its author set stays, submodule by submodule, with two
-    exceptions: a whole module in eval mode was used for something else before, and transformers leaves what it loads in eval mode.
-    Of these, what is not frozen trains in train mode."""
+    """Set the train or eval modes for training; return notes for the plan. Submodules keep the mode that the user set, with two exceptions.
+    If `module` itself is in eval mode, from an earlier use, it is put into train mode, except for its frozen parts. A transformers model in
+    eval mode, as loading leaves it, is put into train mode whole, unless it is all frozen."""
     notes = []
     for name, model in {"": module, **_pretrained(module)}.items():
         trained = any(p.requires_grad for p in model.parameters())
@@ -68,7 +68,7 @@ def set_modes(module: torch.nn.Module) -> list[str]:
 
 
 def _call_own_train(module: torch.nn.Module) -> None:
-    """Call the `train` of submodules whose class overrides it, as a loop by hand would: it may keep parts in eval mode."""
+    """Call `train` of submodules whose class overrides it, because it may put parts into eval mode. A hand-written loop calls it too."""
     for child in module.modules():
         if child.training and type(child).train is not torch.nn.Module.train:
             in_eval_mode = [part for part in child.modules() if not part.training]
@@ -90,7 +90,7 @@ def eval_modes(module: torch.nn.Module) -> list[str]:
 
 
 def _train(module: torch.nn.Module, *, whole: bool) -> None:
-    """Train mode for `module` and what is in it; unless it is meant as a `whole`, frozen parts stay as they are."""
+    """Put `module` and its submodules into train mode. Unless `whole`, submodules whose parameters are all frozen keep their mode."""
     parameters = list(module.parameters())
     if parameters and not whole and not any(p.requires_grad for p in parameters):
         return
@@ -119,8 +119,8 @@ def adapted_models(module: torch.nn.Module) -> list[Any]:
 
 
 def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
-    """Of the one transformers model inside `module`: what its names begin with, its configuration and that of generation,
-    as its own `save_pretrained` writes them. None where there is none, or several, or adapters are around its layers."""
+    """The prefix of names, the configuration and the generation configuration of the only transformers model inside `module`, as
+    `save_pretrained` writes them. None if there is no such model, if there are several, or if it has adapters."""
     models = _pretrained(module)
     if len(models) != 1 or adapted_models(module):
         return None
@@ -137,8 +137,8 @@ def pretrained_record(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def adapter_record(module: torch.nn.Module) -> dict[str, Any] | None:
-    """Of the one peft model inside `module`, over a transformers model: what its names begin with, the adapters' configurations as peft
-    writes them, and from where and how the base was loaded. None where there is none, or several."""
+    """The prefix of names of the only peft model inside `module`, the adapters' configurations as peft writes them, and how its base, a
+    transformers model, was loaded. None if there is no such model, or several."""
     adapted_by_name = {name: child for name, child in module.named_modules() if child in adapted_models(module)}
     models = _pretrained(module)
     if len(adapted_by_name) != 1 or len(models) != 1:
@@ -161,10 +161,10 @@ def adapter_record(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def build_model(module: TrainModule, seed: int) -> str:
-    """Run `configure_model` on the meta device, and again with real tensors where it needs them; values come later, see `materialise`
-    and `fill`.
+    """Run `configure_model` on the meta device, and a second time with real tensors if it needs them. `materialise` or `fill` sets the
+    values later.
 
-    Returns a line for the plan, empty when there was nothing to build. All ranks, no collectives.
+    Returns a line for the plan, empty if there was nothing to build. All ranks, no collectives.
     """
     if not overrides(module, "configure_model") or getattr(module, "_built", False):
         return ""
@@ -173,15 +173,15 @@ def build_model(module: TrainModule, seed: int) -> str:
         with Writes() as writes:
             note = build_on_meta(module)
         needs = "peft initialises its layers itself" if adapted_models(module) else ""
-        if not overrides(module, "init_weights"):  # else its values are the ones that count
+        if not overrides(module, "init_weights"):  # which would overwrite lost values anyway
             needs = needs or writes.lost(module) or set_from_around(module, _owners(module))
     except RuntimeError as exc:  # code that reads or sets values
         note, needs = "", first_line(exc)
     if not needs:
         return note
-    before.restore()  # `configure_model` may look whether it has run
+    before.restore()  # `configure_model` may test whether it ran before
     object.__setattr__(module, "_built", True)
-    seed_everything(derive_seed(seed, "configure_model"))  # so the same on every rank
+    seed_everything(derive_seed(seed, "configure_model"))  # the same values on every rank
     module.configure_model()
     if any(hasattr(child, "_hf_hook") for child in module.modules()):
         return f"built and placed by configure_model ({needs})"
@@ -189,7 +189,7 @@ def build_model(module: TrainModule, seed: int) -> str:
 
 
 def check_has_values(module: torch.nn.Module) -> None:
-    """Refuse lazy layers that have not seen a batch: the shapes of their parameters are not known."""
+    """Raise `ConfigurationError` if a lazy layer has not seen a batch: the shapes of its parameters are not known."""
     lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
     if lazy:
         raise ConfigurationError(
@@ -199,8 +199,7 @@ def check_has_values(module: torch.nn.Module) -> None:
 
 
 def build_on_meta(module: TrainModule) -> str:
-    """Run `configure_model` on the meta device; returns a line for the plan. Raises RuntimeError where it needs
-    real tensors."""
+    """Run `configure_model` on the meta device; return a line for the plan. Raises RuntimeError if it needs real tensors."""
     object.__setattr__(module, "_built", True)
     before = Before(module)
     while True:
@@ -211,8 +210,8 @@ def build_on_meta(module: TrainModule) -> str:
             break
         except RuntimeError:
             if was_imported or "transformers" not in sys.modules:
-                raise  # else: imported just now, so its from_pretrained was not deferred
-            before.restore()
+                raise
+            before.restore()  # transformers was imported just now, so its from_pretrained was not deferred: try again
     loads.check(module)
     for name, child in module.named_modules():
         for key, value in vars(child).items():
@@ -228,9 +227,10 @@ def build_on_meta(module: TrainModule) -> str:
 
 
 def blanks(module: torch.nn.Module) -> list[Blank]:
-    """What of `module` is still on the meta device and gets values from nobody else, in the order of `named_modules`."""
+    """The submodules with tensors that are still on the meta device, in the order of `named_modules`. Empty if Accelerate loads the
+    model."""
     if any(hasattr(child, "_hf_hook") for child in module.modules()):
-        return []  # Accelerate loads it, layer by layer
+        return []  # Accelerate loads each layer when it runs
     waiting = []
     stored: dict[int, Stored] = getattr(module, "_stored", {})
     for name, child in module.named_modules():
@@ -242,7 +242,7 @@ def blanks(module: torch.nn.Module) -> list[Blank]:
 
 
 def materialise(module: TrainModule, seed: int) -> None:
-    """Give every parameter and buffer on the meta device memory on the CPU and its initial value. All ranks."""
+    """Move every parameter and buffer from the meta device to the CPU, with its initial value. All ranks."""
     waiting = blanks(module)
     memory: dict[int, torch.Tensor] = {}
     for blank in waiting:
@@ -253,10 +253,10 @@ def materialise(module: TrainModule, seed: int) -> None:
 
 
 def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Strategy) -> None:
-    """Write the initial values of `waiting` into the memory that its tensors have by now, only this rank's part.
+    """Write the initial values of the tensors of `waiting`, which have memory by now; of each, only this rank's part.
 
-    The values depend on files, `seed` and names only. A submodule sets its own tensors in its own turn, a shared one in the turn of
-    the first that holds it. All ranks, in the same order. Raises `ConfigurationError` for what gets no value.
+    The values depend on files, `seed` and names only. A tensor that several submodules share is set with the first of them. All ranks, in
+    the same order. Raises `ConfigurationError` for a tensor without an initial value.
     """
     owners = _owners(module)
     done: set[int] = set()
@@ -282,18 +282,18 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
 
 
 def _owners(module: torch.nn.Module) -> dict[int, Any]:
-    """By id of a layer, the transformers model whose rules initialise it."""
+    """For each layer (by id) of a transformers model: the model, whose rules initialise the layer."""
     return {id(child): model for model in pretrained_models(module) for child in model.modules()}
 
 
 def _own_tensors(child: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The tensors that `child` holds itself, each with the table and the key that it is held under."""
+    """The tensors of `child` itself, not those of its children: (table, key, tensor)."""
     tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
     return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
 
 
 def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strategy) -> dict[str, torch.Tensor]:
-    """What the rule for one submodule gives for its own tensors, whole and on the CPU; the submodule stays as it is."""
+    """The initial values of a submodule's own tensors, whole and on the CPU. The submodule itself is not changed."""
     child = blank.submodule
     held = _own_tensors(child)
     fresh = {key: _like(tensor, strategy.local_part(tensor).shape) for _, key, tensor in held}
@@ -305,7 +305,7 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strate
             if overrides(module, "init_weights"):
                 module.init_weights(child)
             elif owner is not None:
-                owner._init_weights(child)  # the rule that transformers has for its own layers
+                owner._init_weights(child)  # the rule of transformers for its own layers
             elif callable(rule := getattr(child, "reset_parameters", None)):
                 rule()
             else:
@@ -319,7 +319,7 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strate
             table[key] = tensor
     for key in (key for key in blank.keys if key not in blank.stored):
         value = values[key]
-        # An integer has no NaN: it was set if it was written to, or is another tensor now.
+        # Integers have no NaN. They were set if the tensor was written to or replaced.
         same = value is fresh[key] and value._version == untouched[key]
         if value.isnan().any() if value.is_floating_point() else same:
             raise ConfigurationError(
@@ -330,7 +330,7 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strate
 
 
 def _like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The same dtype on the CPU, whole; NaN where the dtype has it, so that a value nobody set is found."""
+    """A CPU tensor of the whole `shape` in the dtype of `tensor`. Floating-point elements are NaN, so that missing values are detected."""
     empty = torch.empty(tuple(shape), dtype=tensor.dtype, device="cpu")
     if empty.is_floating_point():
         empty.fill_(float("nan"))

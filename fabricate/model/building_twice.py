@@ -1,7 +1,7 @@
-"""What lets `configure_model` run again, with real tensors, after it ran on the meta device: whether values got lost there, and the module
-as it was before.
+"""Support for running `configure_model` a second time, with real tensors, after it ran on the meta device: detects values that were lost
+there, and restores the module.
 
-Must not know: where values come from.
+Must not know: the sources of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_TRANSFORMERS = frozenset({"__init__", "post_init", "init_weights", "_init_we
 
 
 class Before:
-    """The attributes of a module and of what is in it, as they are now."""
+    """A copy of the attributes of a module and its submodules, to restore them later."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._of: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
@@ -29,7 +29,7 @@ class Before:
             self._of.append((vars(child), dict(vars(child)), [(value, value.copy()) for value in held]))
 
     def restore(self) -> None:
-        """Undo what was set, added or removed since. Containers stay the same objects, because others may hold them."""
+        """Undo all changes to attributes since. Containers stay the same objects, because other objects may refer to them."""
         for attributes, were, held in self._of:
             attributes.clear()
             attributes.update(were)
@@ -39,14 +39,14 @@ class Before:
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is open, remembers which tensors on the meta device are written to: the values are lost there. What a layer's
-    `reset_parameters` writes to its own tensors does not count, nor what a transformers model writes, because these rules run again."""
+    """A context that records which tensors on the meta device are written to, because these values are lost. Writes of a layer's
+    `reset_parameters` to its own tensors, and those of a transformers model, do not count, because these rules run again."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._written: dict[
             int, tuple[torch.Tensor, str]
-        ] = {}  # by storage; a tensor keeps its storage from being given away again
+        ] = {}  # by storage; the tensor is kept so that its storage's address is not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
@@ -59,7 +59,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def lost(self, module: torch.nn.Module) -> str:
-        """Which parameter or buffer of `module` was given values that are lost; empty if there is none."""
+        """The first parameter or buffer of `module` whose values were lost, and the operation that wrote them; empty if there is none."""
         for name, child in module.named_modules():
             for key, tensor in _own(child).items():
                 if tensor.is_meta and (write := self._written.get(tensor.untyped_storage()._cdata)) is not None:
@@ -68,7 +68,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is open, collects the storages that are written to."""
+    """A context that collects the storages that are written to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,14 +82,15 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def set_from_around(module: torch.nn.Module, owners: Mapping[int, Any]) -> str:
-    """Which weight on the meta device, in no file, a rule of transformers sets when it is called for a layer around the one that holds the
-    weight, as GPT-2's rule for a block does with the projections inside; empty if there is none. `owners`: by id of a layer, the
-    transformers model that it belongs to."""
+    """The first weight that transformers' rule for an enclosing layer sets (GPT-2's rule for a block sets projections inside the block);
+    empty if there is none. Only weights that are on the meta device and in no file count. `owners`: for each layer (by id), its
+    transformers model."""
     stored = getattr(module, "_stored", {})
     for block in module.modules():
         if id(block) not in owners or not any(True for _ in block.children()):
             continue
-        with _Written() as written, torch.no_grad(), contextlib.suppress(RuntimeError):  # of a rule that needs values
+        # RuntimeError: the rule needs real values
+        with _Written() as written, torch.no_grad(), contextlib.suppress(RuntimeError):
             owners[id(block)]._init_weights(block)
         for name, child in block.named_modules():
             for key, tensor in _own(child).items() if child is not block else ():
@@ -104,7 +105,7 @@ def _own(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _by_rule(storage: int, frame: FrameType | None) -> bool:
-    """Whether code that writes to `storage` was called by a rule that runs again when layers are initialised."""
+    """Whether a rule that runs again at initialisation is among the callers of `frame`, which writes to `storage`."""
     transformers = sys.modules.get("transformers")
     while frame is not None and frame.f_code.co_name != "configure_model":
         name = frame.f_code.co_name

@@ -1,7 +1,7 @@
-"""torch.compile, unit by unit and in place: what is compiled, when the rows of a batch are a dynamic size, undone afterwards.
+"""torch.compile, unit by unit and in place, undone afterwards: which units are compiled, and when the number of rows is a dynamic size.
 
-A unit's `forward` is compiled, not the unit: names in `state_dict()` stay, and hooks (those of FSDP too) stay outside.
-Must not know: strategies, the loop.
+The `forward` of a unit is compiled, not the unit: names in `state_dict()` do not change, and hooks (FSDP's too) are not compiled. Must not
+know: strategies, the loop.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from fabricate.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Compilation:
-    """What is to be compiled, and for which batches."""
+    """The units to compile, or options of torch.compile, and the batches that the code must handle."""
 
     asked: str | Mapping[str, Any]
     """"blocks", or options of torch.compile."""
     rows_differ: bool = False
-    """Whether batches of training differ in their number of rows, as far as the data says so beforehand: the last of an epoch may be
-    shorter. Then the rows are a dynamic size from the first batch on, so that the same code runs for a batch whatever came before it,
-    after a resume too. Code for one size is faster."""
+    """Whether training batches are known to differ in their number of rows: the last one of an epoch can be shorter. If so, this number is
+    a dynamic size from the first batch on: then the code that runs for a batch does not depend on the batches before it, also after a
+    resume. Code for a fixed size is faster."""
     rows_differ_in_evaluation: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of torch.compile."""
+        """The options of torch.compile; empty for "blocks"."""
         return dict(self.asked) if isinstance(self.asked, Mapping) else {}
 
 
 @contextlib.contextmanager
 def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]:
-    """While entered, the units of `module` run compiled; gives a line for the plan. All ranks, no collectives; the first step on each
-    does the work.
+    """A context in which the units of `module` run compiled; its value is a line for the plan. All ranks, no collectives. Each rank
+    compiles in its first step.
 
-    Raises `ConfigurationError` when there is nothing to compile, or torch knows no such backend.
+    Raises `ConfigurationError` if there is nothing to compile, or torch does not accept the backend or the options.
     """
     asked, options = compilation.asked, compilation.options
     units = _blocks(module)
@@ -56,10 +56,10 @@ def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]
             f"compile={asked!r}: {type(module).__name__} holds no layer with a forward of its own, so there is nothing to compile; "
             "leave compile out"
         )
-    import torch._dynamo  # ours to ask: an optimizer imports it too
+    import torch._dynamo  # no cost: torch's optimizers import it too
 
-    # Units that differ each get a graph: in training and in evaluation, with and without a mask, for one row and for more. Beyond the limit
-    # they would run uncompiled, silently.
+    # Each unit needs several graphs: for training and evaluation, with and without a mask, for one row and for more.
+    # Beyond the limit, torch would silently run the unit uncompiled.
     limit = 8 * max(2, len(units))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True))
@@ -82,7 +82,7 @@ def _restore(unit: torch.nn.Module, before: Any) -> None:
 
 
 def _blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost blocks."""
+    """The outermost repeated blocks of the model."""
     blocks = Strategy.blocks(module)
     names = [name for name, _ in blocks]
     return [block for name, block in blocks if not any(name.startswith(f"{other}.") for other in names)]
@@ -100,12 +100,12 @@ def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class Forward:
-    """Stands in for a unit's `forward`. A copy of the unit gets the plain one, for its own parameters."""
+    """A replacement for a unit's `forward`. A copied or pickled unit gets its plain `forward` back."""
 
     def __init__(self, unit: torch.nn.Module, compilation: Compilation) -> None:
         self._unit = unit
         self._compiled = torch.compile(unit.forward, **compilation.options)
-        decided = "dynamic" in compilation.options  # by the user, for every size
+        decided = "dynamic" in compilation.options  # the user's setting, for every size
         self._dynamic_rows = {
             True: compilation.rows_differ and not decided,
             False: compilation.rows_differ_in_evaluation and not decided,

@@ -1,4 +1,5 @@
-"""The weights of a trained module as plain safetensors, or as the model inside writes them. Must not know: checkpoints, the loop."""
+"""Export of a trained module's weights: as plain safetensors, or in the format of the transformers or peft model inside. Must not know:
+checkpoints, the loop."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from fabricate.strategies.base import Strategy
 
 
 def export_model(module: torch.nn.Module, strategy: Strategy, path: Path, *, main: bool) -> None:
-    """Write the weights of `module` into the folder `path`, one whole tensor in memory at a time: those of the one transformers
-    model or peft adapter inside in its own layout, else `model.safetensors`. All ranks; the one that is `main` writes."""
+    """Write the weights of `module` into the folder `path`, one whole tensor in memory at a time: in the format of the only transformers
+    model or peft adapter inside, else as `model.safetensors`. All ranks; the rank with `main` writes."""
     models, adapters = pretrained_models(module), adapted_models(module)
-    # Of a prompt peft saves what its encoder computes, which with shards would take a forward of the whole model.
+    # For a prompt, peft saves the output of its encoder. With sharded parameters, that would need a forward of the
+    # whole model.
     prompted = any(adapter.active_peft_config.is_prompt_learning for adapter in adapters)
     model: Any = models[0] if len(models) == 1 and not adapters else None
     if len(adapters) == 1 and not (prompted and strategy.shards_parameters):
@@ -36,10 +38,10 @@ def export_model(module: torch.nn.Module, strategy: Strategy, path: Path, *, mai
 
 
 def _export_tensors(module: torch.nn.Module, strategy: Strategy, path: Path | None) -> None:
-    """Write model.safetensors; `path` on the rank that writes."""
+    """Write model.safetensors. `path` is None on the ranks that do not write."""
     tensors = export_tensors(module, strategy)
     if path is None:
-        for _, tensor in tensors:  # in the order in which the other rank writes: one whole tensor exists at a time
+        for _, tensor in tensors:  # the same order as on the writing rank, one whole tensor at a time
             _wait(strategy.gather(tensor))
         return
     chunks = [whole_chunk(name, tensor, strategy) for name, tensor in tensors]
@@ -47,8 +49,8 @@ def _export_tensors(module: torch.nn.Module, strategy: Strategy, path: Path | No
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Wait until the device has `tensor`. Without it a rank would queue every gather at once, and the last one's time-out would run
-    while the other rank writes all the tensors before it."""
+    """Wait until the device has computed `tensor`. Otherwise this rank would queue all gathers at once, and the last one could time out
+    while the other rank writes the tensors before it."""
     if tensor.device.type != "cpu":
         torch.accelerator.current_stream(tensor.device).synchronize()
 
@@ -69,7 +71,7 @@ def _save_processors(module: torch.nn.Module, path: Path) -> None:
 
 
 def _export_adapter(model: Any, strategy: Strategy, path: Path | None) -> None:
-    """What peft saves of its model, in its own layout: the adapter and its configuration. All ranks; `path` on rank 0."""
+    """Write the adapter and its configuration in the format of peft. All ranks; `path` is None on the ranks that do not write."""
     from peft import get_peft_model_state_dict
 
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())

@@ -1,6 +1,6 @@
-"""What this machine gives a rank: the memory of its device, or its share of the host's, under every limit in force.
+"""A rank's share of the host's memory, under all limits that are in force.
 
-Must not know: torch, strategies, what the memory is used for.
+Must not know: torch, strategies, the use of the memory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 def host_memory(ranks: int = 1, root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes of host memory that one of `ranks` processes of this host can have, and what limits it.
+    """The bytes of host memory that each of `ranks` processes on this host can use, and the limit that decides.
 
-    The machine's memory and the control groups' limits are shared among the ranks; `ulimit -d` and `ulimit -v` count for
-    each process. `root`: where proc and sys are mounted.
+    The ranks share the machine's memory and the limits of control groups; `ulimit -d` and `ulimit -v` apply to each process. `root`: the
+    directory with proc and sys.
     """
     share = f", shared by {ranks} ranks" if ranks > 1 else ""
     limits = [(count // ranks, what + share) for count, what in _shared(root)]
@@ -36,7 +36,7 @@ def _shared(root: Path) -> Iterator[tuple[int, str]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         group = Path(path.lstrip("/"))
-        for place in (group, *group.parents):  # a limit of any group above counts as well
+        for place in (group, *group.parents):  # limits of the parent groups apply too
             text = "".join(_lines(root / mount / place / file))
             if text.isdigit():
                 yield (

@@ -1,7 +1,7 @@
-"""Memory per rank before anything is built: what a module needs, how a strategy divides it, whether that fits.
+"""Memory per rank, estimated before anything is built: the need of a module, its division by a strategy, and the memory that is available.
 
-Counted are parameters, gradients, optimizer state and what the strategy keeps in addition. Activations are not: they depend on
-the batch. Must not know: the engine, the loop.
+Parameters, gradients, optimizer state and the strategy's additional tensors are counted. Activations are not, because they depend on the
+batch. Must not know: the engine, the loop.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from fabricate.strategies.quantised import SCALES, TORCHAO, quantised_weights
 from fabricate.strategies.sharding import inner_tensors, is_wrapper
 
 ADAM_BYTES = 8
-"""Bytes of optimizer state per trainable parameter where the optimizer cannot be tried out: two float32 averages."""
+"""Bytes of optimizer state per trainable parameter (two float32 averages), assumed if the optimizer cannot be tried out."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes in all, by kind ("parameters", "gradients", "optimizer state"), of `module`, and how they were counted."""
+    """The bytes that `module` needs in total, by kind ("parameters", "gradients", "optimizer state"), and how they were counted."""
 
     module: TrainModule
     whole: dict[str, int]
     counted: str
     optimizers: Mapping[str, torch.optim.Optimizer]
     multiplied: int
-    """Parameters in float32 that are multiplied as matrices: autocast copies them."""
+    """Number of float32 elements in weights that layers multiply by: autocast copies them."""
     states: Mapping[str, State] = field(default_factory=dict)
-    """What each optimizer will keep, where that could be tried."""
+    """The state of each optimizer, if it could be tried out."""
 
     def computed_in(self, precision: Precision) -> Need:
-        """The same with the copies that `precision` makes of weights by autocast."""
+        """The need including the copies of weights that autocast makes under `precision`."""
         converts = (
             type(precision).convert is not Precision.convert
-        )  # layers that cast their weights themselves, or have no need
+        )  # its layers cast weights themselves, or do not need to
         if precision.mixed_precision not in ("bf16", "fp16") or converts:
             return self
         return dataclasses.replace(self, whole={**self.whole, CAST_COPIES: 2 * self.multiplied})
@@ -59,13 +59,13 @@ class Need:
 
 
 def total(per_rank: Mapping[str, int], on_device: bool) -> int:
-    """Bytes that count against a device's memory, or against the host's where there is no device."""
+    """The bytes in the device's memory, or in the host's if there is no device."""
     return sum(count for kind, count in per_rank.items() if not (on_device and kind.startswith("host ")))
 
 
 def halved(needed: Need, strategy: Strategy, world_size: int) -> tuple[int, int]:
-    """Bytes on one rank of a training in half precision, without and with float32 master weights: weights and gradients of
-    half the width beside the whole optimizer state, divided as `strategy`, which is not settled, divides float32."""
+    """The bytes on one rank for training in half precision, without and with float32 master weights. Weights and gradients take half, the
+    optimizer state is unchanged, and `strategy` (not settled yet) divides them as it divides float32."""
     held = needed.per_rank(strategy, world_size)
     share = {kind: held.get(kind, held.get(f"host {kind}", 0)) / (count or 1) for kind, count in needed.whole.items()}
     narrow = (needed.whole["parameters"] * share["parameters"] + needed.whole["gradients"] * share["gradients"]) / 2
@@ -75,8 +75,8 @@ def halved(needed: Need, strategy: Strategy, world_size: int) -> tuple[int, int]
 
 
 def available(device: torch.device, local_ranks: int) -> tuple[int, str]:
-    """Bytes that a rank can have in all, and where: what is free on its device or held by this process already, or its share of the
-    host."""
+    """The bytes that a rank can use in total, and where: the memory that is free on its device or held by this process, or a share of the
+    host's."""
     if device.type == "cpu":
         return host_memory(local_ranks)
     if device.type == "mps":
@@ -86,7 +86,7 @@ def available(device: torch.device, local_ranks: int) -> tuple[int, str]:
 
 
 def capacity(device: torch.device, local_ranks: int) -> tuple[int, str]:
-    """As `available`, whatever else lies on the device at the moment: the same on every rank, so that ranks choose alike."""
+    """Like `available`, but with the whole memory of the device, free or not: all ranks get the same number and make the same choice."""
     if device.type in ("cpu", "mps"):
         return available(device, local_ranks)
     return torch.accelerator.get_memory_info(device)[1], _name(device)
@@ -98,9 +98,9 @@ def _name(device: torch.device) -> str:
 
 
 def outline(module: TrainModule) -> TrainModule:
-    """A copy of `module` on the meta device with what `configure_model` builds; `module` is neither built nor changed.
+    """A copy of `module` on the meta device, with the layers that `configure_model` builds; `module` itself is not changed.
 
-    Attributes that are no modules or tensors are shared with it. Raises what `configure_model` raises there.
+    The copy shares attributes that are not modules, tensors or containers. Raises the errors of `configure_model` on the meta device.
     """
     shadow: TrainModule = _shadow(module, {})
     object.__setattr__(shadow, "_trainer", None)
@@ -112,7 +112,7 @@ def outline(module: TrainModule) -> TrainModule:
 def _shadow(part: torch.nn.Module, copies: dict[int, Any]) -> Any:
     if id(part) in copies:
         return copies[id(part)]
-    copied = copies[id(part)] = object.__new__(type(part))  # no constructor, whatever the class
+    copied = copies[id(part)] = object.__new__(type(part))  # without its constructor
     copied.__dict__.update((k, copy.copy(v) if type(v) in (list, dict, set) else v) for k, v in part.__dict__.items())
     for table in ("_parameters", "_buffers"):
         tensors = {
@@ -136,8 +136,8 @@ def need(
     optimizers: Mapping[str, torch.optim.Optimizer] | Exception | None,
     shape: Callable[[torch.Tensor], Iterable[int]] = lambda tensor: tensor.shape,
 ) -> Need:
-    """What training `module` takes. `optimizers`: None for an evaluation, or why they are not known. `shape`: of the whole of
-    a parameter that may be sharded."""
+    """The memory that training `module` needs. `optimizers`: None for an evaluation, an exception if they are not known. `shape`: a
+    function that gives the whole shape of a parameter, which may be sharded."""
     parameters: dict[torch.Tensor, torch.Tensor] = {p: _meta(p, shape(p)) for p in module.parameters()}
     whole = _bytes_of_weights(module, parameters)
     multiplied = _multiplied(module, parameters)
@@ -153,7 +153,7 @@ def need(
             whole["optimizer state"] = _bytes_of_state(states.values())
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers.values()))
             return Need(module, whole, f"state of {kinds}", optimizers, multiplied, states)
-        except Exception as exc:  # any optimizer, tried where it was not meant to run
+        except Exception as exc:  # optimizers may raise anything on the meta device
             reason = exc
     whole["optimizer state"] = ADAM_BYTES * sum(empty.numel() for empty in trainable)
     counted = f"{ADAM_BYTES} bytes of state per parameter assumed, as for Adam, because: {first_line(reason)}"
@@ -161,16 +161,17 @@ def need(
 
 
 def _bytes_of_weights(module: torch.nn.Module, parameters: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, int]:
-    """By kind; of quantised weights, what they are made of."""
+    """The bytes of the weights, by kind; for quantised weights, those of their inner tensors."""
     quantised = quantised_weights(module).values()
     inside = {id(each.weight): sum(map(_bytes, each.tensors())) for each in quantised if each.kind == TORCHAO}
-    scales = {tensor.data_ptr(): _bytes(tensor) for each in quantised for tensor in each.scales}  # some share a table
+    # some weights share scales
+    scales = {tensor.data_ptr(): _bytes(tensor) for each in quantised for tensor in each.scales}
     whole = {"parameters": sum(inside.get(id(p), _bytes(empty)) for p, empty in parameters.items())}
     return {**whole, SCALES: sum(scales.values())} if scales else whole
 
 
 def _multiplied(module: torch.nn.Module, parameters: Mapping[torch.Tensor, torch.Tensor]) -> int:
-    """Elements of the weights in float32 that layers multiply by. An embedding only looks up rows of its own."""
+    """Number of elements in the float32 weights that layers multiply by; not those of embeddings, which only look up rows."""
     looked_up = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = (layer for layer in module.modules() if not isinstance(layer, looked_up))
     weights = {parameters[p] for layer in layers for p in layer.parameters(recurse=False) if not is_wrapper(p)}
@@ -187,7 +188,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 class _Ahead:
-    """What `configure_optimizers` sees as its trainer while it is tried on an outline."""
+    """The object in place of the trainer while `configure_optimizers` is called on an outline."""
 
     running = False
     is_main = False
@@ -208,7 +209,7 @@ def need_ahead(module: TrainModule, training: bool, total_steps: int | None) -> 
             optimizers = read_optimizers(
                 "configure_optimizers", outlined.configure_optimizers(), total_steps, in_turn=takes_turns(outlined)
             )
-        except Exception as exc:  # it may ask for what exists in a fit only
+        except Exception as exc:  # it may use objects that exist only during a fit
             return need(outlined, exc)
         return need(outlined, optimizers.optimizers)
     finally:

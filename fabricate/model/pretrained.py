@@ -1,9 +1,8 @@
-"""transformers' `from_pretrained` inside `configure_model`: the model comes on the meta device, its weights later.
+"""transformers' `from_pretrained` inside `configure_model`: the model is built on the meta device, its weights are read later.
 
-While `configure_model` runs, `PreTrainedModel.from_pretrained` answers with the structure and remembers where in the
-safetensors files each tensor lies; `fabricate.model.building` then reads this rank's part of it. Where that would not be what
-transformers loads (another format, converted or changed weights), `NotDeferred` says why and the caller builds for real.
-Must not know: strategies, ranks.
+While `configure_model` runs, `PreTrainedModel.from_pretrained` returns a model without weights and records where each tensor is in the
+safetensors files; `fabricate.model.building` then reads this rank's part of each. If transformers would load other values (another format,
+converted or changed weights), `NotDeferred` is raised, and the caller builds with real tensors. Must not know: strategies, ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-# Arguments under which the files do not hold what the model gets, or somebody else places it.
+# With these arguments, the files do not hold the model's values, or transformers or Accelerate places the model.
 _OTHERS = (
     "state_dict",
     "device_map",
@@ -42,7 +41,7 @@ _OTHERS = (
 
 
 class NotDeferred(RuntimeError):
-    """The weights cannot be read later, each rank its part; the model has to be loaded whole."""
+    """Each rank's part of the weights cannot be read later; the model has to be loaded whole."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Stored:
     shape: tuple[int, ...]
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Elements `start` to `start + count` of the flattened tensor, 1-D on the CPU, in the dtype of the file."""
+        """`count` elements of the flattened tensor, from element `start` on: 1-D, on the CPU, in the dtype of the file."""
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
@@ -66,17 +65,17 @@ class Stored:
 
 @dataclass
 class Loads:
-    """The models that `from_pretrained` gave while it was deferred."""
+    """The models that `from_pretrained` returned while it was deferred."""
 
     models: list[Any] = field(default_factory=list)
     tensors: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """Every parameter and buffer of them by id, kept so that no id is given away again, and its storage."""
+    """By id: each of their parameters and buffers, with its storage. The tensors are kept so that no id is reused."""
     stored: dict[int, Stored] = field(default_factory=dict)
-    """Where those lie that a file holds, by id."""
+    """By id: the place in a file of each tensor that a file holds."""
 
     def check(self, module: torch.nn.Module) -> None:
-        """Raise `NotDeferred` if layers were put into a loaded model, or taken from it without its rules: who did that
-        meant to give them values."""
+        """Raise `NotDeferred` if layers were added to a loaded model or used outside of it, or a weight was replaced: their values are then
+        not those of the files and rules."""
         inside = {id(child) for model in self.models for child in model.modules()}
         kept = [model for model in module.modules() if any(model is loaded for loaded in self.models)]
         ruled = {id(child) for model in kept for child in model.modules()}
@@ -92,7 +91,7 @@ class Loads:
 
 
 def _on_meta(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of `layer` alone that are on the meta device."""
+    """The parameters and buffers of `layer` itself that are on the meta device."""
     for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
         if tensor.is_meta:
             yield tensor
@@ -104,7 +103,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `NotDeferred` where an operation writes to a loaded tensor: on the meta device that would be lost."""
+    """A context that raises `NotDeferred` if an operation writes to a loaded tensor: on the meta device, the values would be lost."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,7 +120,7 @@ class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Loads]:
-    """While this is open, `from_pretrained` gives models on the meta device; nothing happens without transformers."""
+    """A context in which `from_pretrained` returns models on the meta device. It has no effect if transformers is not imported."""
     loads = Loads()
     transformers = sys.modules.get("transformers")
     if transformers is None:
@@ -135,7 +134,7 @@ def deferred() -> Iterator[Loads]:
         wants_info = options.pop("output_loading_info", False)
         if other := [option for option in _OTHERS if options.get(option)]:
             raise NotDeferred(f"from_pretrained({', '.join(other)}=...)")
-        with torch.device("cpu"):  # the model itself is built on meta all the same
+        with torch.device("cpu"):  # the model is built on meta nevertheless, because of device_map
             load = original.__get__(None, cls)
             model, info = load(name, *args, device_map="meta", output_loading_info=True, **options)
         _remember(loads, model, set(info["missing_keys"]), _files(str(name), options))
@@ -151,7 +150,7 @@ def deferred() -> Iterator[Loads]:
 
 
 def _files(name: str, options: dict[str, Any]) -> dict[str, Stored]:
-    """What the safetensors files of a local folder or a model of the hub hold, by name."""
+    """The tensors in the safetensors files of a local folder or a model of the hub, by name."""
     from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
@@ -173,7 +172,8 @@ def _files(name: str, options: dict[str, Any]) -> dict[str, Stored]:
 
 
 def _remember(loads: Loads, model: Any, missing: set[str], files: dict[str, Stored]) -> None:
-    """Find each tensor of `model` in `files`; what is not there has to be among what transformers found `missing`."""
+    """Record where in `files` each tensor of `model` is. Raises `NotDeferred` if one is neither there nor among those that transformers
+    reports as `missing`."""
     if _conversions(model):
         raise NotDeferred(f"transformers converts the weights of {type(model).__name__}")
     prefix = f"{model.base_model_prefix}."
@@ -193,7 +193,7 @@ def _remember(loads: Loads, model: Any, missing: set[str], files: dict[str, Stor
 
 
 def _conversions(model: Any) -> bool:
-    """Whether transformers does more to the weights of this architecture than to find them by name."""
+    """Whether transformers converts or renames the weights of this architecture when it loads them."""
     from transformers import conversion_mapping
 
     find: Any = conversion_mapping.get_model_conversion_mapping
