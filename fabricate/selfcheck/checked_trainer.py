@@ -1,6 +1,7 @@
-"""The Trainer that a script gets while a check runs it: it trains as the check requests.
+"""The Trainer of a script that runs under a check: it trains as the check requests.
 
-It changes settings and the arguments of `fit`, and adds a plugin, as a user could. Must not know what the check compares.
+It changes settings and the arguments of `fit`, and adds a plugin; a user could do the same. Must not know: the comparison that the check
+makes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ __all__ = ["Trainer"]
 
 
 class Trainer(trainer.Trainer):
-    """A `fabricate.Trainer` that does what `runner.request` says. A script, and the modules that it imports, keep this class while
-    the request changes."""
+    """A `fabricate.Trainer` that follows `runner.request`. The request is read at each call, because modules that the script imported keep
+    this class when the request changes."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -57,16 +58,16 @@ class Trainer(trainer.Trainer):
 
 
 def rehearsed(settings: Settings, rehearsal: Rehearsal) -> Settings:
-    """With its files elsewhere, and a plugin that saves, notes and kills."""
+    """`settings` with another run directory, and a plugin that saves, records and kills."""
     run_dir = rehearsal.run_dir(settings.run_dir) if settings.run_dir is not None else None
     return replace(settings, run_dir=run_dir, plugins=(*settings.plugins, Rehearsing(rehearsal)))
 
 
 def tried(settings: Settings, trial: Trial) -> Settings:
-    """With the accumulation and the number of updates of the trial, without what a comparison does not need."""
+    """`settings` with the accumulation and the number of updates of the trial, without validation, trackers and files."""
     return replace(
         settings,
-        strategy="auto",  # the launcher says which
+        strategy="auto",  # the launcher sets it
         precision="auto",
         max_steps=trial.steps if settings.max_steps is None else min(trial.steps, settings.max_steps),
         gradient_accumulation_steps=trial.accumulation,
@@ -83,7 +84,7 @@ def tried(settings: Settings, trial: Trial) -> Settings:
 
 
 def resplit(train: Any, trial: Trial) -> tuple[Any, int | None]:
-    """The data and the rows per rank of a fit, in micro-batches of the trial."""
+    """The training data in micro-batches of the trial, and the `batch_size` for `fit`: None for a DataLoader."""
     if not isinstance(train, DataLoader):
         return train, trial.micro_batch
     if type(train.batch_sampler) is not BatchSampler:

@@ -1,7 +1,7 @@
-"""Does the batch size mean what it says? The same global batches, split in every way, compared with one process.
+"""The check that only the global batch size matters: the same global batches, split in every way, compared with one process.
 
-Owns the factorisations, their starts, and the comparison. Must not know torch or the loop: it sees the losses and weights
-that `fabricate.selfcheck.plugins` leaves.
+Owns the factorisations, their starts, and the comparison. Must not know torch or the loop: it reads the losses and weights that
+`fabricate.selfcheck.plugins` writes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SHOWN_LINES = 30
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a global batch, and how far it came from one process that takes it whole.
+    """One way to split a global batch, and its difference from the reference: one process that takes the batch whole.
 
-    loss: the largest relative difference of an update's loss; weights: the largest difference of an element, relative to the
-    largest magnitude in its tensor, `tensor`. Both 0.0 for the reference itself.
+    loss: the largest relative difference of an update's loss; weights: the largest difference of an element, relative to the largest
+    magnitude in its tensor, `tensor`. Both are 0.0 for the reference itself.
     """
 
     world_size: int
@@ -47,7 +47,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Invariance:
-    """What was measured: every split, the first is the reference; how many updates; what a reader has to know."""
+    """The measurements: every split (the first is the reference), the number of updates, and notes for the reader."""
 
     splits: tuple[Split, ...]
     steps: int
@@ -55,11 +55,11 @@ class Invariance:
 
     @property
     def largest(self) -> float:
-        """The largest relative difference of all, of losses and weights."""
+        """The largest relative difference of all losses and weights."""
         return max((max(split.loss, split.weights) for split in self.splits), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for a program."""
+        """All values, as JSON."""
         return {"largest": self.largest, **vars(self), "splits": [vars(split) for split in self.splits]}
 
 
@@ -78,11 +78,10 @@ def measure(
 ) -> Invariance:
     """Run `script` with the same global batches in every split, and compare with one process that takes them whole.
 
-    folder: an empty one. environment: for all starts. world_sizes: those that do not divide the global batch are left out.
-    strategy: of more than one rank. steps: updates, or as many as the script makes if that is fewer. tell: gets a line per
-    start.
+    folder: an empty directory. environment: for all starts. world_sizes: those that do not divide the global batch are left out. strategy:
+    used with more than one rank. steps: the maximum number of updates. tell: called with a line per start.
 
-    Raises ConfigurationError for a script that cannot be split, FabricateError where the script itself fails.
+    Raises ConfigurationError for a script that cannot be split, FabricateError if the script itself fails.
     """
     if not script.is_file():
         raise ConfigurationError(f"SCRIPT {str(script)!r} is not a file. Give a Python script")
@@ -108,8 +107,8 @@ def measure(
 def _factorisations(
     global_batch_size: int, world_sizes: Sequence[int], sharing: Callable[[int], int] = lambda world_size: 1
 ) -> list[Split]:
-    """Every world size x micro-batch x accumulation that makes the global batch; one process that takes it whole is first.
-    sharing: how many ranks of a world size read the same rows."""
+    """Every world size x micro-batch x accumulation that makes the global batch, first one process that takes it whole. sharing: by world
+    size, how many ranks read the same rows."""
     if global_batch_size < 1 or not world_sizes or min(world_sizes) < 1:
         raise ConfigurationError(
             f"--global-batch {global_batch_size} --worlds {','.join(map(str, world_sizes))}: give positive whole numbers"

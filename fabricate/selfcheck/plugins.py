@@ -1,6 +1,6 @@
-"""The plugins that a check adds to a fit: they save, kill and leave notes.
+"""The plugins that a check adds to a fit: they save, kill and write notes.
 
-Owns also how the state of user objects is described in text. Must not know what the check compares.
+Also owns the description of user objects' state as text. Must not know: the comparison that the check makes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _fits = itertools.count()
 
 
 class Trying(Callback):
-    """Loads the weights that every split begins with, records each update's loss, saves the final weights."""
+    """Load the weights that every split begins with, record the loss of each update, save the final weights."""
 
     name = "trial"
 
@@ -77,7 +77,7 @@ class Trying(Callback):
 
 
 class Rehearsing(Callback):
-    """Saves after the requested update, and records what user objects hold whenever a checkpoint is taken."""
+    """Save after the requested update, and record the state of user objects with each checkpoint."""
 
     name = "rehearsal"
 
@@ -91,7 +91,7 @@ class Rehearsing(Callback):
         self.began = False
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not self.began and trainer.step:  # resumed, and nothing is done with it yet
+        if not self.began and trainer.step:  # resumed, before the first batch
             self._take(trainer, module, "resumed")
         self.began = True
 
@@ -111,7 +111,7 @@ class Rehearsing(Callback):
         self._take(trainer, module, "end")
 
     def _take(self, trainer: Trainer, module: TrainModule, moment: str) -> None:
-        """A checkpoint, at the next boundary, and the notes of this rank. All ranks."""
+        """Save a checkpoint at the next boundary, and write the notes of this rank. All ranks."""
         trainer.save(self.folder / moment)
         run = trainer._live()
         held = {"module": _seen(_values(_own_attributes(module), ""))}
@@ -125,11 +125,11 @@ class Rehearsing(Callback):
         (self.folder / f"{moment}-{run.engine.rank:05d}.json").write_text(json.dumps(notes))
 
 
-# -- what objects hold, as {path: text}
+# -- the state of objects, as {path: text}
 
-_MOST = 20_000  # values of one object
-_LARGEST = 2**24  # bytes of a tensor that are digested
-_LONGEST = 1000  # items of a container that are looked at
+_MOST = 20_000  # recorded values of one object
+_LARGEST = 2**24  # bytes: of a larger array only the beginning is digested, a larger tensor is not
+_LONGEST = 1000  # items of a container that are read
 _DEEPEST = 4
 _LIBRARIES = {"torch", "numpy", "transformers", "datasets", "accelerate", "fabricate", "torchmetrics"}
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -140,7 +140,7 @@ def _seen(found: Iterator[tuple[str, str]]) -> dict[str, str]:
 
 
 def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """What user classes put on a module and its children, without parameters, buffers and children, by path."""
+    """By path: the attributes of a module and its children of user classes, without parameters, buffers and children."""
     attributes: dict[str, Any] = {}
     for prefix, child in module.named_modules():
         if type(child).__module__.partition(".")[0] in _LIBRARIES:
@@ -154,7 +154,7 @@ _OF_TRAIN_MODULE = frozenset({"_trainer", "_logged", "_arguments", "_built"})
 
 
 def _values(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Every plain value inside `value`, by path. Functions, files and objects of other libraries are left out."""
+    """(path, text) of every plain value inside `value`. Functions, files and objects of other libraries are left out."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         yield path, repr(value)[:200]
     elif isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
@@ -204,7 +204,7 @@ def _digest(value: Any) -> str:
 
 
 def _generator(value: Any) -> str | None:
-    """The state of a random generator, digested; None for anything else."""
+    """A digest of the state of a random generator; None for other objects."""
     if isinstance(value, torch.Generator):
         state = repr(value.get_state().tolist())
     elif isinstance(value, numpy.random.Generator):
@@ -219,7 +219,7 @@ def _generator(value: Any) -> str | None:
 
 
 def _generators(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """The random generators that a data set keeps, by path. Its other attributes may be caches and are left out."""
+    """(path, digest) of every random generator in a data set. Other attributes are left out, because they may be caches."""
     if id(value) in seen or len(seen) > _LONGEST:
         return
     seen.add(id(value))

@@ -1,6 +1,6 @@
-"""What a check requests of the fits of a script: where files go, when to be killed, how to split a batch.
+"""Requests of a check to the fits of a script: where to write files, when to kill the ranks, how to split a batch.
 
-The check passes it to `fabricate.selfcheck.runner` on the command line. Data only. Must not know torch.
+The check passes them to `fabricate.selfcheck.runner` on the command line. Data only. Must not know: torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 __all__ = ["TRAIN_DATA", "Rehearsal", "Trial", "read_requests", "start_script", "write_requests"]
 
 TRAIN_DATA = "train data"
-"""What notes call the random generators that the training data keeps."""
+"""The name in the notes for the random generators of the training data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """For `fabricate verify-resume`: one start of a script.
 
-    runs: every run_dir is put below this folder, under its own absolute path, so that the script's own files stay as they
-    are. notes: where each fit leaves checkpoints and what it saw, in fit-0, fit-1, ... save_at: save after this update. kill:
-    end every rank with SIGKILL in the middle of the update after that.
+    runs: each run directory is replaced by its absolute path below this folder, so that the script's own files do not change. notes: the
+    folder for each fit's checkpoints and notes, in fit-0, fit-1, ... save_at: save after this update. kill: end every rank with SIGKILL in
+    the middle of the next update.
     """
 
     runs: str
@@ -31,7 +31,7 @@ class Rehearsal:
     kill: bool = False
 
     def run_dir(self, given: Path) -> Path:
-        """Where a run directory is put."""
+        """The directory that replaces the run directory `given`."""
         absolute = Path(given).absolute()
         return Path(self.runs, *absolute.parts[1:])
 
@@ -40,8 +40,8 @@ class Rehearsal:
 class Trial:
     """For `fabricate check-invariance`: one way to split the same global batches.
 
-    notes: where the fit leaves its losses and final weights. begin: the checkpoint with the weights to begin with; one that
-    does not exist yet is made of the fit's own. steps: updates; micro_batch: rows per rank; accumulation: micro-batches.
+    notes: the folder for the fit's losses and final weights. begin: the checkpoint with the initial weights; if it does not exist yet, the
+    fit writes its own weights there. steps: updates; micro_batch: rows per rank; accumulation: micro-batches.
     """
 
     notes: str
@@ -56,18 +56,18 @@ _KINDS = {"rehearsal": Rehearsal, "trial": Trial}
 
 
 def write_requests(requests: Sequence[Request]) -> str:
-    """One argument of the command line that holds all of them."""
+    """The text of `requests`, for one command-line argument."""
     names = {kind: name for name, kind in _KINDS.items()}
     return json.dumps([{names[type(request)]: asdict(request)} for request in requests])
 
 
 def read_requests(text: str) -> list[Request]:
-    """What `write_requests` wrote."""
+    """The requests in a text from `write_requests`."""
     return [_KINDS[name](**values) for request in json.loads(text) for name, values in request.items()]
 
 
 def start_script(folder: Path) -> Path:
-    """A script in `folder` for a launcher to start: it runs `fabricate.selfcheck.runner` with its own arguments."""
+    """Write a script into `folder` that runs `fabricate.selfcheck.runner` with the script's arguments; return its path, for a launcher."""
     path = folder / "start.py"
     path.write_text("from fabricate.selfcheck.runner import main\n\nmain()\n")
     return path

@@ -1,7 +1,7 @@
-"""Does a script resume exactly? It runs whole, runs again until it is killed, resumes; differences are named.
+"""The check that a script resumes exactly: run it undisturbed, run it again and kill it, resume it, and report the differences.
 
-Owns the three starts, the order in which they are compared and the verdict. Must not know torch or the loop: it reads the
-checkpoints and notes that `fabricate.selfcheck.plugins` writes.
+Owns the three starts, the order of the comparisons, and the verdict. Must not know torch or the loop: it reads the checkpoints and notes
+that `fabricate.selfcheck.plugins` writes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SHOWN_LINES = 30
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `verify_resume`. `differences` begin with the component that differs first; none: the resume is exact.
+    """The result of `verify_resume`. `differences`: the component that differs first is listed first; empty if the resume is exact.
 
-    when: "before the kill" (two undisturbed runs differ, so that the training itself is not deterministic), "after the
-    resume" (something was not put back), or "at the end" (everything that was compared was put back, something else was not).
+    when: "before the kill" (two undisturbed runs differ: the training itself is not deterministic), "after the resume" (a compared value
+    was not restored), or "at the end" (all compared values were restored, but the runs end differently).
     """
 
     steps: int
@@ -38,7 +38,7 @@ class Verdict:
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for a program."""
+        """All values, as JSON."""
         rows = [difference.to_json() for difference in self.differences]
         return {"exact": not rows, **vars(self), "differences": rows}
 
@@ -46,17 +46,16 @@ class Verdict:
 def verify_resume(
     command: Sequence[str], environment: Mapping[str, str], at: int, folder: Path, tell: Callable[[str], None]
 ) -> Verdict:
-    """Start a script three times: undisturbed, killed in the update after `at`, and once more to resume; compare.
+    """Start a script three times (undisturbed, killed in the update after `at`, resumed) and compare.
 
-    command, environment: of all three; `command` is a launcher's, with the script and its arguments after "--". folder: an
-    empty one, for logs, run directories and notes. tell: gets a line per start.
+    command, environment: the same for all three; `command` is a launcher's, with the script and its arguments after "--". folder: an empty
+    directory for logs, run directories and notes. tell: called with a line per start.
 
-    Raises ConfigurationError for a script that cannot be checked, FabricateError where the script itself fails.
+    Raises ConfigurationError for a script that cannot be checked, FabricateError if the script itself fails.
     """
     separator = command.index("--") + 1
-    separator += (
-        command[separator] == "fabricate.cli.rank"
-    )  # several ranks are started by that module, which takes the script
+    # With several ranks, the launcher starts this module, and the script follows it.
+    separator += command[separator] == "fabricate.cli.rank"
     script = command[separator]
     starts = _Starts(command[:separator], command[separator:], environment, at, folder, tell)
     whole = starts.run("whole", runs="whole")
@@ -88,7 +87,7 @@ def verify_resume(
 
 
 def _check_whole(whole: Path, fits: Sequence[str], script: str, at: int) -> int:
-    """The steps of the undisturbed start. Raises ConfigurationError where it has no fit, or is over at step `at`."""
+    """The number of steps of the undisturbed start. Raises ConfigurationError if it has no fit, or not more than `at` steps."""
     if not fits:
         raise ConfigurationError(f"{script} ended without a fit. Give a script that calls Trainer.fit")
     steps = max(_step(whole / fit / "end") for fit in fits)
@@ -98,7 +97,7 @@ def _check_whole(whole: Path, fits: Sequence[str], script: str, at: int) -> int:
 
 
 def _before_the_kill(whole: Path, killed: Path) -> list[Difference]:
-    """How two undisturbed starts differ, generators of the training data first: where they differ they are the cause."""
+    """The differences of two undisturbed starts. Generators of the training data are first: if they differ, they are the cause."""
     before = _differences(whole / "at", killed / "at")
     if not before:
         return []
@@ -108,13 +107,13 @@ def _before_the_kill(whole: Path, killed: Path) -> list[Difference]:
 
 
 def _after_the_resume(whole: Path, killed: Path, resumed: Path) -> list[Difference]:
-    """What was not put back: parts of the checkpoint, and what user objects held."""
+    """The values that were not restored: parts of the checkpoint, and values of user objects."""
     return _differences(whole / "at", resumed / "resumed") + _lost(whole, killed, resumed)
 
 
 @dataclass(frozen=True)
 class _Starts:
-    """Starts a script, its files in a folder."""
+    """The starts of a script, with all files in one folder."""
 
     launcher: Sequence[str]
     script: Sequence[str]
@@ -124,7 +123,7 @@ class _Starts:
     tell: Callable[[str], None]
 
     def run(self, name: str, *, runs: str, kill: bool = False) -> Path:
-        """Start it and wait; returns where its fits left their notes. An exit code without a kill is an error."""
+        """Run the script and return the folder with the notes of its fits. A non-zero exit code without a kill is an error."""
         notes = self.folder / f"notes-{name}"
         rehearsal = Rehearsal(runs=str(self.folder / runs), notes=str(notes), save_at=self.at, kill=kill)
         start = [str(start_script(self.folder)), write_requests([rehearsal])]
@@ -159,7 +158,7 @@ def _differences(one: Path, other: Path) -> list[Difference]:
 
 
 _Held = dict[tuple[str, str], str]
-"""What user objects held, as text, by object and path."""
+"""The values in user objects, as text, by object and path."""
 
 
 def _held(fit: Path, moment: str) -> _Held:
@@ -179,8 +178,8 @@ def _unlike(one: _Held, other: _Held, here: str, there: str) -> list[Difference]
 
 
 def _lost(whole: Path, killed: Path, resumed: Path) -> list[Difference]:
-    """What user objects held before the kill, not after the resume, and never got again. What two undisturbed starts do not
-    agree about (clocks, paths) does not count."""
+    """The values of user objects that the resume did not restore, and that also differ at the end. Values that differ between two
+    undisturbed starts (clocks, paths) do not count."""
     before, again = _held(whole, "at"), _held(killed, "at")
     same = {place for place in before if before[place] == again.get(place)}
     ends = {(d.component, d.name) for d in _unlike(_held(whole, "end"), _held(resumed, "end"), "", "")}
@@ -189,7 +188,7 @@ def _lost(whole: Path, killed: Path, resumed: Path) -> list[Difference]:
 
 
 def _metrics(whole: Path, killed: Path) -> list[Difference]:
-    """The first line of each metrics.jsonl that differs, clocks aside."""
+    """The first different line of each metrics.jsonl, without its "clock"."""
     differences = []
     for file in sorted(whole.rglob("metrics.jsonl")):
         name = file.relative_to(whole)

@@ -1,7 +1,7 @@
-"""Runs a script in a process of a rank, with the Trainer of `checked_trainer` in the place of `fabricate.Trainer`.
+"""Run a script on a rank, with the Trainer of `checked_trainer` in place of `fabricate.Trainer`.
 
-Owns what the script finds: its folder, its arguments, its Trainer. Must not know what is checked. Imports nothing that the
-script could want to prepare first, such as torch.
+Owns the environment of the script: its folder, its arguments, its Trainer. Must not know: what is checked. Does not import torch or another
+package that the script may have to configure before the import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fabricate.selfcheck.requests import Request, Trial, read_requests
 __all__ = ["main"]
 
 request: Request | None = None
-"""What the fits of the script that runs now have to do."""
+"""The request for the fits of the script that is running."""
 
 
 def main() -> None:
@@ -26,10 +26,10 @@ def main() -> None:
     script_file = Path(script).absolute()
     if not sys.flags.safe_path:
         sys.path[0] = str(script_file.resolve().parent)
-    # The package looks the name up when the script first uses it.
+    # `fabricate` imports from this table when the script first uses the name.
     fabricate._HOME["Trainer"] = "selfcheck.checked_trainer"
     for request in read_requests(requests):
-        sys.argv = [script, *arguments]  # again, as runpy and scripts change it
+        sys.argv = [script, *arguments]  # set each time, because runpy and scripts change it
         if isinstance(request, Trial):
             _try(script_file, request)
         else:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _try(script_file: Path, trial: Trial) -> None:
-    """From the same seed in every trial: what a script draws before its fit, such as data, is the same in all of them."""
+    """Run the script from a fixed seed, so that random values drawn before its fit (data, for example) are the same in every trial."""
     fabricate.seed_everything(1)
     try:
         runpy.run_path(str(script_file), run_name="__main__")
@@ -45,6 +45,6 @@ def _try(script_file: Path, trial: Trial) -> None:
         if exc.code not in (None, 0):
             raise
     except Exception:
-        # Once its fit is over a script may miss what the trial left out, such as the metrics of a validation.
+        # After its fit, a script may fail because the trial left something out, such as the metrics of a validation.
         if not Path(trial.notes, "end").exists():
             raise
