@@ -1,4 +1,4 @@
-"""Aids for testing what trains with fabricate: modules, plugins, fabricate itself.
+"""Test helpers for modules, plugins and fabricate itself.
 
 Names are resolved on first use, so that importing this does not import torch.
 """

@@ -1,4 +1,5 @@
-"""A plugin in a process of its own. Owns what importing, building and planning with it may touch; `judge` asks and judges."""
+"""Examination of a plugin in a new process. Owns the list of what importing, building and planning must not change; `judge` starts it and
+judges."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ HEAVY = (
     "transformers",
     "wandb",
 )
-"""Packages that cost seconds to import or print, and that a plugin imports inside the functions that need them."""
+"""Packages that take seconds to import, or print: a plugin should import them inside the functions that need them."""
 FLAGS = (
     "exposes_gradients",
     "replicas_drift",
@@ -48,7 +49,7 @@ FLAGS = (
 
 @dataclass
 class Examined:
-    """What came of it. `changed`: what is not as before, with its text then and now."""
+    """The result of an examination. `changed`: by name of what changed, its text before and after."""
 
     error: str = ""
     printed: str = ""
@@ -59,7 +60,7 @@ class Examined:
 
 
 class _Probe(Precision):
-    """fp32, and a look at the strategy that a plan chose."""
+    """fp32; it records the strategy that a plan chose."""
 
     name = "fp32"
 
@@ -72,9 +73,10 @@ class _Probe(Precision):
 
 
 def examine(subject: Subject, kind: str, sizes: Sequence[int]) -> Examined:
-    """Import `subject`, build it and plan with it as on `sizes` ranks. In a process that does nothing else."""
+    """Import `subject`, build it and make a plan with it for each number of ranks in `sizes`. Call it in a new process."""
     learner = Learner()
-    Trainer(max_steps=1, progress=False).plan(learner, rows(2), batch_size=1)  # what any plan imports is nobody's fault
+    # imports that every plan makes must not count
+    Trainer(max_steps=1, progress=False).plan(learner, rows(2), batch_size=1)
     before, result = _state(), Examined()
     with tempfile.TemporaryFile("w+b") as output:
         with _captured(output.fileno()):
@@ -94,7 +96,7 @@ def examine(subject: Subject, kind: str, sizes: Sequence[int]) -> Examined:
 
 
 def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, result: Examined) -> None:
-    """Import, build and plan, on rank 0 of `world_size` as a launcher would say it. No process group is opened for this."""
+    """Import, build and plan, with a launcher's variables for rank 0 of `world_size`. No process group is opened."""
     before = dict(os.environ)
     instance = subject.make()
     size = str(world_size)
@@ -120,7 +122,7 @@ def _plan(subject: Subject, kind: str, world_size: int, learner: Learner, result
 
 
 def _state() -> dict[str, Any]:
-    """What importing and building must leave alone."""
+    """The state that importing and building must not change."""
     return {
         "environment variables": dict(os.environ),
         "the random generators": random_digest(),
@@ -138,7 +140,7 @@ def _state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _captured(target: int) -> Iterator[None]:
-    """Everything that this process writes to stdout and stderr, C code included, goes to the file `target`."""
+    """A context that redirects stdout and stderr of this process, C code included, to the file descriptor `target`."""
     sys.stdout.flush()
     kept = {stream: os.dup(stream) for stream in (1, 2)}
     for stream in kept:

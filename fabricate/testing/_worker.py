@@ -1,8 +1,7 @@
-"""One rank of a pool: a process answers jobs from a pipe until the pipe closes.
+"""One rank of a pool: a process that runs jobs from a pipe until the pipe closes.
 
-Owns how a job is run inside the rank. It does not open a process group: the job does, or the framework that the job
-calls, and the group then stays for later jobs. Jobs and answers are pickles from and to the process that started this
-one; this is a test tool and trusts it.
+Owns how a job is run inside the rank. It does not open a process group: the job does, or the framework that the job calls, and the group
+then remains for later jobs. Jobs and results are pickles; this test tool trusts the process that started it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 
 def main(connection: Connection, output: str) -> None:
-    """Answer jobs until the other end of `connection` closes. What is printed goes to the file `output`."""
+    """Run jobs and send their results until the other end of `connection` closes. Output is written to the file `output`."""
     import numpy
     import torch
 
@@ -32,10 +31,10 @@ def main(connection: Connection, output: str) -> None:
         os.dup2(file, stream)
     os.close(file)
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed writes no buffer
+    sys.stdout.reconfigure(line_buffering=True)  # a killed rank does not flush its buffer
     random.seed()
-    numpy.random.seed()  # a fork has the generator of the process that it comes from
-    faulthandler.enable()  # SIGABRT from the pool dumps every thread's stack, also from inside a blocked collective
+    numpy.random.seed()  # forked processes would share the generator state
+    faulthandler.enable()  # on SIGABRT, dump the stacks of all threads, even in a blocked collective
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
     connection.send_bytes(pickle.dumps((True, None)))  # ready
@@ -60,7 +59,7 @@ def _answer(job: dict[str, Any]) -> bytes:
             sys.path[:] = job["path"]
             importlib.invalidate_caches()
         function = operator.attrgetter(job["qualname"])(_load(job["module"], job["file"]))
-        # Only now: the arguments may be instances of classes in that file.
+        # After the import, because arguments may be instances of classes in that file.
         arguments, keywords = pickle.loads(job["arguments"])
         return pickle.dumps((True, function(*arguments, **keywords)))
     except BaseException as exception:
@@ -69,24 +68,22 @@ def _answer(job: dict[str, Any]) -> bytes:
 
 
 def _load(name: str, file: str) -> ModuleType:
-    """The module `name` made from `file`, which need not be on the import path (pytest's importlib mode imports so)."""
+    """The module `name`, loaded from `file`. The file need not be on the import path (it is not in pytest's importlib mode)."""
     if name == "__main__":
-        name = (
-            "__mp_main__"  # multiprocessing's word for it; a block under `if __name__ == "__main__"` must not run here
-        )
+        name = "__mp_main__"  # multiprocessing's name: a block under `if __name__ == "__main__"` must not run here
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == file:
         return loaded
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # the parent package of a name that exists only in the caller
+    except ModuleNotFoundError:  # its parent package exists only in the caller
         spec = None
     if spec is None or spec.origin != file:
         spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file!r} is not a Python file", name=name, path=file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: its own dataclasses and pickles look it up there
+    sys.modules[name] = module  # before it is executed, because its dataclasses and pickles look it up
     if name == "__mp_main__":
         sys.modules["__main__"] = module
     try:

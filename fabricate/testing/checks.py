@@ -1,7 +1,7 @@
 """The conformance kit: `check_strategy`, `check_precision` and `check_plugin`, each a one-line test.
 
-Owns which fits are run on how many ranks: all of one world size in one job. What a rank records is `reference`'s, what is
-compared with what is `judge`'s.
+Owns which fits run on how many ranks; all fits of one world size are one job. `reference` owns what a rank records, `judge` what is
+compared.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def check_strategy(
 ) -> None:
     """Check a strategy on gloo ranks of this machine; raises `KitFailure`, a kind of AssertionError.
 
-    strategy: a name with options as for ``Trainer(strategy=...)``, or a class or factory without arguments, defined at the top
-    level of a file. world_sizes: numbers of ranks; those that the strategy's `check` refuses are left out, and when it
-    refuses all, its own bounds are used. plugins: names or factories of plugins that run beside it. equivalent: whether
-    training equals one process that takes the whole batch (relative 1e-5); False for another algorithm. timeout: seconds
-    that the ranks may take per world size.
+    strategy: a name with options as for ``Trainer(strategy=...)``, or a class or factory without arguments, defined at the top level of a
+    file. world_sizes: numbers of ranks; those that the strategy's `check` refuses are left out. If it refuses all, its own bounds are used.
+    plugins: names or factories of plugins that run with it. equivalent: whether training equals one process that takes the whole batch
+    (relative 1e-5); False for another algorithm. timeout: seconds per world size.
 
     Checked: import, the update's arithmetic (accumulation, clipping, a ragged end, token weights, two optimizers), capability
     declarations, checkpoints (names, exact resume, readable in one process) and that a failing rank ends the job.
@@ -93,15 +92,14 @@ def check_precision(
     optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
     timeout: float = 60.0,
 ) -> None:
-    """Check a precision beside each of `strategies` ("single" on one rank, others on two); raises `KitFailure`.
+    """Check a precision with each of `strategies` ("single" on one rank, others on two); raises `KitFailure`.
 
-    precision: a name with options as for ``Trainer(precision=...)``, or a class or factory without arguments, defined at the
-    top level of a file. rtol: how far the validation loss after a dozen updates may be from fp32's, relatively. optimizer:
-    what makes it of a list of parameters, a class or function at the top level of a file, for a precision that refuses SGD
-    with momentum.
+    precision: a name with options as for ``Trainer(precision=...)``, or a class or factory without arguments, defined at the top level of a
+    file. rtol: the largest relative difference of the validation loss after a dozen updates from that of fp32. optimizer: a class or
+    function at the top level of a file that makes an optimizer from a list of parameters, for a precision that refuses SGD with momentum.
 
-    Checked: import, closeness to fp32, the dtype in which layers really compute against the one declared, checkpoint names,
-    equal replicas, exact resume.
+    Checked: import, closeness to fp32, the dtype in which layers compute (it must be the declared one), checkpoint names, equal replicas,
+    exact resume.
 
         def test_my_precision():
             check_precision("mine:recipe=rowwise", rtol=0.1)
@@ -139,11 +137,11 @@ def check_plugin(
     plugins: Sequence[str | Callable[[], Any]] = (),
     timeout: float = 60.0,
 ) -> None:
-    """Check a plugin that implements hooks, beside each of `strategies` ("single" on one rank, others on two); raises `KitFailure`.
+    """Check a plugin that implements hooks, with each of `strategies` ("single" on one rank, others on two); raises `KitFailure`.
 
-    plugin: a name with options as for ``Trainer(plugins=[...])``, or a class or factory without arguments, defined at the top
-    level of a file. neutral: whether a run with it is bitwise the run without it; False for a plugin that is meant to
-    change the training. plugins: others that run before it.
+    plugin: a name with options as for ``Trainer(plugins=[...])``, or a class or factory without arguments, defined at the top level of a
+    file. neutral: whether a run with the plugin is bitwise the run without it; False for a plugin that is meant to change the training.
+    plugins: other plugins, which run before it.
 
     Checked: import, hook arguments, neutrality (weights, losses, metrics, random generators), state through a checkpoint and
     exact resume, equal replicas, no rank left behind, and that a failing rank ends the job.
@@ -188,13 +186,13 @@ def _where(strategy: str, world_size: int) -> str:
 
 
 def _saved(root: Path) -> str:
-    """The checkpoint that a run is resumed from: one of the uninterrupted run."""
+    """The checkpoint of the uninterrupted run that a run is resumed from."""
     return str(root / "whole" / "checkpoints" / f"step-{SAVE_STEP:08d}")
 
 
 def _resumable(world_size: int) -> Case:
-    """What resume has to get right all at once: shuffling, dropout, accumulation, a ragged end, token weights."""
-    # One row to validate on: the other ranks have none, which shows whether a forward needs them.
+    """A case with everything that a resume has to restore: shuffling, dropout, accumulation, a ragged end, token weights."""
+    # With one validation row, the other ranks have no data: this shows whether a forward needs all ranks.
     return Case(
         4 * world_size,
         accumulation=2,
@@ -208,7 +206,7 @@ def _resumable(world_size: int) -> Case:
 
 
 def _resume(fit: Fit, root: Path) -> list[Fit]:
-    """`fit` with checkpoints, and the same resumed from one of them."""
+    """`fit` with checkpoints, and the same fit resumed from one of them."""
     whole = replace(fit, label=f"saving, {fit.label}", run_dir=str(root / "whole"))
     again = replace(fit, label=f"resuming, {fit.label}", run_dir=str(root / "resumed"), resume=_saved(root))
     return [whole, again]

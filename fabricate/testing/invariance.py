@@ -1,6 +1,6 @@
-"""The check of `fabricate check-invariance` for tests: a script learns the same however its batches are split, or the test fails.
+"""`fabricate check-invariance` for tests: the test fails if the results of a script depend on how its batches are split.
 
-Owns the judgement; the command does the work, in processes of its own.
+Owns the judgement; the command runs the script, in other processes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def check_invariance(
 ) -> dict[str, Any]:
     """Run `script` with the same global batches split in every way, and raise `KitFailure` if results differ.
 
-    The script is an ordinary one that calls `Trainer.fit`; its run_dir, batch sizes, strategy and precision are replaced
-    for the check, dropout layers are switched off, validation is left out. One process that takes the global batch whole is
-    the reference. Call it from one process; ranks are started.
+    The script is an ordinary one that calls `Trainer.fit`; its run_dir, batch sizes, strategy and precision are replaced for the check,
+    dropout layers are switched off, validation is left out. One process that takes the global batch whole is the reference. Call this
+    function from one process: it starts the ranks.
 
     Args:
         script, arguments: as for `python SCRIPT ARGUMENTS`.
         global_batch_size: rows per update; each split is world size x micro-batch x accumulation.
-        steps: updates, or as many as the script makes if that is fewer.
+        steps: the maximum number of updates.
         world_sizes: numbers of ranks; those that do not divide the global batch are left out.
-        strategy: of more than one rank; one process is "single".
-        tolerance: the largest relative difference of a loss or a weight that is rounding.
+        strategy: used with more than one rank; one process is "single".
+        tolerance: the largest relative difference of a loss or a weight that counts as rounding.
 
     Returns what `fabricate check-invariance --json` prints: "largest", "steps", "notes", and "splits", each with its
     "world_size", "micro_batch", "accumulation", and the relative differences "loss" and "weights".
 
-    Raises FabricateError for a script that fails by itself or cannot be split.
+    Raises FabricateError for a script that fails without the check or cannot be split.
 
     Example::
 

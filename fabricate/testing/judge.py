@@ -1,7 +1,7 @@
-"""What the conformance kit compares with what, and the words of a failure.
+"""The comparisons of the conformance kit, and the texts of its failures.
 
-Owns the report and one function per check, each given what ranks recorded. It runs nothing but the one process of
-`Report.clean` and the job of `judge_failing_rank`; `checks` says what is run.
+Owns the report and one function per check, which takes what ranks recorded. It runs only the process of `Report.clean` and the job of
+`judge_failing_rank`; `checks` decides which fits run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from fabricate.testing.reference import (
     run_fits,
 )
 
-TOLERANCE = 1e-5  # of losses and weights, relative to the largest: what another order of summation leaves in float32
+TOLERANCE = 1e-5  # for losses and weights, relative to the largest: the effect of the order of summation in float32
 _PRECISE = {"bf16": "bfloat16", "fp16": "float16"}
 Ranks = list[list[Trace]]
 """Traces by rank, then by fit."""
 
 
 class KitFailure(AssertionError):
-    """A plugin that does not keep what it promises. The message lists each check that failed, what was expected, what was
-    found and what to do."""
+    """A plugin failed checks. The message lists each failed check, what was expected, what was found and what to do."""
 
 
 class Report:
-    """Collects what failed, in the order of the checks."""
+    """The failed checks of a plugin, in order."""
 
     def __init__(self, function: str, given: object) -> None:
         self.subject = subject(function, given)
@@ -53,26 +52,26 @@ class Report:
         self.failed: list[str] = []
 
     def expect(self, holds: bool, check: str, expected: str, found: str, remedy: str) -> bool:
-        """Note a failed check. Returns `holds`."""
+        """Record the check as failed unless `holds`; return `holds`."""
         if not holds:
             self.failed.append(f"{check}\n  expected: {expected}\n  found: {found}\n  what to do: {remedy}")
         return holds
 
     def stop_if_failed(self) -> None:
-        """Raise what has failed so far: what comes after would only repeat it."""
+        """Raise `KitFailure` if a check has failed: later checks would only repeat the failure."""
         if self.failed:
             count = f"{len(self.failed)} check{'s' * (len(self.failed) > 1)} failed"
             raise KitFailure("\n\n".join([f"{self.who}: {count}", *self.failed]))
 
     def run(self, fits: list[Fit], world_size: int, timeout: float) -> Ranks:
-        """The fits, one after another in one job of `world_size` ranks."""
+        """The traces of `fits`, run one after another in one job of `world_size` ranks."""
         try:
             return run_ranks(run_fits, world_size, fits, timeout=timeout)
         except RankError as exc:
             text = str(exc)
             first = text.partition("\n--- ")[0].strip()
             during = [line.removeprefix(MARK) for line in text.splitlines() if line.startswith(MARK)]
-            # gloo ends a process that gets another rank's message of another collective.
+            # gloo aborts a process that receives a message of a different collective.
             apart = "did not finish in" in first or "died: signal" in first
             check = "ranks out of step" if apart else "hook arguments" if "PluginError: " in first else "training"
             remedy = (
@@ -89,7 +88,7 @@ class Report:
             raise
 
     def clean(self, kind: str, world_sizes: Sequence[int]) -> Examined:
-        """Import, build and plan in a process of its own. Returns what a strategy declares and which world sizes it accepts."""
+        """Import, build and plan in a new process. Returns what a strategy declares and which world sizes it accepts."""
         try:
             answer = run_alone(examine, self.subject, kind, list(world_sizes))
         except RankError as exc:
@@ -152,7 +151,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def judge_agreement(report: Report, label: str, ranks: list[Trace], hand: Trace, hear_gradients: bool) -> bool:
-    """Losses, gradients and weights of every rank against the loop by hand. Whether they agree."""
+    """Whether losses, gradients and weights of every rank agree with the loop by hand."""
     for rank, trace in enumerate(ranks):
         if hear_gradients and not _gradients_agree(report, label, rank, trace, hand):
             return False
@@ -200,7 +199,7 @@ def _weights_agree(report: Report, label: str, rank: int, trace: Trace, hand: Tr
 
 
 def _first_other_loss(losses: list[float], expected: list[float]) -> int | None:
-    """The first step whose loss is not the expected one."""
+    """The first step with an unexpected loss (1 if the numbers of steps differ); None if there is none."""
     if len(losses) != len(expected):
         return 1
     pairs = enumerate(zip(losses, expected, strict=True), 1)
@@ -208,7 +207,7 @@ def _first_other_loss(losses: list[float], expected: list[float]) -> int | None:
 
 
 def _distance(part: Part, whole: Part) -> float:
-    """Largest difference, relative to the largest element of the whole."""
+    """The largest difference, relative to the largest element of the whole tensor."""
     start, values = part
     wanted = whole[1][start : start + values.numel()]
     if wanted.shape != values.shape:
@@ -218,7 +217,7 @@ def _distance(part: Part, whole: Part) -> float:
 
 
 def _ratio(found: dict[str, Part], wanted: dict[str, Part]) -> str:
-    """How large a gradient is as a whole, in terms of the one it should be."""
+    """The norm of the gradient as a multiple of the expected norm."""
     parts = [(part, wanted[name][1][part[0] : part[0] + part[1].numel()]) for name, part in found.items()]
     norms = [
         math.sqrt(sum(float(t.square().sum()) for t in of)) for of in ([p[1] for p, _ in parts], [w for _, w in parts])
@@ -227,7 +226,7 @@ def _ratio(found: dict[str, Part], wanted: dict[str, Part]) -> str:
 
 
 def judge_replicas(report: Report, where: str, ranks: list[Trace]) -> bool:
-    """Whether all ranks held the same values after each update, wherever two of them held the same elements."""
+    """Whether ranks that hold the same elements held the same values after each update."""
     apart = _apart([[weights for weights, _ in trace.steps] for trace in ranks])
     return report.expect(
         not apart,
@@ -240,7 +239,7 @@ def judge_replicas(report: Report, where: str, ranks: list[Trace]) -> bool:
 
 
 def judge_saved(report: Report, where: str, ranks: list[Trace]) -> None:
-    """Whether a checkpoint holds one model."""
+    """Check that all ranks held the same weights whenever a checkpoint was written."""
     apart = _apart([[weights for _, weights in trace.saved] for trace in ranks])
     report.expect(
         not apart,
@@ -252,8 +251,8 @@ def judge_saved(report: Report, where: str, ranks: list[Trace]) -> None:
 
 
 def _apart(ranks: list[list[dict[str, str]]]) -> str:
-    """The first moment at which two ranks held different values of the same elements, in words; empty if there is none.
-    `ranks`: by rank and moment, what `reference.digests` gives."""
+    """A description of the first moment at which two ranks held different values of the same elements; empty if there is none. `ranks`: by
+    rank and moment, a result of `reference.digests`."""
     for moment, held in enumerate(zip(*ranks, strict=False), 1):
         first: dict[str, tuple[int, str]] = {}
         for rank, digests in enumerate(held):
@@ -265,7 +264,7 @@ def _apart(ranks: list[list[dict[str, str]]]) -> str:
 
 
 def judge_loaded(report: Report, label: str, trace: Trace, checkpoint: Path) -> None:
-    """The weights of a resumed fit before its first update against the checkpoint's."""
+    """Check that the weights of a resumed fit before its first update are those of the checkpoint."""
     saved = read_checkpoint(checkpoint)
     wrong = [name for name, (_, values) in trace.first.items() if not torch.equal(values, saved[f"model/{name}"])]
     report.expect(
@@ -278,7 +277,7 @@ def judge_loaded(report: Report, label: str, trace: Trace, checkpoint: Path) -> 
 
 
 def judge_shards(report: Report, where: str, ranks: list[Trace], sizes: dict[str, int], declared: bool) -> None:
-    """What each rank holds, in elements and in memory, against `shards_parameters`. `sizes`: elements by parameter."""
+    """Check that what each rank holds, in elements and in memory, agrees with `shards_parameters`. `sizes`: elements by parameter."""
     total = sum(sizes.values())
     held = [sum(values.numel() for _, values in trace.last.values()) for trace in ranks]
     if not declared:
@@ -301,7 +300,7 @@ def judge_shards(report: Report, where: str, ranks: list[Trace], sizes: dict[str
         "shard in prepare(), or declare shards_parameters = False",
     ):
         return
-    # Ranks may hold copies of one shard (their values were compared), but every element has to be there.
+    # Several ranks may hold copies of a shard (their values were compared above), but no element may be missing.
     parts = {name: sorted({(t.last[name][0], t.last[name][1].numel()) for t in ranks}) for name in sizes}
     torn = [name for name, ranges in parts.items() if not _tiles(ranges, sizes[name])]
     report.expect(
@@ -323,7 +322,8 @@ def _tiles(parts: list[tuple[int, int]], size: int) -> bool:
 
 
 def judge_failing_rank(report: Report, fit: Fit, world_size: int, timeout: float) -> None:
-    """The last rank raises in on_step: the job has to end with it named, not hang and not go on."""
+    """Check that an exception of the last rank in on_step ends the job, which must not hang or continue, and that the error names the
+    rank."""
     last = world_size - 1
     try:
         run_ranks(run_fits, world_size, [replace(fit, failing_rank=last)], timeout=timeout)
@@ -341,7 +341,7 @@ def judge_failing_rank(report: Report, fit: Fit, world_size: int, timeout: float
 
 
 def judge_dtype(report: Report, where: str, trace: Trace) -> None:
-    """The dtype of an activation against what the precision declares and what Accelerate was told."""
+    """Check that the dtype of an activation agrees with the precision's declaration and with Accelerate's setting."""
     declared = trace.declared_dtype
     report.expect(
         trace.observed == declared,
@@ -361,7 +361,7 @@ def judge_dtype(report: Report, where: str, trace: Trace) -> None:
 
 
 def judge_close(report: Report, where: str, reference: Trace, trace: Trace, rtol: float) -> None:
-    """The last validation loss against that of the same training in fp32."""
+    """Check that the last validation loss is close to that of the same training in fp32."""
     wanted, loss = reference.metrics[-1][1]["val_loss"], trace.metrics[-1][1]["val_loss"]
     report.expect(
         abs(loss - wanted) <= rtol * abs(wanted),
@@ -374,7 +374,7 @@ def judge_close(report: Report, where: str, reference: Trace, trace: Trace, rtol
 
 
 def judge_names(report: Report, where: str, run_dir: Path, case: Case, remedy: str) -> None:
-    """The names of the model's tensors in the newest checkpoint against those of the plain module."""
+    """Check that the model's tensors in the newest checkpoint have the names of the plain module's."""
     plain = {f"model/{name}" for name in case.module().state_dict()}
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     names = {name for name in read_checkpoint(newest) if name.startswith("model/")}
@@ -388,7 +388,7 @@ def judge_names(report: Report, where: str, run_dir: Path, case: Case, remedy: s
 
 
 def judge_neutral(report: Report, where: str, ranks: Ranks) -> None:
-    """The first two fits of each rank, without the plugin and with it, bit by bit."""
+    """Check that the first two fits of each rank, without and with the plugin, are bitwise the same."""
     remedy = (
         "draw from a torch.Generator of its own and work on copies of weights; a plugin that is meant to change the run is "
         "checked with neutral=False"
@@ -412,9 +412,10 @@ def judge_neutral(report: Report, where: str, ranks: Ranks) -> None:
 
 
 def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, case: Case) -> None:
-    """The last two fits of each rank, an uninterrupted run and one resumed at `SAVE_STEP`, and their last checkpoints."""
+    """Check that the last two fits of each rank (an uninterrupted run, and one resumed at `SAVE_STEP`) and their last checkpoints are
+    bitwise the same."""
     paths = [directory / name / "checkpoints" / f"step-{case.steps:08d}" for name in ("whole", "resumed")]
-    if not all(path.exists() for path in paths):  # it stopped early, which neutrality judges
+    if not all(path.exists() for path in paths):  # the run stopped early, which is a matter of neutrality
         paths = [sorted(path.parent.glob("step-*"))[-1] for path in paths]
     other = _different_tensors(*paths)
     states = [json.loads((path / "state.json").read_text(encoding="utf-8"))["plugins"] for path in paths]
@@ -439,14 +440,14 @@ def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, cas
 
 
 def _different_tensors(one: Path, other: Path) -> list[str]:
-    """The names of tensors that are not bitwise the same in two checkpoints."""
+    """The names of the tensors that differ between two checkpoints, bitwise."""
     first, second = read_checkpoint(one), read_checkpoint(other)
     shared = first.keys() & second.keys()
     return sorted(n for n in first.keys() | second.keys() if n not in shared or not torch.equal(first[n], second[n]))
 
 
 def _ranks_apart(ranks: Ranks) -> tuple[list[int], list[int]]:
-    """Ranks whose steps and whose metrics after `SAVE_STEP` differ between their last two fits."""
+    """The ranks whose last two fits differ after `SAVE_STEP`: in steps, and in metrics."""
     steps, metrics = [], []
     for rank, (*_, whole, resumed) in enumerate(ranks):
         if (resumed.steps, resumed.losses) != (whole.steps[SAVE_STEP:], whole.losses[SAVE_STEP:]):

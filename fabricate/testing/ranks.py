@@ -1,7 +1,7 @@
-"""`run_ranks`: a function on several gloo ranks of this machine, from a pool of processes that lasts the session.
+"""`run_ranks`: run a function on several gloo ranks of this machine, in processes that are kept for later calls.
 
-Owns the worker processes, what is sent to them and how their failures are reported. It must not know the framework: what a
-job does with its rank (which group it opens, which module it trains) is up to the job. POSIX only.
+Owns the worker processes, the messages to them, and the report of their failures. It must not know the framework: what a job does with its
+rank (which group it opens, which module it trains) is up to the job. POSIX only.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from fabricate.testing import _worker
 
 _Result = TypeVar("_Result")
 
-_START_SECONDS = 120.0  # importing torch on a busy machine
-_ALIKE_SECONDS = 0.5  # after a failure, for the others to fail alike; then the failed rank ends, as a script would
-_GRACE_SECONDS = 3.0  # what the others get after that; a closed connection ends most collectives
-_DUMP_SECONDS = 2.0  # writing the stacks of all threads
+_START_SECONDS = 120.0  # time to import torch on a busy machine
+# Time after a failure in which the others may fail too. Then the failed rank is killed, as its script would end.
+_ALIKE_SECONDS = 0.5
+_GRACE_SECONDS = 3.0  # time for the others after that; a closed connection ends most collectives
+_DUMP_SECONDS = 2.0  # time to write the stacks of all threads
 _POLL_SECONDS = 0.1
-_PORTS = range(10_000, 30_000)  # below those that Linux (from 32768) and macOS (from 49152) give by themselves
-_OUTPUT_BYTES = 20_000  # how much of a failed rank's output goes into the message, from its end
+_PORTS = range(10_000, 30_000)  # below the ephemeral ports of Linux (from 32768) and macOS (from 49152)
+_OUTPUT_BYTES = 20_000  # the end of a failed rank's output that the message shows
 
-# A server process imports these once and forks the ranks, which then start in milliseconds.
+# A server process imports these modules once. It forks the ranks, which then start in milliseconds.
 _forks = multiprocessing.get_context("forkserver")
 _IMPORTED = [
     "accelerate",
@@ -94,7 +95,7 @@ def run_ranks(
 
 
 def run_alone(function: Callable[..., _Result], *args: Any, timeout: float = 120.0) -> _Result:
-    """As ``run_ranks(function, 1, ...)``, in a new process that ends afterwards."""
+    """The result of ``function(*args)``, run like ``run_ranks(function, 1, ...)`` but in a new process that ends afterwards."""
     pool = _Pool(1)
     try:
         result: _Result = pool.run(_job(function, args, {}), timeout)[0]
@@ -109,18 +110,17 @@ def close_pools() -> None:
         _discard(pool)
     for server in _servers():
         server.kill()
-        os.waitid(
-            os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
-        )  # multiprocessing reaps it and starts another when asked
+        # multiprocessing reaps the server, and starts another when needed.
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
 
 
 atexit.register(close_pools)
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on, for ranks that open it a moment later. Another one with every call.
+    """A free port of this machine, for ranks that open it a moment later. Each call returns a different port.
 
-    Not one of those that the system gives to whoever asks for any port: another program could have got it by then.
+    Ephemeral ports are avoided: before the ranks open the port, the system could assign it to another program.
     """
     for port in random.Random().sample(_PORTS, 1000):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -132,13 +132,13 @@ def free_port() -> int:
 
 
 def worker_process_ids() -> set[int]:
-    """The process ids of all workers and of the process they are forked from, for a check that looks for leaked ones."""
+    """The process ids of all workers and of the server that forks them, for a check that finds leaked processes."""
     workers = {worker.process.pid or 0 for pool in _pools.values() for worker in pool.workers}
     return workers | {server.pid for server in _servers()}
 
 
 def _servers() -> list[psutil.Process]:
-    """The process that multiprocessing forks from, if it runs. Its own record of it is private."""
+    """The fork server of multiprocessing, if it runs. It is found by its command line, because multiprocessing keeps its id private."""
     running = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -148,7 +148,7 @@ def _servers() -> list[psutil.Process]:
 
 
 def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    # What can be imported here can be imported there, installed or not.
+    # Workers can import everything that this process can, installed or not.
     path = [os.path.abspath(entry) for entry in sys.path]
     arguments = pickle.dumps((args, kwargs))
     return {**_address(function), "arguments": arguments, "directory": os.getcwd(), "path": path}
@@ -160,7 +160,7 @@ def _discard(pool: _Pool) -> None:
 
 
 def _address(function: Callable[..., Any]) -> dict[str, str]:
-    """Where a worker finds `function`: the file, the module's name here, and the name inside it."""
+    """The place of `function` for a worker: the file, the module's name in this process, and the qualified name."""
     qualname: str = getattr(function, "__qualname__", repr(function))
     if not inspect.isfunction(function) or "<" in qualname:
         raise ConfigurationError(
@@ -180,7 +180,7 @@ class _Pool:
         self._port = free_port()
         self._started = False
         self.workers = [_Worker() for _ in range(world_size)]
-        self.reusable = False  # true between jobs, while every rank is known to be idle and in step with the others
+        self.reusable = False  # true between jobs if all ranks are known to be idle and in step
 
     def alive(self) -> bool:
         return all(worker.process.is_alive() for worker in self.workers)
@@ -193,11 +193,12 @@ class _Pool:
                 raise outcome.error(self.workers, f"did not start in {_START_SECONDS:g} s")
             self._started = True
         for rank, worker in enumerate(self.workers):
-            # `end_after_seconds` matters only if this process is killed: nobody else would then end a rank that hangs.
+            # `end_after_seconds` matters only if this process is killed: then nothing else ends a hanging rank.
             environment = self._environment(rank, len(self.workers))
             worker.send({**job, "environment": environment, "end_after_seconds": timeout + 60})
         outcome = _collect(self.workers, timeout)
-        # Ranks that all failed alike are still in step. Where only some failed, their next collectives would not match.
+        # If all ranks failed with the same exception, they are still in step. If only some failed, their next
+        # collectives would not match.
         kinds = [failure.kind for failure in outcome.failures.values()]
         self.reusable = not outcome.hanging and kinds in ([], kinds[:1] * len(self.workers))
         if len(outcome.results) < len(self.workers):
@@ -225,7 +226,7 @@ class _Pool:
 
 
 class _Worker:
-    """One process, the pipe to it, and the file that takes what it prints."""
+    """One process, the pipe to it, and the file for its output."""
 
     def __init__(self) -> None:
         self.connection, remote = _forks.Pipe()
@@ -233,30 +234,31 @@ class _Worker:
         self.process = _forks.Process(target=_worker.main, args=(remote, self.output.name))
         with remote, _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
             _forks.set_forkserver_preload(_IMPORTED)
-            self.process.start()  # and before the first one the server, which inherits the environment
+            self.process.start()  # the first time, this also starts the server, which inherits the environment
 
     def send(self, job: dict[str, Any]) -> None:
         self.output.truncate(0)
-        with contextlib.suppress(BrokenPipeError):  # it died just now, which _collect finds and tells
-            # Not connection.send(job): torch makes that pass tensors as handles into memory that this process may free.
+        with contextlib.suppress(BrokenPipeError):  # the process just died, which _collect reports
+            # connection.send(job) would pass tensors as handles (torch's change) into memory that this process may
+            # free.
             self.connection.send_bytes(pickle.dumps(job))
 
     def end_with_stacks(self) -> None:
-        """Kill the process after it has written the stacks of its threads to its output."""
+        """Kill the process after it wrote the stacks of its threads to its output."""
         if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGABRT)
         self.process.join(_DUMP_SECONDS)
         self.kill()  # a stopped process does not receive SIGABRT
 
     def kill(self) -> None:
-        """End the process at once, and wait for that."""
+        """Kill the process, and wait until it has ended."""
         self.process.kill()
         self.process.join()
 
     def printed(self) -> str:
         self.output.seek(max(0, os.fstat(self.output.fileno()).st_size - _OUTPUT_BYTES))
         text = self.output.read().decode(errors="replace")
-        # What faulthandler writes around the stacks: the signal is ours, and nobody asked for the list of extensions.
+        # Remove faulthandler's text around the stacks: the signal, which the pool sent, and the list of extensions.
         return text.replace("Fatal Python error: Aborted\n\n", "").partition("\nExtension modules: ")[0].strip()
 
     def close(self) -> None:
@@ -267,7 +269,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for the processes that start meanwhile."""
+    """A context with environment variables for the processes that start in it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -279,21 +281,21 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @dataclass
 class _Failure:
-    kind: str  # the exception's type, or how the process ended
+    kind: str  # the type of the exception, or how the process ended
     summary: str
     traceback: str
 
 
 @dataclass
 class _Outcome:
-    """What came back from the ranks, by rank."""
+    """The results and failures of the ranks, by rank."""
 
     results: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, _Failure] = field(default_factory=dict)  # in order of arrival: the first is the likeliest cause
+    failures: dict[int, _Failure] = field(default_factory=dict)  # in order of arrival: the first is probably the cause
     hanging: list[int] = field(default_factory=list)
 
     def error(self, workers: list[_Worker], late: str) -> RankError:
-        """One error for all ranks that did not return; `late` says what the hanging ones did not do."""
+        """One error for all ranks without a result. `late`: the text about hanging ranks."""
         lines = [f"rank {rank} {failure.summary}" for rank, failure in self.failures.items()]
         if self.hanging and self.failures:
             late = f"were still running {_GRACE_SECONDS:g} s later and were ended"
@@ -308,7 +310,7 @@ class _Outcome:
 
 
 def _collect(workers: list[_Worker], seconds: float) -> _Outcome:
-    """Wait for one answer of each worker, end those that hang; after a failure the others get only a short grace."""
+    """Wait for one result of each worker; kill workers that hang. After a failure, wait only a short time for the others."""
     outcome = _Outcome()
     waiting = dict(enumerate(workers))
     deadline, alike = time.monotonic() + seconds, math.inf
@@ -318,7 +320,7 @@ def _collect(workers: list[_Worker], seconds: float) -> _Outcome:
                 workers[rank].kill()
         readable = wait([worker.connection for worker in waiting.values()], min(left, _POLL_SECONDS))
         for rank, worker in list(waiting.items()):
-            # A dead worker's pipe can stay open: processes that its job started may hold the other end.
+            # A dead worker's pipe can stay open, because processes that its job started may hold the other end.
             if worker.connection not in readable and worker.process.is_alive():
                 continue
             del waiting[rank]
@@ -336,11 +338,10 @@ def _collect(workers: list[_Worker], seconds: float) -> _Outcome:
 
 
 def _receive(worker: _Worker) -> Any:
-    """The worker's result, or a _Failure."""
+    """The result of the worker, or a _Failure."""
     message = None
-    with contextlib.suppress(
-        EOFError, OSError
-    ):  # the pipe ended, perhaps inside a message, and the process is about to
+    # These errors mean that the pipe was closed, possibly inside a message: the process is about to end.
+    with contextlib.suppress(EOFError, OSError):
         if worker.connection.poll():
             message = worker.connection.recv_bytes()
     if message is not None:
@@ -348,7 +349,7 @@ def _receive(worker: _Worker) -> Any:
         return answer if returned else _Failure(*answer)
     worker.process.join(_GRACE_SECONDS)
     code = worker.process.exitcode
-    if code is None:  # it closed its pipe and lives
+    if code is None:  # it closed its pipe but is alive
         worker.kill()
         code = -signal.SIGKILL
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

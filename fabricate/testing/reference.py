@@ -1,6 +1,6 @@
-"""What the conformance kit trains: one small module, by hand in plain PyTorch and by fabricate on ranks.
+"""The training of the conformance kit: one small module, trained by hand in plain PyTorch and by fabricate on ranks.
 
-Owns the module, its data, the loop by hand, and what a rank records of a fit. It judges nothing: `checks` compares.
+Owns the module, its data, the loop by hand, and the records of a fit. It compares nothing: `judge` does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SEED = 3
 TOKENS, WIDTH = 4, 16
 BOOM = "raised on purpose by the conformance kit"
 Part = tuple[int, torch.Tensor]
-"""What a rank holds of a tensor: where it begins in the flattened whole, and the elements."""
+"""A rank's part of a tensor: its start in the flattened tensor, and its elements."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A plugin in a form that travels to ranks: a name for `Trainer`, or where to import a class or factory from."""
+    """A plugin in a form that can be sent to ranks: a name for `Trainer`, or the place of a class or factory."""
 
     text: str
     module: str = ""
@@ -38,11 +38,11 @@ class Subject:
     qualname: str = ""
 
     def make(self) -> Any:
-        """The name itself, or a fresh object: runs must not share state."""
+        """The name, or a new object, because runs must not share state."""
         return self.load()() if self.module else self.text
 
     def load(self) -> Any:
-        """The class or factory itself."""
+        """The class or factory, imported from its file."""
         return operator.attrgetter(self.qualname)(_load(self.module, self.file))
 
     def __str__(self) -> str:
@@ -52,8 +52,8 @@ class Subject:
 class Learner(TrainModule):
     """Per-token regression on rows of `TOKENS` tokens; about 1,100 parameters in several units, and a buffer.
 
-    by_token: rows have unequal numbers of tokens, and the loss is the mean over tokens. several: one optimizer for the blocks
-    and one for the head, which take turns. optimizer: what makes it of the parameters.
+    by_token: rows have unequal numbers of tokens, and the loss is the mean over tokens. several: one optimizer for the blocks and one for
+    the head, which take turns. optimizer: a function of the parameters that makes an optimizer.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Learner(TrainModule):
         return out
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Mean squared error over all tokens, or over those that count."""
+        """Mean squared error over all tokens; with `by_token`, over those that count."""
         x, y, counts = batch
         error = (self(x) - y).square()
         mean: torch.Tensor = (error * counts).sum() / counts.sum().clamp(min=1) if self.by_token else error.mean()
@@ -102,7 +102,7 @@ class Learner(TrainModule):
 
     @staticmethod
     def turn(step: int) -> str:
-        """The optimizer of the update after `step`."""
+        """The name of the optimizer for the update after `step`."""
         return ("blocks", "head")[step % 2]
 
     def configure_optimizers(self) -> Any:
@@ -112,17 +112,17 @@ class Learner(TrainModule):
 
 
 def _momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # unlike Adam it shows gradients of a wrong scale
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # unlike Adam, SGD is sensitive to the scale of gradients
 
 
 def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer with state of its own for each parameter."""
+    """AdamW, which has state for each parameter."""
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def rows(number: int) -> TensorDataset:
-    """`number` rows: x (tokens, width), y (tokens,), and which tokens count (tokens,); float32. Every fourth row is full,
-    others may be empty. Targets are small, so that a first loss scale of 65536 does not overflow float16."""
+    """`number` rows of float32: x (tokens, width), y (tokens,), and counts (tokens,), 1 for tokens that count. Every fourth row is full,
+    others may be empty. Targets are small, so that an initial loss scale of 65536 does not overflow float16."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(number, TOKENS, WIDTH, generator=generator)
     lengths = torch.randint(0, TOKENS + 1, (number,), generator=generator)
@@ -148,29 +148,29 @@ class Case:
     val_rows: int = 0
 
     def module(self) -> Learner:
-        """The module with its first weights, the same every time."""
+        """The module with its initial weights, the same at each call."""
         torch.manual_seed(SEED)
         optimizer = self.optimizer.load() if self.optimizer else None
         return Learner(dropout=self.dropout, by_token=self.by_token, several=self.several, optimizer=optimizer)
 
     def data(self) -> TensorDataset:
-        """Three windows an epoch; when ragged, the third holds one row, which all ranks but one do without."""
+        """Rows for three windows per epoch. If ragged, the third window has one row, so only one rank has data."""
         return rows(2 * self.global_batch + (1 if self.ragged else self.global_batch))
 
 
 @dataclass
 class Trace:
-    """What one rank saw of a fit (or what the loop by hand did)."""
+    """The records of a fit on one rank, or of the loop by hand."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     steps: list[tuple[dict[str, str], str]] = field(default_factory=list)
-    """After each update: digests of the weights this rank holds, and of its random generators."""
+    """After each update: digests of this rank's weights, and of its random generators."""
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     skipped: int = 0
     gradients: dict[str, Part] = field(default_factory=dict)
-    """Before the first update, where asked for; without the parameters whose `grad` is None."""
+    """Before the first update, if `Fit.hear_gradients`; without parameters whose `grad` is None."""
     first: dict[str, Part] = field(default_factory=dict)
     """The weights before the first update of this fit, after a checkpoint was loaded."""
     last: dict[str, Part] = field(default_factory=dict)
@@ -184,13 +184,13 @@ class Trace:
 
 
 def by_hand(case: Case) -> Trace:
-    """Whole global batches in one process and plain PyTorch: no fabricate loop, no accumulation, no ranks."""
+    """The trace of training in plain PyTorch: one process with whole global batches, without fabricate's loop and accumulation."""
     trace = Trace()
     with torch.random.fork_rng(devices=[]):
         module, data = case.module(), case.data()
     environment = dict(os.environ)
     answer = module.configure_optimizers()
-    os.environ.clear()  # torch sets variables of its compiler when a process builds its first optimizer
+    os.environ.clear()  # undo: torch sets variables of its compiler when a process builds its first optimizer
     os.environ.update(environment)
     optimizers: Mapping[str, torch.optim.Optimizer] = answer if case.several else {"": answer}
     starts = range(0, len(data), case.global_batch)
@@ -212,13 +212,13 @@ def by_hand(case: Case) -> Trace:
 
 
 def named(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The module's parameters in an order that does not depend on their names' order of creation."""
+    """The module's parameters, sorted by name."""
     return sorted(module.named_parameters())
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One fit for every rank of a job. `label` names the check in messages; `precision` None: fp32."""
+    """One fit of a job, the same on every rank. `label`: the name of the check in messages. `precision`: None for fp32."""
 
     label: str
     case: Case
@@ -237,17 +237,17 @@ MARK = "[kit] "
 
 
 def run_fits(fits: list[Fit]) -> list[Trace]:
-    """The job of one rank: one trace per fit. What is raised carries a note with the fit's label."""
+    """The job of one rank: one trace per fit. Exceptions get a note with the fit's label."""
     traces = []
     for fit in fits:
-        print(f"{MARK}{fit.label}", flush=True)  # for a rank that hangs, this is how the parent learns where
+        print(f"{MARK}{fit.label}", flush=True)  # shows the parent in which fit a rank hangs
         try:
             traces.append(_run(fit))
         except BaseException as exc:
             exc.add_note(f"{MARK}{fit.label}")
             raise
         if traces[-1].drifted:
-            break  # the judge says after which update, and what to do
+            break  # `judge` reports after which update, and what to do
     return traces
 
 
@@ -283,14 +283,16 @@ def _run(fit: Fit) -> Trace:
         if "hold different weights" not in str(exc):
             raise
         trace.drifted = True
-        trace.saved += [(len(trace.steps), held) for held, _ in trace.steps[-1:]]  # what a checkpoint would hold
+        # the weights that a checkpoint would hold
+        trace.saved += [(len(trace.steps), held) for held, _ in trace.steps[-1:]]
         return trace
     trace.stop_reason, trace.observed = result.stop_reason, module.observed
     return trace
 
 
 class _Recorder(Callback):
-    """Listed last, so that it sees what the plugins before it did. Changes nothing and draws no random number."""
+    """The plugin that fills a trace. It is listed last, to see the effects of the other plugins; it changes nothing and draws no random
+    numbers."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -331,7 +333,7 @@ class _GradientRecorder(_Recorder):
 
 
 def _held(trainer: Trainer, module: TrainModule) -> dict[str, Part]:
-    """What this rank holds of each weight."""
+    """This rank's part of each parameter, by name."""
     return {name: _part(trainer, parameter) for name, parameter in named(module)}
 
 
@@ -349,7 +351,7 @@ class _Failing(Callback):
 
 
 class _NotFailing(Callback):
-    """Beside `_Failing` on the other ranks, because all ranks have to hear the same hooks."""
+    """The counterpart of `_Failing` on the other ranks, because the listeners of hooks must be the same on all ranks."""
 
     name = "failing"
 
@@ -358,7 +360,7 @@ class _NotFailing(Callback):
 
 
 def digests(held: Mapping[str, Part]) -> dict[str, str]:
-    """A digest of each part by the elements it holds, "name[begin:end]": two ranks may hold other parts of one weight."""
+    """A digest of each part, by its elements, "name[begin:end]": two ranks may hold different parts of a parameter."""
     return {
         f"{name}[{start}:{start + values.numel()}]": hashlib.sha256(
             values.contiguous().view(torch.uint8).numpy().tobytes()
