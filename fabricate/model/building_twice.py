@@ -44,9 +44,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._written: dict[
-            int, tuple[torch.Tensor, str]
-        ] = {}  # by storage; the tensor is kept so that its storage's address is not reused
+        # By storage. The tensor is kept so that its storage's address is not reused.
+        self._written: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:

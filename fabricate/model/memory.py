@@ -46,9 +46,8 @@ class Need:
 
     def computed_in(self, precision: Precision) -> Need:
         """The need including the copies of weights that autocast makes under `precision`."""
-        converts = (
-            type(precision).convert is not Precision.convert
-        )  # its layers cast weights themselves, or do not need to
+        # With a `convert` of its own, layers cast their weights themselves, or do not need to.
+        converts = type(precision).convert is not Precision.convert
         if precision.mixed_precision not in ("bf16", "fp16") or converts:
             return self
         return dataclasses.replace(self, whole={**self.whole, CAST_COPIES: 2 * self.multiplied})

@@ -116,9 +116,8 @@ def _check_hook(
 def _never_called(plugin: object, method: str) -> bool:
     """Whether `method` of a callback is a method of Lightning's callbacks that fabricate does not call."""
     meant = foreign_names.CALLBACK_NAMES.get(method)
-    of_callback = isinstance(plugin, Callback) and not hasattr(
-        plugin, "named_parameters"
-    )  # a torch module has a state_dict
+    # A torch module has a state_dict of its own.
+    of_callback = isinstance(plugin, Callback) and not hasattr(plugin, "named_parameters")
     return meant is not None and of_callback and foreign_names.begins_with(getattr(type(plugin), method), meant[0])
 
 
