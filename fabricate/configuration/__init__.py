@@ -1,3 +1,3 @@
-"""From the arguments of `Trainer`, the launcher and files to a plan: `arguments` (the check of what is passed), `resolve` (which
-strategy and precision), `opened_data` (which batches), `plan_sections` (what the plan says) and `plan` (its data and its text).
+"""From the arguments of `Trainer`, the launcher and files to a plan: `arguments` (checks of the arguments), `resolve` (the strategy and the
+precision), `opened_data` (the batches), `plan_sections` (the lines of the plan) and `plan` (its data and text).
 """

@@ -1,6 +1,6 @@
-"""The arguments of a Trainer, checked value by value. Pure data; nothing is resolved here.
+"""The arguments of a Trainer, each value checked. Pure data; nothing is resolved here.
 
-`Trainer.__init__` has the names, defaults and descriptions of the arguments; `Settings` has a field with its check for each.
+`Trainer.__init__` has the names, defaults and descriptions of the arguments; `Settings` has a field with a check for each of them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CHANGES = (
     *("global_batch_size", "train", "seed", "plugins"),
     *("optimizer", "scheduler", "module", "max_grad_norm", "max_grad_value"),
 )
-"""What `accept_changes` may name."""
+"""The names that `accept_changes` can contain."""
 
 _REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options")
-"""What a mapping given as `compile` may hold."""
+"""The keys that a mapping for `compile` can have."""
 
 
-# -- checks: each gets the name and the value of an argument, and returns the value for `Settings`
+# -- checks: each takes the name and the value of an argument, and returns the value for `Settings`
 
 
 def _or_none(check: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
@@ -38,7 +38,7 @@ def _or_none(check: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
 
 
 def _or_never(name: str, value: Any) -> Every | None:
-    """None for never."""
+    """A duration, or None for never."""
     if value is None:
         return None
     if value is False or value == 0:
@@ -76,14 +76,14 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _updates(name: str, value: Any) -> int:
-    """How many updates, 0 for an ordinary fit."""
+    """The number of updates; 0 for an ordinary fit."""
     if not isinstance(value, int) or value < 0:
         raise ConfigurationError(f"{name}={value!r}: give True, False or a number of updates")
     return int(value)
 
 
 def _few_batches(name: str, value: Any) -> int | float | None:
-    """A number of batches or a share of them; 0, Lightning's default, is None."""
+    """A number of batches, or a share of them. 0 (Lightning's default) becomes None."""
     if value == 0 and not isinstance(value, bool):
         return None
     share = isinstance(value, float) and 0 < value <= 1
@@ -139,7 +139,7 @@ def _compile(name: str, value: Any) -> str | Mapping[str, Any] | None:
 
 
 def parse_keep(name: str, value: Any) -> dict[str, Any]:
-    """Which checkpoints to keep, as a mapping with last (None: all), metric, mode and, where requested, best."""
+    """The checkpoints to keep: a mapping with "last" (None: all), "metric", "mode" and, if requested, "best"."""
     defaults: dict[str, Any] = {"last": None, "metric": "val_loss", "mode": "min"}
     if value == "all":
         return defaults
@@ -215,7 +215,7 @@ def _changes(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The checked arguments of a Trainer, under their names. A field without a check holds what was given."""
+    """The checked arguments of a Trainer, by their names. A field without a check holds the value as given."""
 
     strategy: Any
     precision: Any
@@ -264,7 +264,7 @@ class Settings:
     def checked(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self:
         """The settings that `arguments` give; it may hold other names, which are not looked at. `defaults`: of all arguments.
 
-        Raises `ConfigurationError` for the first argument that is wrong, with its value and the remedy.
+        Raises `ConfigurationError` for the first wrong argument, with its value and the remedy.
         """
         given = [name for name in CHECKS if arguments[name] is not defaults[name] and arguments[name] != defaults[name]]
         settings = cls(**{name: check(name, arguments[name]) for name, check in CHECKS.items()}, given=tuple(given))
@@ -288,7 +288,7 @@ class Settings:
         return settings.for_a_trial() if settings.fast_dev_run else settings
 
     def for_a_trial(self) -> Self:
-        """For `fast_dev_run`: some updates, as many batches of a validation after them."""
+        """The settings for `fast_dev_run`: N updates, then a validation of N batches."""
         number = self.fast_dev_run
         return replace(
             self,

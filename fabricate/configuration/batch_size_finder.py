@@ -1,4 +1,4 @@
-"""Which batch size to try next, given which fit into memory. Pure; must not know how a size is tried."""
+"""The search for the largest batch size that fits into memory. Pure; must not know: how a size is tried."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from fabricate.errors import ConfigurationError
 
 @dataclass
 class BatchSizeFinder:
-    """In the place of a batch size: the largest that fits into memory, found before the fit.
+    """A search for the largest batch size that fits into memory, before the fit. Pass it in place of a batch size.
 
         Trainer(global_batch_size=512, max_epochs=3).fit(module, train, batch_size=BatchSizeFinder())
 
     Each size is tried on every rank in a forked process, in `steps_per_trial` updates of the fit with its optimizer, strategy and plugins,
-    so that one that does not fit costs nothing: module, data and random generators stay as they are. A size fits if it does on every rank.
-    With a `global_batch_size` only sizes that divide it are tried, and the update stays the same; without one the global batch is as
-    large as the size that is found makes it. The plan has the size and how it was found; a run that resumes takes it from there.
+    so that a size that does not fit does no harm: module, data and random generators do not change. A size fits if it fits on every rank.
+    With a `global_batch_size`, only sizes that divide it are tried, and the update does not change; otherwise the global batch follows from
+    the size. The plan has the size and how it was found; a resumed run takes the size from there.
 
-    mode: "power": doubles the size until one does not fit; "binsearch": then halves the distance between it and the last that fitted.
-    init_val: the first size; smaller ones where it does not fit. max_val: the largest. max_trials: of sizes. margin: by which share
-    "binsearch" stays below what just fitted, because a fit also validates and saves.
+    mode: "power": double the size until a size does not fit; "binsearch": then search between this size and the last that fitted. init_val:
+    the first size; if it does not fit, smaller ones are tried. max_val: the largest size. max_trials: the maximum number of trials. margin:
+    the share by which "binsearch" stays below the largest size that fitted, because a fit also validates and saves.
 
-    For a data set or a stream of rows, on Linux, before anything in the process used a device or a process group: a fork could use neither.
+    It works with a data set or a stream of rows, on Linux, if nothing in the process has used a device or a process group: a fork could use
+    neither.
     """
 
     mode: str = "power"
@@ -35,7 +36,7 @@ class BatchSizeFinder:
     margin: float = 0.05
     max_val: int | None = None
     results: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Of the last fit, by size and in the order of the trials: whether it fitted into memory."""
+    """By size, in the order of the trials: whether it fitted into memory in the last search."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("power", "binsearch"):
@@ -54,7 +55,7 @@ class BatchSizeFinder:
             )
 
     def search(self, allowed: Sequence[int], fits: Callable[[int], bool]) -> int:
-        """The size among `allowed`, which ascend. `fits` tries one. `ConfigurationError` where none fits."""
+        """The size found among `allowed`, which are ascending. `fits` tries a size. Raises `ConfigurationError` if no size fits."""
         self.results = {}
         sizes = allowed if self.max_val is None else allowed[: _number_up_to(allowed, self.max_val)]
         if not sizes:
@@ -77,9 +78,10 @@ class BatchSizeFinder:
         return sizes[good]
 
     def _grow(self, sizes: Sequence[int], tried: Callable[[int], bool]) -> tuple[int, int | None]:
-        """The place of a size that fits, and of one about twice as large that does not fit (None where none was found)."""
+        """The index of a size that fits, and the index of a larger size that does not fit (at most about twice as large; None if none was
+        found)."""
         place, bad = max(_number_up_to(sizes, self.init_val) - 1, 0), None
-        while not tried(place):  # only the first sizes may be too large already
+        while not tried(place):  # sizes can be too large only here, before one fitted
             if place == 0 or len(self.results) >= self.max_trials:
                 raise ConfigurationError(
                     f"BatchSizeFinder: batch_size={sizes[place]} does not fit into memory. What helps: strategy='fsdp' "
@@ -92,19 +94,19 @@ class BatchSizeFinder:
         return place, bad
 
     def described(self) -> str:
-        """What was found in the last search, for the plan."""
+        """The result of the last search, for the plan."""
         too_large = min((size for size, fitted in self.results.items() if not fitted), default=None)
         reason = "no larger one was tried" if too_large is None else f"{too_large} ran out of memory"
         return f"{FOUND}(mode={self.mode!r}): {reason}"
 
 
 FOUND = "found by BatchSizeFinder"
-"""How a text about a size that was found begins."""
+"""The beginning of texts about a size that was found."""
 
 
 def sizes(readers: int, rows: int | None, global_batch_size: int | None) -> Sequence[int]:
-    """The batch sizes that are possible, ascending: those that divide a global batch; else all, up to the rows that each of the
-    `readers` of the data has."""
+    """The possible batch sizes, ascending: those that divide a reader's share of the global batch; without one, all up to a reader's number
+    of rows."""
     if global_batch_size is not None:
         each = global_batch_size // readers
         return [size for size in range(1, each + 1) if each % size == 0]
@@ -112,5 +114,5 @@ def sizes(readers: int, rows: int | None, global_batch_size: int | None) -> Sequ
 
 
 def _number_up_to(sizes: Sequence[int], most: int) -> int:
-    """How many of `sizes` are at most `most`."""
+    """The number of elements of `sizes` that are at most `most`."""
     return bisect.bisect_right(sizes, most)

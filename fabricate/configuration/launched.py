@@ -1,6 +1,6 @@
-"""Arguments of a Trainer that its launcher gives: `fabricate run --set NAME=VALUE`, and a YAML file of them.
+"""Arguments of a Trainer that its launcher sets: `fabricate run --set NAME=VALUE`, or a YAML file.
 
-Owns how they are written, how they travel to the ranks (one variable), and that a script which gives another value is an error.
+Owns how they are written, the environment variable that passes them to the ranks, and the error if the script sets another value.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ P = ParamSpec("P")
 S = TypeVar("S")
 
 VARIABLE = "FABRICATE_SETTINGS"
-"""A JSON object: the name of an argument, and a list of its value and its source."""
+"""An environment variable with a JSON object: name of an argument to [value, source]."""
 
 
 class Launched(NamedTuple):
-    """An argument that a launcher gives."""
+    """An argument that a launcher sets."""
 
     value: Any
     source: str
 
 
 def read_setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value written as in YAML: a number, true, null, {last: 2, best: 1}, or text as it is.
+    """Split NAME=VALUE into the name and the value. The value is written as in YAML: a number, true, null, {last: 2, best: 1}, or text.
 
     read_setting("save_every=1 epoch") == ("save_every", "1 epoch")"""
     import yaml  # type: ignore[import-untyped]
@@ -50,14 +50,14 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 
 NAMES = {"strategy": "FABRICATE_STRATEGY", "precision": "FABRICATE_PRECISION"}
-"""Arguments whose values are names (YAML reads precision=no as false), and the environment variables that carry them to the ranks."""
+"""Arguments whose values are names (YAML reads precision=no as false), and the environment variables that pass them to the ranks."""
 _FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """Numbers that YAML reads as text."""
 _DIGITS = re.compile(r"[-+]?[0-9][0-9_]*")
 
 
 def _number(value: Any, written: str) -> Any:
-    """YAML takes 1e-3 for text, 010 for 8 and 1:30 for 90."""
+    """`value` with YAML's surprises corrected: it reads 1e-3 as text, 010 as 8 and 1:30 as 90."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -69,7 +69,7 @@ def _number(value: Any, written: str) -> Any:
 
 
 def check_launched(name: str, value: Any, source: str) -> Launched:
-    """The argument `name` of a Trainer as a launcher gives it. Raises ConfigurationError, before a rank is started."""
+    """The checked argument `name` from a launcher. Raises ConfigurationError, before a rank is started."""
     if name not in CHECKS:
         hint = foreign_names.hint(name, foreign_names.ARGUMENTS, list(CHECKS))
         raise ConfigurationError(f"{source}: Trainer has no argument {name!r}{hint}")
@@ -89,7 +89,7 @@ def check_launched(name: str, value: Any, source: str) -> Launched:
 
 
 def merged(*groups: Mapping[str, Launched]) -> dict[str, Launched]:
-    """The arguments of all `groups`. Raises ConfigurationError where two set another value."""
+    """The arguments of all `groups`. Raises ConfigurationError if two groups set different values."""
     result: dict[str, Launched] = {}
     for group in groups:
         for name, given in group.items():
@@ -102,12 +102,12 @@ def merged(*groups: Mapping[str, Launched]) -> dict[str, Launched]:
 
 
 def variables(arguments: Mapping[str, Launched]) -> dict[str, str]:
-    """What carries `arguments` to the ranks."""
+    """The environment variables that pass `arguments` to the ranks."""
     return {VARIABLE: json.dumps(arguments)} if arguments else {}
 
 
 def launched(environ: Mapping[str, str]) -> dict[str, Launched]:
-    """The arguments that the launcher of this process gives."""
+    """The arguments that the launcher of this process set."""
     text = environ.get(VARIABLE, "")
     if not text:
         return {}
@@ -121,8 +121,8 @@ def launched(environ: Mapping[str, str]) -> dict[str, Launched]:
 
 
 def with_launched(function: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Makes a constructor take the arguments of the launcher, as if the script had given them. One that it gives as well is an error
-    unless the two are equal."""
+    """A decorator that passes the launcher's arguments to a constructor, as if the script had given them. If the script gives a different
+    value for one of them, that is an error."""
 
     @functools.wraps(function)
     def constructor(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:

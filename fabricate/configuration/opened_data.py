@@ -1,7 +1,7 @@
-"""The data of a fit or an evaluation, opened for this rank: which batch size and how many micro-batches make an update.
+"""The data of a fit or an evaluation, opened for this rank, with the batch size and the number of micro-batches per update.
 
-Owns how a global batch, a strategy's file and the loading arguments become batches per rank. Must not know how data is read
-(`fabricate.data`), nor models.
+Owns how a global batch, a strategy's file and the loading arguments become batches per rank. Must not know: how data is read
+(`fabricate.data`), models.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from fabricate.values import Every
 
 @dataclass(frozen=True)
 class Data:
-    """The opened data of a fit or an evaluation, and how many micro-batches make an update."""
+    """The opened data of a fit or an evaluation, and the number of micro-batches per update."""
 
     train: Source | None = None
     validation: dict[str, Source] = field(default_factory=dict)
     accumulation: tuple[int, str] = (1, "default")
     found: str = ""
-    """Where the batch size comes from, if it was searched for."""
+    """The source of the batch size, if it was found by a search; else empty."""
 
     def total_steps(self, settings: Settings) -> int | None:
-        """The number of updates of the whole fit; None when it cannot be known."""
+        """The number of updates of the whole fit; None if it is not known."""
         per_epoch = self.train.updates_per_epoch if self.train is not None else None
         epochs = settings.max_epochs
         by_epochs = per_epoch * epochs if per_epoch is not None and epochs is not None else None
         return min((limit for limit in (settings.max_steps, by_epochs) if limit is not None), default=None)
 
     def compilation(self, settings: Settings) -> Compilation | None:
-        """What is compiled, for batches of these sizes; None for nothing."""
+        """The compilation for this data; None if nothing is compiled."""
         if settings.compile is None:
             return None
         in_training = self.train is not None and self.train.rows_differ
         return Compilation(settings.compile, in_training, any(s.rows_differ for s in self.validation.values()))
 
     def first_validation(self, settings: Settings) -> float | None:
-        """The update after which the fit validates first; infinite if never, None where it cannot be known."""
+        """The update after which the fit validates first; infinite if it never does, None if it is not known."""
         every = settings.validate_every
         if not self.validation or every is None:
             return math.inf
@@ -61,7 +61,7 @@ class Data:
         return per_epoch * every.amount if every.unit == "epochs" and per_epoch is not None else None
 
     def validates(self, settings: Settings) -> bool:
-        """Whether the fit may come to a validation, other than one that a hook requests."""
+        """Whether the fit can reach a validation without a hook's request."""
         first, total = self.first_validation(settings), self.total_steps(settings)
         if first is None or (settings.validate_first and self.validation):
             return True
@@ -71,7 +71,7 @@ class Data:
 def open_data(
     settings: Settings, resolved: Resolved, train: object, val: object, loading: Loading, stage: str = "validate"
 ) -> Data:
-    """Open training data, and `val`, that of the evaluation `stage`, for this rank; a global batch is turned into accumulation
+    """Open the training data and the data of the evaluation `stage` (`val`) for this rank. A global batch size is turned into accumulation
     steps."""
     accumulation = resolved.accumulation or (1, "default")
     source = None
@@ -91,7 +91,7 @@ def open_data(
     }[stage]
     sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
     if train is not None and limit == 0:
-        sets = {}  # a fit without validation
+        sets = {}  # limit_val_batches=0 turns the validation of a fit off
     elif few is not None:
         sets, limit = dict.fromkeys(sets, train), few
     validation = {
@@ -128,7 +128,7 @@ def _refuse_one_pass(settings: Settings, train: object, val: Mapping[Any, object
 
 
 def _in_order(train: object, loading: Loading, few: int | float) -> tuple[Any, Loading]:
-    """`train` and how to load it, so that every epoch begins with the same batches."""
+    """`train` and `loading`, changed so that every epoch begins with the same batches."""
     given = f"overfit_batches={few} needs the same batches in every epoch"
     if loading.shuffle:
         raise ConfigurationError(f"{given}, but shuffle=True is set. Remove one of the two")
@@ -188,13 +188,13 @@ def _validation_source(
 
 
 def reader(resolved: Resolved) -> tuple[int, int]:
-    """Which of the readers of the data this rank is, and how many there are: ranks that divide a layer read the same rows."""
+    """The number of this rank's reader, and the number of readers. Ranks that divide a layer read the same rows, and are one reader."""
     per_row = ranks_per_row(resolved.strategy, resolved.launch.world_size)
     return resolved.launch.rank // per_row, resolved.launch.world_size // per_row
 
 
 def _check_batch_size(source: Source, resolved: Resolved) -> None:
-    """The batch size of a strategy's file, if it sets one, is that of the training data."""
+    """Raise `ConfigurationError` if the strategy's file sets another batch size than that of the training data."""
     if resolved.batch_size is not None and source.batch_size not in (None, resolved.batch_size[0]):
         size, set_by = resolved.batch_size
         raise ConfigurationError(
@@ -203,7 +203,7 @@ def _check_batch_size(source: Source, resolved: Resolved) -> None:
 
 
 def _accumulation(source: Source, resolved: Resolved) -> tuple[int, str]:
-    """How many micro-batches make the requested global batch, and where that comes from."""
+    """The number of micro-batches in the requested global batch, and its source."""
     assert resolved.global_batch_size is not None
     size, set_by = resolved.global_batch_size
     setting = f"global_batch_size={size}" + ("" if set_by == "argument" else f" ({set_by})")
@@ -254,14 +254,14 @@ def _for_evaluation(data: object, loading: Loading) -> Loading:
 
 
 def settle(settings: Settings, resolved: Resolved, data: Data) -> None:
-    """Give the strategy and the precision what came out of all settings. Pure."""
+    """Pass the result of all settings to the strategy and the precision. No collectives, nothing on a device."""
     result = settled(settings, resolved, data)
     resolved.strategy.settle(result)
     resolved.precision.settle(result)
 
 
 def settled(settings: Settings, resolved: Resolved, data: Data) -> Strategy.Settled:
-    """What came out of all settings, as strategies receive it."""
+    """The result of all settings, in the form for strategies and precisions."""
     return Strategy.Settled(
         world_size=resolved.launch.world_size,
         local_world_size=resolved.launch.local_world_size,

@@ -1,6 +1,6 @@
-"""The plan: what will run, every value with where it came from. Its summary is printed before the first step; plan.json has all of it.
+"""The plan of a fit: every setting with its source. Its summary is printed before the first step; plan.json contains all settings.
 
-Pure data and its text; must not decide anything.
+Pure data and its text. It must not decide anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from fabricate.errors import size_text
 
 SUMMARY_LINES = 8
-"""The most lines that a fit prints before its first step, with those of a resume and of a search for a batch size."""
+"""The maximum number of lines that a fit prints before its first step, including those about a resume and a search for a batch size."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved plan of a fit: `plan["strategy"]` is a value, `str(plan)` the text, `plan.summary()` its gist in at most eight lines,
-    `plan.to_json()` what plan.json holds."""
+    """The resolved plan of a fit: `plan["strategy"]` is a value, `str(plan)` the text, `plan.summary()` a summary of at most eight lines,
+    `plan.to_json()` the content of plan.json."""
 
     settings: tuple[Setting, ...]
     plugins: tuple[dict[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     adopted: tuple[str, ...] = ()
-    """Settings that a launcher or a file of the strategy made, with their source."""
+    """Settings whose values come from a launcher or a file of the strategy, with the source."""
 
     def __getitem__(self, name: str) -> Any:
         for setting in self.settings:
@@ -42,7 +42,7 @@ class Plan:
         raise KeyError(f"the plan has no {name!r}; it has {', '.join(s.name for s in self.settings)}")
 
     def source(self, name: str) -> str:
-        """Where the value of `name` came from."""
+        """The source of the value of `name`."""
         self[name]
         return next(s.source for s in self.settings if s.name == name)
 
@@ -55,7 +55,7 @@ class Plan:
         }
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows of it."""
+        """Show the text of the plan in a notebook."""
         printer.text(str(self))
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Plan:
         lines = ["fabricate plan"]
         for setting in self.settings:
             value = setting.value
-            if isinstance(value, dict):  # of sizes in bytes
+            if isinstance(value, dict):  # sizes in bytes, by kind
                 value = ", ".join(f"{kind} {size_text(count)}" for kind, count in value.items())
             elif isinstance(value, list):
                 value = ", ".join(map(str, value))
@@ -77,8 +77,8 @@ class Plan:
         return "\n".join(lines)
 
     def summary(self, lines_left: int = SUMMARY_LINES) -> str:
-        """What runs on what, the global batch and how it comes about, the length, what is written, and what is unusual: at most
-        `lines_left` lines, of which five are always there. The last one says where the rest is."""
+        """At most `lines_left` lines: the module, the devices, the global batch and the length, the output, and unusual settings. Four or
+        five lines are always present. The last line says where all settings are."""
         values = {setting.name: setting.value for setting in self.settings}
         place = _place(values, self.source("strategy"))
         lines = [f"fabricate: {values['module']}, {_model(values)}", f"  runs on  {place}"]
@@ -103,7 +103,7 @@ def _model(values: Mapping[str, Any]) -> str:
 
 
 def _place(values: Mapping[str, Any], chosen: str) -> str:
-    """The line "runs on". `chosen`: the source of the strategy, with the reason if it was chosen automatically."""
+    """The text of the line "runs on". `chosen`: the source of the strategy, with the reason if it was chosen automatically."""
     ranks, compiled = values["world_size"], ", compiled" if values["compile"] else ""
     automatic, _, why = chosen.partition("; ")
     reason = f" ({why})" if automatic.startswith("auto: ") and values["strategy"] == "fsdp" else ""
@@ -129,5 +129,5 @@ def _written(values: Mapping[str, Any]) -> str:
 
 
 def _singular(every: str) -> str:
-    """ "epoch" for "1 epoch", "50 steps" as it is."""
+    """ "epoch" for "1 epoch"; other durations unchanged."""
     return every.removeprefix("1 ")

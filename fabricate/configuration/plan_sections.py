@@ -1,7 +1,7 @@
-"""The plan of a fit, section by section: each function gives the lines of one concern, in the order in which they are printed.
+"""The sections of the plan: each function returns the lines of one section, in the order in which they are printed.
 
-Owns which settings the plan shows and how each is worded. Decides nothing (`resolve`, `opened_data`); must not know how a plan
-is printed or stored (`plan`), the engine or the loop.
+Owns which settings the plan shows, and their texts. Decides nothing (`resolve` and `opened_data` do). Must not know: how a plan is printed
+or stored (`plan`), the engine, the loop.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def make_plan(
     notes: Sequence[str] = (),
     needed: Need | None = None,
 ) -> Plan:
-    """The plan as data. `optimizers` are known once the module is built; without them the learning rates are left out.
-    `needed`: what `module` takes, where that is known."""
+    """The plan as data. `optimizers`: known once the module is built; without them, learning rates are left out. `needed`: the memory that
+    `module` needs, if it is known."""
     lines = (
         Setting("module", type(module).__name__, "argument"),
         *_ranks(resolved),
@@ -70,7 +70,7 @@ def make_plan(
 
 
 def _ranks(resolved: Resolved) -> Iterator[Setting]:
-    """Where the run takes place."""
+    """The device and the number of ranks."""
     world_size, launcher = resolved.launch.world_size, resolved.launch.launcher
     yield Setting("device", str(resolved.device), resolved.device_source)
     yield Setting("world_size", world_size, f"launcher ({launcher})")
@@ -83,7 +83,7 @@ def _ranks(resolved: Resolved) -> Iterator[Setting]:
 
 
 def _notes_on_ranks(resolved: Resolved) -> Iterator[str]:
-    """What a reader may not expect of this number of ranks on these devices."""
+    """Notes about unexpected effects of the device or of the number of ranks."""
     if note := note_on(resolved.device):
         yield note
     if resolved.launch.world_size == 1 and resolved.strategy.in_group(1):
@@ -91,7 +91,7 @@ def _notes_on_ranks(resolved: Resolved) -> Iterator[str]:
 
 
 def _strategy_and_precision(resolved: Resolved) -> Iterator[Setting]:
-    """Their names, and what they add about themselves."""
+    """The strategy and the precision: their names, and the lines from their `describe()`."""
     strategy, precision = resolved.strategy, resolved.precision
     of_strategy = lines_of(strategy)
     yield Setting("strategy", strategy.name, resolved.choices["strategy"].source)
@@ -100,12 +100,12 @@ def _strategy_and_precision(resolved: Resolved) -> Iterator[Setting]:
     yield Setting("precision", precision.name, resolved.choices["precision"].source)
     yield Setting("compute_dtype", precision.compute_dtype, f"{precision.name}; verified before the first step")
     for topic, text in lines_of(precision).items():
-        if topic not in of_strategy:  # an engine that accumulates itself states its own number
+        if topic not in of_strategy:  # the strategy's text wins over the precision's
             yield Setting(topic, text, precision.name)
 
 
 def _batches(settings: Settings, resolved: Resolved, data: Data, train: Source) -> Iterator[Setting]:
-    """How the training data becomes updates."""
+    """The training data, and how its batches make updates."""
     world_size = resolved.launch.world_size
     readers = world_size // ranks_per_row(resolved.strategy, world_size)
     if train.batch_size is not None:
@@ -131,7 +131,7 @@ def _batches(settings: Settings, resolved: Resolved, data: Data, train: Source) 
 
 
 def _length(settings: Settings) -> Iterator[Setting]:
-    """When the fit ends."""
+    """The limits at which the fit ends."""
     yield Setting("max_steps", settings.max_steps, "argument" if settings.max_steps is not None else "default")
     yield Setting("max_epochs", settings.max_epochs, "argument" if settings.max_epochs is not None else "default")
     for name in ("min_steps", "min_epochs"):
@@ -170,7 +170,7 @@ def _parameters(strategy: Strategy, module: torch.nn.Module) -> Iterator[Setting
 
 
 def _update(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
-    """What happens to gradients before they are applied."""
+    """Clipping, and the treatment of gradients that are not finite."""
     yield _clipping(settings, resolved)
     costs = "one wait for the device per update" if settings.nonfinite == "skip" else "noticed at log boundaries"
     yield Setting("nonfinite", settings.nonfinite, f"{_by(settings, 'nonfinite')}; {costs}")
@@ -186,7 +186,7 @@ def _clipping(settings: Settings, resolved: Resolved) -> Setting:
 
 
 def _computation(settings: Settings, resolved: Resolved) -> Iterator[Setting]:
-    """Seed, compilation, and how a batch is copied to the device."""
+    """Seed, compilation, the copy of batches to the device, and the switches of the computation."""
     yield Setting("seed", *resolved.seed)
     yield _compiling(settings.compile)
     if resolved.device.type == "cpu":
@@ -210,7 +210,7 @@ def _compiling(argument: str | Mapping[str, Any] | None) -> Setting:
 
 
 def _outputs(settings: Settings, validates: bool) -> Iterator[Setting]:
-    """What is written, and when."""
+    """The run directory, checkpoints, and the moments of saving, validation and logging."""
     written = settings.run_dir is not None
     yield Setting(
         "run_dir", str(settings.run_dir) if written else None, "argument" if written else "nothing is written"
@@ -249,7 +249,7 @@ def _by(settings: Settings, name: str) -> str:
 
 
 def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:
-    """Which distribution each part of the run came from."""
+    """The origin of the strategy, the precision and each plugin."""
     for kind, choice in resolved.choices.items():
         yield {"name": f"{kind} {choice.chosen.name}", "origin": str(choice.origin)}
     origins = resolved.registry.manager.origins
@@ -258,13 +258,13 @@ def _plugins(resolved: Resolved) -> Iterator[dict[str, str]]:
 
 
 def _source(resolved: Resolved, line: Setting) -> str:
-    """Where the value of an argument came from, if `fabricate run` and not the script gave it."""
+    """The source of a line's value; `fabricate run`, if it and not the script set the argument."""
     given = resolved.launched.get(line.name)
     return given.source if given is not None else line.source
 
 
 def _adopted(resolved: Resolved) -> Iterator[str]:
-    """The settings that came from a launcher's variable or the strategy's file."""
+    """The settings whose values come from a launcher's variable or the strategy's file."""
     values: dict[str, tuple[Any, str] | None] = {
         **{kind: (choice.chosen.name, choice.source) for kind, choice in resolved.choices.items()},
         "gradient_accumulation_steps": resolved.accumulation,
@@ -282,7 +282,7 @@ def _adopted(resolved: Resolved) -> Iterator[str]:
 
 
 def _memory(resolved: Resolved, needed: Need, settled: Strategy.Settled) -> Iterator[Setting]:
-    """What a rank needs under the strategy of this run, and under the others."""
+    """The memory that a rank needs under this strategy, and under the others."""
     world_size, on_device = resolved.launch.world_size, resolved.device.type != "cpu"
     room, where = available(resolved.device, resolved.launch.local_world_size)
     needed = needed.computed_in(resolved.precision)
@@ -304,14 +304,14 @@ def _memory(resolved: Resolved, needed: Need, settled: Strategy.Settled) -> Iter
                     other.settle(settled)
                 by_name[name] = total(needed.per_rank(other, world_size), on_device)
             except FabricateError:
-                continue  # it does not run with these settings
+                continue  # this strategy does not run with these settings
         too_big = [name for name, takes in by_name.items() if takes > room]
         fits = f"{' and '.join(too_big)} not within {has}" if too_big else f"all within {has}"
         yield Setting("memory_by_strategy", by_name, fits)
 
 
 def _tutorial_counts(resolved: Resolved, needed: Need, others: Mapping[str, Strategy]) -> Iterator[Setting]:
-    """The memory of half precision without float32 master weights, as many tutorials count it, and with them."""
+    """The memory of training in half precision: without float32 master weights (the number in many tutorials), and with them."""
     if resolved.precision.mixed_precision not in ("bf16", "fp16") or "gradients" not in needed.whole:
         return
     counts = {name: halved(needed, other, resolved.launch.world_size) for name, other in others.items()}
@@ -325,15 +325,15 @@ def _tutorial_counts(resolved: Resolved, needed: Need, others: Mapping[str, Stra
 
 
 def _other_strategies(resolved: Resolved) -> dict[str, Strategy]:
-    """The strategies that could replace this one: the built-in ones; under `fabricate plan` those of installed plugins as
-    well, which are imported for it. They are not settled."""
+    """The strategies that could replace this one: "ddp" and "fsdp"; under `fabricate plan`, all that are offered, also by installed
+    plugins, which this imports. They are not settled."""
     registry = resolved.registry
     offered = [offer.name for offer in registry.offered("strategy")] if resolved.plan_only else ["ddp", "fsdp"]
     others = {}
     for name in offered:
         try:
             other: Strategy = registry.resolve("strategy", name)[0]
-        except Exception:  # of a plugin that the run does not use
+        except Exception:  # a fault of a plugin that the run does not use
             continue
         if not any(other.check(resolved.launch.world_size, resolved.device)):
             others[name] = other

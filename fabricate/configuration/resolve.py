@@ -1,7 +1,7 @@
-"""From settings to choices: which strategy and precision run on which device, and where each choice came from.
+"""From settings to choices: the strategy, the precision and the device of a run, and the source of each choice.
 
-Owns the decision between an argument, the launcher's value, a strategy's file and "auto". Builds nothing on a device and
-sends no message to another rank. Must not know data, the engine, the loop, checkpoints.
+Owns the decision between an argument, the launcher's value, a strategy's file and "auto". Builds nothing on a device and sends no message
+to another rank. Must not know: data, the engine, the loop, checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fabricate.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy or precision with the reason it was taken and the plugin it came from."""
+    """A strategy or precision, the source of the choice, and the origin of the object's plugin."""
 
     chosen: Any
     source: str
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What is going to run. Pairs of value and source are None where nothing sets them; `batch_size` is that of a strategy's file."""
+    """The resolved choices of a run. A pair (value, source) is None if nothing sets it; `batch_size` is that of a strategy's file."""
 
     launch: Launch
     registry: Registry
@@ -54,7 +54,7 @@ class Resolved:
     seed: tuple[int, str]
     plan_only: bool
     launched: dict[str, Launched] = field(default_factory=dict)
-    """Arguments of the Trainer that `fabricate run` gave."""
+    """Arguments of the Trainer that `fabricate run` set."""
 
     @property
     def strategy(self) -> Strategy:
@@ -70,8 +70,9 @@ class Resolved:
 
 
 def resolve(settings: Settings, module: TrainModule, training: bool = True) -> Resolved:
-    """Names to objects, "auto" to a choice, the launcher's values against the Trainer's. Two set values that differ are an
-    error that names both. `module` is measured where a choice needs it, not changed. All ranks, no collectives."""
+    """Resolve names to objects and "auto" to a choice, and compare the launcher's values with the Trainer's. Two different values for a
+    setting are an error that names both. The memory need of `module` is estimated if a choice depends on it; `module` is not changed. All
+    ranks, no collectives."""
     launch, requested = detect(os.environ), requests(os.environ)
     registry = Registry(settings.plugins)
     device, device_source = choose_device(os.environ, requested, launch.local_rank)
@@ -110,7 +111,7 @@ def resolve(settings: Settings, module: TrainModule, training: bool = True) -> R
 
 
 def _with_file(requested: Mapping[str, Request], strategy: Strategy) -> dict[str, Request]:
-    """What the launcher requests and what the strategy's configuration file sets."""
+    """The requests of the launcher, with the settings of the strategy's configuration file. Raises `ConfigurationError` if they differ."""
     merged = dict(requested)
     for name, (value, source) in strategy.asks().items():
         request = merged.setdefault(name, Request(str(value), source))
@@ -122,7 +123,7 @@ def _with_file(requested: Mapping[str, Request], strategy: Strategy) -> dict[str
 
 
 def _check_max_grad_value(settings: Settings, strategy: Strategy, max_grad_norm: tuple[float, str] | None) -> None:
-    """One way of clipping, and a strategy that lets gradients be clipped by value."""
+    """Raise `ConfigurationError` if `max_grad_value` is combined with `max_grad_norm`, or with a strategy that hides gradients."""
     if settings.max_grad_value is None:
         return
     if max_grad_norm is not None:
@@ -142,13 +143,13 @@ def _need(settings: Settings, module: TrainModule, training: bool, precision: Pr
 
 
 def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: Callable[[], Need]) -> tuple[str, str]:
-    """The strategy where none is named: replicas, or shards where the states of a replica do not fit."""
+    """The strategy for "auto" and the reason: "ddp", or "fsdp" if a replica and its training state do not fit into memory."""
     if launch.world_size == 1:
         return "single", "auto: one process"
     reason = f"auto: {launch.world_size} processes"
     try:
         needed = ahead()
-    except Exception as exc:  # anything configure_model raises; the fit calls it again and reports the error then
+    except Exception as exc:  # any error of configure_model; the fit will call it again and report the error
         return "ddp", f"{reason}; memory is not known before building ({first_line(exc)})"
     replica: Strategy = registry.resolve("strategy", "ddp")[0]
     takes = total(needed.per_rank(replica, launch.world_size), device.type != "cpu")
@@ -160,11 +161,11 @@ def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: 
 
 
 def _choose(kind: str, value: Any, request: Request | None, device: torch.device) -> tuple[Any, str]:
-    """The name or object of a strategy or precision, and its source; "auto" for a strategy that `_automatic` chooses."""
+    """The name or object of a strategy or precision, and its source. "auto": `_automatic` has to choose the strategy."""
     automatic = isinstance(value, str) and value == "auto"
     if request is not None:
         own = getattr(value, "name", value)
-        names = {str(own), str(own).partition(":")[0]}  # the Trainer may add options to the requested name
+        names = {str(own), str(own).partition(":")[0]}  # the Trainer's value may have options, which the request lacks
         if not automatic and request.value not in (names | {"no"} if "fp32" in names else names):
             raise ConfigurationError(
                 f"{kind}={own!r} is set in the Trainer and {request.value!r} by {request.source}; remove one, or make "
@@ -181,7 +182,8 @@ def _choose(kind: str, value: Any, request: Request | None, device: torch.device
 
 
 def _agreed(argument: str, own: Any, requested: Mapping[str, Request], kind: type) -> tuple[Any, str] | None:
-    """The value of `argument` and its source: `own` is the Trainer's, which a request must equal; None where neither is set."""
+    """The value of `argument` and its source, None if it is not set. Raises `ConfigurationError` if `own`, the Trainer's value, and a
+    request differ."""
     request = requested.get(argument)
     if request is None:
         return (own, "argument") if own is not None else None

@@ -1,7 +1,7 @@
-"""What a `transformers.TrainingArguments` sets, as arguments of a `Trainer`, loaders, an optimizer and its schedule.
+"""Translation of a `transformers.TrainingArguments` into arguments of a `Trainer`, loaders, an optimizer and its schedule.
 
-Owns which of its fields have a counterpart here. What to use instead of the others: `fabricate.registry.foreign_names`. Must not know
-transformers, which is imported for one optimizer only: the arguments are read as a dataclass.
+Owns which fields have a counterpart in fabricate; `fabricate.registry.foreign_names` says what to use instead of the others. Must not know:
+transformers. It is imported only for Adafactor and the default collator; the arguments are read as a dataclass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN = (
     *("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type", "optim"),
     *("max_grad_norm", "seed", "eval_strategy", "save_steps", "logging_steps"),
 )
-"""Fields whose defaults decide how the training runs: a printed line names those that are at their defaults."""
+"""Fields whose defaults affect the training: a printed line names those that are at their defaults."""
 _DIFFERENT = (
     "Trainer differs from transformers.Trainer: columns that the model does not take are not removed (use remove_columns= of "
     "datasets.map); a loss that is not finite ends the fit (see nonfinite=); a fit resumes from the newest checkpoint in "
@@ -44,14 +44,14 @@ _SILENT = (
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "logging_dir", "use_cpu"),
     *("do_train", "do_eval", "do_predict"),
 )
-"""Fields without an effect here: copies of other fields, flags of scripts, and `use_cpu`, which TrainingArguments passes on itself."""
+"""Fields that are ignored: copies of other fields, flags for scripts, and `use_cpu`, which TrainingArguments applies itself."""
 
 
 @dataclass(frozen=True)
 class FromTransformers:
-    """What `from_training_arguments` found.
+    """The translation of a `TrainingArguments`, from `from_training_arguments`.
 
-    trainer: arguments of `Trainer`. resume: for `fit`. lines: what was printed.
+    trainer: arguments of `Trainer`. resume: for `fit`. lines: the printed lines.
 
         settings = from_training_arguments(args)
         Trainer(**settings.trainer).fit(module, *settings.loaders(train, val, collate_fn), resume=settings.resume)
@@ -64,8 +64,9 @@ class FromTransformers:
     _optimizer: Wanted
 
     def loaders(self, train: Any, val: Any = None, collate_fn: Any = None) -> tuple[Any, Any]:
-        """Loaders for `fit`: of `train` with per_device_train_batch_size rows, shuffled, and of `val`, or of each in a mapping of sets,
-        with per_device_eval_batch_size rows; None for what is None. collate_fn: by default transformers' `default_data_collator`."""
+        """Loaders for `fit`: one of `train` with per_device_train_batch_size rows, shuffled unless train_sampling_strategy is "sequential",
+        and one of `val`, or of each set in a mapping, with per_device_eval_batch_size rows. None if `train` or `val` is None. collate_fn:
+        by default transformers' `default_data_collator`."""
         if collate_fn is None:
             from transformers import default_data_collator as collate_fn
         each = {**self._loading, "collate_fn": collate_fn}
@@ -84,16 +85,17 @@ class FromTransformers:
         return trained, None if val is None else evaluated(val)
 
     def optimizers(self, module: torch.nn.Module) -> tuple[Any, ...]:
-        """What `configure_optimizers` returns: the optimizer, biases and norms without weight decay, and the schedule with its warm-up."""
+        """The return value for `configure_optimizers`: the optimizer, without weight decay for biases and norms, and the schedule with its
+        warm-up."""
         return built(self._optimizer, module)
 
 
 def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> FromTransformers:
-    """What `args` sets, for a `Trainer`; rank 0 prints what was taken over.
+    """Translate `args` for a `Trainer`; rank 0 prints the result.
 
     args: a `transformers.TrainingArguments`, or the tuple of `HfArgumentParser.parse_args_into_dataclasses`, which holds one. handled:
-    names of fields that the script makes use of itself, such as "label_smoothing_factor": they are read as if they were at their
-    defaults. Raises `ConfigurationError` for a field that is not at its default and has no counterpart.
+    names of fields that the script itself handles, such as "label_smoothing_factor"; they are treated as if they were at their defaults.
+    Raises `ConfigurationError` for a field that is not at its default and has no counterpart.
     """
     args = _training_arguments(args)
     unknown = set(handled) - {field.name for field in dataclasses.fields(args)}
@@ -116,7 +118,7 @@ def from_training_arguments(args: Any, *, handled: Collection[str] = ()) -> From
 
 
 def _training_arguments(args: Any) -> Any:
-    """The one TrainingArguments in `args`."""
+    """The only TrainingArguments in `args`."""
     several = args if isinstance(args, tuple | list) else (args,)
     instances = [each for each in several if not isinstance(each, type) and _base(type(each)) is not None]
     if len(instances) != 1:
@@ -136,7 +138,7 @@ def _without(args: Any, handled: Collection[str]) -> Any:
 
 
 def _base(kind: type) -> type | None:
-    """transformers' class itself, without what subclasses add and change."""
+    """The class `TrainingArguments` of transformers among the bases of `kind`; None if `kind` is not derived from it."""
     bases = (base for base in kind.__mro__ if base.__name__ == "TrainingArguments")
     return next((base for base in bases if base.__module__.partition(".")[0] == "transformers"), None)
 
@@ -145,7 +147,7 @@ def _base(kind: type) -> type | None:
 
 
 def _checked_others(args: Any, taken: Collection[str]) -> Iterator[str]:
-    """A line for each changed field that has no effect here. Raises `ConfigurationError` for the others."""
+    """A line for each changed field that can be left out. Raises `ConfigurationError` for other changed fields, except those in `taken`."""
     for name, value in _changed(args):
         if name in taken:
             continue
@@ -165,7 +167,7 @@ def _refusal(args: Any, name: str, remedy: str) -> ConfigurationError:
 
 
 def _changed(args: Any) -> Iterator[tuple[str, Any]]:
-    """The fields that are not at their default, which is that of transformers' own class where it has the field."""
+    """The names and values of the fields that are not at their default. Defaults are as in `_defaults`."""
     for name, default in _defaults(args).items():
         value = getattr(args, name, default)
         neutral = (name == "debug" and not value) or (name == "accelerator_config" and value == type(value)())
@@ -174,7 +176,7 @@ def _changed(args: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _defaults(args: Any) -> dict[str, Any]:
-    """By field, those of transformers' own class where it has the field, else of the class of `args`."""
+    """The defaults by field: those of transformers' own class, and of the class of `args` for fields that it adds."""
     kinds = [kind for kind in (type(args), _base(type(args))) if kind is not None]
     fields: list[Any] = [field for kind in kinds for field in dataclasses.fields(kind)]
     return {
@@ -183,7 +185,7 @@ def _defaults(args: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> Any:
-    """What a field of an enumeration stands for; other values as they are."""
+    """The value of an enumeration's member; other values unchanged."""
     return getattr(value, "value", value)
 
 
@@ -205,14 +207,15 @@ def _length(args: Any) -> dict[str, Any]:
 
 
 def _same(args: Any) -> dict[str, Any]:
-    """What has the same meaning in both, or nearly the same name."""
+    """Arguments whose meaning is the same in transformers and fabricate."""
     given = {"run_dir": args.output_dir, "seed": args.seed, "timeout": f"{args.ddp_timeout / 60:g} minutes"}
     if args.data_seed not in (None, args.seed):
         raise ConfigurationError(
             f"TrainingArguments.data_seed={args.data_seed!r}: a Trainer orders the data by seed={args.seed!r}. Leave "
             "data_seed out, or give a sampler that has its own generator"
         )
-    if args.gradient_accumulation_steps != 1:  # 1 is the default, so that a launcher or a DeepSpeed file may set it
+    # The default 1 is not passed on, so that a launcher or a DeepSpeed file may set another number.
+    if args.gradient_accumulation_steps != 1:
         given["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     if args.max_grad_norm:
         given["max_grad_norm"] = float(args.max_grad_norm)
@@ -228,7 +231,7 @@ def _precision(args: Any) -> dict[str, Any]:
         return {"precision": "bf16" if args.bf16 else "fp16"}
     if args.tf32:
         return {"precision": "tf32"}
-    # mixed_precision is what the launcher requested; transformers sets "no" if it requested nothing.
+    # mixed_precision is the launcher's request. transformers sets "no" if there is no request.
     return {"precision": "fp32"} if args.mixed_precision == "no" else {}
 
 
@@ -250,7 +253,7 @@ def _compiling(args: Any) -> dict[str, Any]:
 
 
 def _every(args: Any, what: str) -> str | None:
-    """`eval_strategy` and `eval_steps` as a duration, or those of "save" and "logging"; None for never."""
+    """`WHAT_strategy` and `WHAT_steps` as a duration, for `what` "eval", "save" or "logging"; None for never."""
     strategy, steps = _text(getattr(args, f"{what}_strategy")), getattr(args, f"{what}_steps")
     if strategy == "no":
         return None
@@ -275,7 +278,7 @@ def _saving(args: Any) -> dict[str, Any]:
     limit = args.save_total_limit
     given: dict[str, Any] = {"save_every": None if best_only else _every(args, "save"), "keep": limit or "all"}
     if args.metric_for_best_model is not None and _every(args, "eval") is not None:
-        # The best one is saved at its validation; transformers counts it among the save_total_limit, here it is counted apart.
+        # The best checkpoint is saved at its validation. save_total_limit includes it; "last" of keep does not.
         last = max(limit - 1, 1) if limit else "all"
         metric = f"val_{args.metric_for_best_model.removeprefix('eval_')}"
         given["keep"] = {"last": last, "best": 1, "metric": metric, "mode": "max" if args.greater_is_better else "min"}
@@ -287,7 +290,7 @@ def _saving(args: Any) -> dict[str, Any]:
 
 
 _TRACKER_NAMES = {"wandb": "name", "trackio": "name", "mlflow": "run_name"}
-"""By tracker: its option for the name of a run."""
+"""The option of each tracker for the name of the run."""
 
 
 def _trackers(args: Any) -> dict[str, Any]:
@@ -332,7 +335,7 @@ _PARTS: dict[tuple[str, ...], Callable[[Any], dict[str, Any]]] = {
     ("report_to", "run_name", "project"): _trackers,
     ("ddp_find_unused_parameters", "ddp_static_graph", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"): _ddp,
 }
-"""By names of fields: the function that translates them into arguments of a Trainer."""
+"""Names of fields, and the function that translates them into arguments of a Trainer."""
 
 
 # ------------------------------------------------------------------------------------------------------- data, resuming, lines
@@ -365,7 +368,7 @@ def _resume(args: Any) -> str:
 
 
 def _beside(args: Any) -> Iterator[str]:
-    """Lines about combinations of fields that have another effect here."""
+    """Lines about combinations of fields that have a different effect in fabricate."""
     if _text(args.logging_strategy) == "no":
         yield "logging_strategy='no': metrics are written to run_dir once an epoch"
     if args.run_name and not args.report_to:
