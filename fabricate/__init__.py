@@ -1,7 +1,7 @@
 """fabricate: a training framework on top of Hugging Face Accelerate.
 
-Everything public is importable from here or from `fabricate.testing`. Names are resolved on first use (PEP 562), so that
-`import fabricate` costs milliseconds and does not import torch.
+All public names can be imported from `fabricate` or `fabricate.testing`. They are resolved on first use (PEP 562), so that `import
+fabricate` takes milliseconds and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The exceptions a user of fabricate can meet. Every message names what was asked, what is wrong and what to change.
+"""The exceptions that fabricate raises. Every message names what was requested, what is wrong and what to change.
 
     Exception
-    +-- FabricateError            anything fabricate itself refuses or reports
+    +-- FabricateError            base class of all errors of fabricate
         +-- ConfigurationError    a setting, an argument or a combination of them; raised before the first step
         +-- PluginError           a plugin that is unknown, broken, ambiguous or breaks a hook's rules
         +-- CheckpointError       a checkpoint that is missing, torn, altered or does not fit this run
-        +-- RankError             ranks that are missing, disagree, or failed elsewhere
+        +-- RankError             ranks that are missing or disagree, or a rank that failed
 
 An exception raised by user code (a hook, a training step, a data set) keeps its own type; fabricate adds a note that says
 where it was raised.
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 
 class FabricateError(Exception):
-    """Base of every exception that fabricate raises on purpose."""
+    """Base class of all exceptions that fabricate raises on purpose."""
 
 
 class ConfigurationError(FabricateError):
@@ -34,10 +34,10 @@ class CheckpointError(FabricateError):
 
 
 class RankError(FabricateError):
-    """Ranks that were asked for and are missing, that disagree, or one that failed elsewhere."""
+    """Ranks that are missing, ranks that disagree, or a rank that failed."""
 
     first: tuple[str, ...] = ()
-    """Where another rank failed and this error only follows: what happened there, where in the user's files, what to do."""
+    """Set if this error only follows from the failure of another rank: what happened there, where in the user's files, what to do."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -48,12 +48,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """What `exc` says in its first line, for a message of ours; the name of its type where it says nothing."""
+    """The first line of the message of `exc`, or the name of its type if the message is empty."""
     return (str(exc).splitlines() or [type(exc).__name__])[0]
 
 
 def size_text(count: float) -> str:
-    """Bytes for a reader: "1.5 GiB"."""
+    """A number of bytes as text: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -62,5 +62,5 @@ def size_text(count: float) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Many names for a reader: the first four, and how many more there are."""
+    """The first four names as text, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

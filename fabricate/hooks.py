@@ -1,4 +1,4 @@
-"""The hook specifications: every point at which a module or a plugin can take part, and nothing else.
+"""The hook specifications: every point of the loop at which methods of a module or a plugin are called.
 
 The loop, as the hooks see it:
 
@@ -29,13 +29,13 @@ The loop, as the hooks see it:
     on_exception                                   when an exception was raised
     on_teardown                                    always
 
-Every hook runs on every rank, in the same order on each, unless its text says otherwise. Events return nothing (a returned
-value is an error). A listener takes any subset of a hook's arguments by name. `trainer` is the `Trainer` that calls, `module`
-the `TrainModule` that it runs. This module imports pluggy and nothing of fabricate, so that a specification can be read on its
-own; hence `Any` for these two.
+Every hook runs on every rank, in the same order on each, unless its text says otherwise. Events return nothing (a returned value is an
+error). A listener takes any subset of a hook's arguments by name. `trainer` is the `Trainer` that calls, `module` the `TrainModule` that it
+runs. This module imports pluggy and nothing of fabricate, so that a specification can be read separately; this is why these two have the
+type `Any`.
 
-Where optimizers take turns, an update is one turn of each: what lies between `train_step` and `optimizer_step` runs for each of them,
-and `on_step` after the last.
+If optimizers take turns, an update is one turn of each: the hooks from `train_step` to `optimizer_step` run in every turn, and `on_step`
+after the last turn.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ if TYPE_CHECKING:
 PROJECT = "fabricate"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a function or method as a hook implementation; needed outside our base classes, for `wrapper=True` or ordering, and for the
-four hooks that do work (`ACTIONS`): a method that merely has the name of one is refused."""
+"""A decorator for hook implementations. It is needed outside of fabricate's base classes, for `wrapper=True` or an order, and for the four
+hooks that do work (`ACTIONS`): an unmarked method with the name of an action is refused."""
 
 
 class Registrations:
-    """What an installed distribution offers. Called without a process group or a device; must be quick and free of effects."""
+    """The hooks with which an installed distribution offers names. They are called without a process group or a device, and must be quick
+    and without side effects."""
 
     @hookspec
     def register_strategies(self, register: Callable[..., None]) -> None:
@@ -80,7 +81,7 @@ class Registrations:
 
 
 class Events:
-    """What happened. Collectives are allowed unless the text says otherwise; every rank calls every event."""
+    """The hooks of the loop. Collectives are allowed unless the text of a hook says otherwise; every rank calls every hook."""
 
     @hookspec
     def on_fit_start(self, trainer: Any, module: Any) -> None:
@@ -247,14 +248,13 @@ HOOKS = REGISTRATIONS + EVENTS
 
 
 class Listener:
-    """Base of everything that implements hooks by overriding methods; any subset of the hook's arguments may be taken.
+    """Base class of objects that implement hooks by overriding methods. An override takes any subset of the hook's arguments.
 
-    The methods accept anything so that an override with fewer arguments type-checks; the real arguments are those of
-    `Events` above.
+    The methods here accept any arguments, so that an override with fewer arguments type-checks. `Events` has the actual arguments.
     """
 
     if TYPE_CHECKING:
-        # Declared for checkers and editors; at run time the loop below defines them, one from each specification.
+        # For type checkers and editors. At run time, the loop below defines these methods from the specifications.
         def on_fit_start(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_load(self, *args: Any, **kwargs: Any) -> Any: ...
         def on_load_weights(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -283,7 +283,7 @@ class Listener:
 
 def _placeholder(name: str) -> Callable[..., Any]:
     def method(self: Listener, *args: Any, **kwargs: Any) -> Any:
-        """Overridden to take part; see fabricate.hooks.Events for the arguments."""
+        """Override this method to implement the hook; see fabricate.hooks.Events for the arguments."""
 
     method.__name__ = name
     method.__qualname__ = f"Listener.{name}"
@@ -295,7 +295,7 @@ for _name in EVENTS:
 
 
 class Callback(Listener):
-    """A plugin without a strategy or a precision: override the hooks of `fabricate.hooks.Events` that you want to hear.
+    """Base class of a plugin: override the hooks of `fabricate.hooks.Events` that you need.
 
     class Beep(Callback):
         def on_step(self, step): print("step", step)

@@ -1,6 +1,6 @@
-"""TrainModule: what a user writes. Holds layers and steps; the loop calls it, it never calls the loop.
+"""TrainModule, the base class of users' modules. It holds layers and steps. The loop calls it; it never calls the loop.
 
-Must not know: Accelerate, strategies, checkpoints' format beyond reading weights through `load_from_checkpoint`.
+Must not know: Accelerate, strategies, the format of checkpoints (except to read weights in `load_from_checkpoint`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ M = TypeVar("M")
 
 
 class NotRunning(FabricateError, AttributeError):
-    """No Trainer runs the module. Also an AttributeError, so that tools which look at all attributes pass over it."""
+    """No Trainer runs the module. It is also an AttributeError, so that tools which read all attributes skip this one."""
 
 
 class RunningTrainer(Protocol):
-    """What a module may use of the `Trainer` that runs it; see there what each of them is."""
+    """The part of `Trainer` that a module may use; `Trainer` has the descriptions."""
 
     @property
     def accelerator(self) -> Accelerator: ...
@@ -88,7 +88,7 @@ class RunningTrainer(Protocol):
 
 
 class _OfTheClass(Generic[P]):
-    """A class method that makes a module. Called on a module, it would leave this one as it is: that is an error."""
+    """A class method that makes a new module. Calling it on a module is an error, because that module would not change."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], Any]) -> None:
         self._function = function
@@ -110,7 +110,7 @@ def _refused(kind: type, *arguments: object, **overrides: object) -> NoReturn:
 
 
 class TrainModule(torch.nn.Module, Listener):
-    """A torch module with its training step and optimizer. Override the methods below; hooks by overriding too.
+    """A torch module with its training step and optimizer. Override the methods below, and hooks, as needed.
 
         class Regression(TrainModule):
             def __init__(self, width: int = 16):
@@ -130,16 +130,16 @@ class TrainModule(torch.nn.Module, Listener):
     _trainer: RunningTrainer | None
     _logged: list[Any]
     _no_log: str
-    """Why nothing can be logged now; empty while it can."""
+    """The reason why nothing can be logged now; empty if logging is possible."""
     _turn: str | None
-    """The optimizer for which `training_step` is called, where it takes one."""
+    """The name of the optimizer for which `training_step` is called, if it has the argument."""
     _uses_trainer: bool
-    """Whether `trainer` was read since a fit began: a step of this module may request a save, an evaluation or the end."""
+    """Whether `trainer` was read since the fit began: if so, a step of this module may request a save, an evaluation or the end."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
-        # Before __init__ runs torch's own, plain attributes have to bypass Module.__setattr__.
+        # Not through Module.__setattr__, because torch's __init__ has not run yet.
         given = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
         object.__setattr__(self, "_arguments", given)
         object.__setattr__(self, "_trainer", None)
@@ -293,11 +293,11 @@ class TrainModule(torch.nn.Module, Listener):
         raise self._taken("trainer")
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that torch does not find either: those of other frameworks are an error that says what to use."""
+        """Called for attributes that are not found. For names from other frameworks, the error says what to use."""
         child = self.__dict__.get("_modules", {}).get(name)
-        if child is not None:  # what nearly every call is for, in every forward: torch's own way is twice as long
+        if child is not None:  # nearly all calls, in every forward; torch's own lookup takes twice as long
             return child
-        if name == "trainer":  # the property raised an AttributeError, upon which Python comes here
+        if name == "trainer":  # the property raised an AttributeError, so Python calls __getattr__
             raise NotRunning(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
         try:
             return super().__getattr__(name)
@@ -326,7 +326,7 @@ class TrainModule(torch.nn.Module, Listener):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copying and pickling take: the module without the Trainer that happens to run it."""
+        """The state for copying and pickling, without the Trainer that runs the module."""
         return {**self.__dict__, "_trainer": None, "_logged": [], "_no_log": NOT_RUNNING}
 
     def print(self, *values: object) -> None:
@@ -338,8 +338,8 @@ class TrainModule(torch.nn.Module, Listener):
 
     @_OfTheClass
     def load_from_checkpoint(cls: Any, /, path: str | Path, **overrides: Any) -> Any:
-        """A module with the weights of the checkpoint at `path` (or of the newest one in a run directory, which need not be the best),
-        on the CPU.
+        """A new module on the CPU, with the weights of the checkpoint at `path`. If `path` is a run directory, its newest checkpoint is
+        used, which need not be the best.
 
         The module is built from the constructor arguments recorded in the checkpoint; `overrides` replace them. Raises
         `CheckpointError` when there is no checkpoint, when it is damaged, or when an argument was not recorded (JSON cannot hold
@@ -357,7 +357,7 @@ class TrainModule(torch.nn.Module, Listener):
         bound = _bind(cls, recorded, overrides)
         module = cls(*bound.args[1:], **bound.kwargs)
         module.configure_model()
-        object.__setattr__(module, "_built", True)  # a Trainer must not build it anew
+        object.__setattr__(module, "_built", True)  # a Trainer must not build it again
         state, plugins = load_weights(Path(path), module)
         _take(module, state, Path(path))
         if plugins:
@@ -369,7 +369,7 @@ class TrainModule(torch.nn.Module, Listener):
 
 @contextlib.contextmanager
 def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
-    """While open, `module.log` raises with `reason`; with an empty one, inside of another such context, it records again."""
+    """A context in which `module.log` raises an error with `reason`. With an empty `reason`, inside another such context, it records."""
     before = module._no_log
     object.__setattr__(module, "_no_log", reason)
     try:
@@ -379,7 +379,7 @@ def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
 
 
 def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
-    """The constructor arguments of `module` by name (those of `*names` as a list): what JSON holds, and the names of the rest."""
+    """The constructor arguments of `module` by name (of `*args` as a list) that JSON can hold, and the names of the others."""
     args, kwargs = module._arguments
     try:
         bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
@@ -407,7 +407,8 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON gives back of `value`, numbers of NumPy as Python's. `TypeError` or `ValueError` for what it does not hold."""
+    """`value` after a round trip through JSON, with NumPy numbers as Python's. Raises `TypeError` or `ValueError` if JSON cannot hold
+    it."""
     return json.loads(json.dumps(value, allow_nan=False, default=_number))
 
 
@@ -418,7 +419,7 @@ def _number(value: Any) -> Any:
 
 
 def _as_given(value: Any) -> Any:
-    """A copy of a dict or list that JSON holds, because a constructor may take out what it reads; anything else as it is."""
+    """A copy of a dict or list that JSON can hold, because a constructor may change it; other values themselves."""
     if not isinstance(value, dict | list):
         return value
     try:
@@ -429,7 +430,7 @@ def _as_given(value: Any) -> Any:
 
 
 def beside_weights(plugins: Collection[str], path: str | Path) -> str:
-    """The note that a checkpoint holds state of inactive plugins, of which only the weights are loaded."""
+    """The note that a checkpoint also holds state of inactive plugins, which is not loaded."""
     return (
         f"{path} also holds the state of the plugin {', '.join(plugins)} (for example, an average of the weights). This state is "
         "not loaded, only the weights that were trained. To evaluate with it, use Trainer(plugins=[...]) and checkpoint="
@@ -437,7 +438,7 @@ def beside_weights(plugins: Collection[str], path: str | Path) -> str:
 
 
 def not_taken(module: TrainModule, path: Path) -> str:
-    """The note about what `on_save` of a module put into a checkpoint of which the weights alone are loaded."""
+    """The note that values from the module's `on_save` are not loaded, because only the weights of the checkpoint are."""
     return (
         f"{type(module).__name__}.on_save put values into {path}, but only the weights are loaded. If some of these values belong "
         "to the weights, define on_load_weights(self, state) to restore them"
@@ -445,7 +446,7 @@ def not_taken(module: TrainModule, path: Path) -> str:
 
 
 def _take(module: TrainModule, state: dict[str, Any], path: Path) -> None:
-    """Give `module` the `state` that its `on_save` put into the checkpoint at `path`; no Trainer runs it."""
+    """Call `on_load_weights` of `module`, which no Trainer runs, with the `state` that its `on_save` put into the checkpoint at `path`."""
     if not state:
         return
     if not overrides(module, "on_load_weights"):
@@ -457,7 +458,7 @@ def _take(module: TrainModule, state: dict[str, Any], path: Path) -> None:
 
 
 def _bind(kind: type[TrainModule], recorded: dict[str, Any], overrides: dict[str, Any]) -> inspect.BoundArguments:
-    """Arguments for `kind.__init__` (self is None): those recorded, as far as it still has them, and `overrides`."""
+    """The arguments for `kind.__init__` (self is None): `overrides`, and the recorded ones that it still has."""
     signature = inspect.signature(kind.__init__)
     any_keyword = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
     bound = signature.bind_partial(None)
@@ -475,12 +476,12 @@ def _bind(kind: type[TrainModule], recorded: dict[str, Any], overrides: dict[str
 
 
 def overrides(module: TrainModule, method: str) -> bool:
-    """Whether the user's class defines `method` itself."""
+    """Whether the class of `module` overrides `method`."""
     return getattr(type(module), method) is not getattr(TrainModule, method)
 
 
 def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
-    """The module's step for `stage` ("train", "validate", ...) as a function of (batch, batch_idx); signature checked once."""
+    """The module's step for `stage` ("train", "validate", ...) as a function of (batch, batch_idx). The signature is checked here, once."""
     method = STEPS[stage]
     step: Callable[..., Any] = getattr(module, method)
     if not overrides(module, method):
@@ -498,12 +499,12 @@ def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
 
 
 def takes_turns(module: TrainModule) -> bool:
-    """Whether `training_step` takes the name of an optimizer: it is then called for each of them on every batch."""
+    """Whether `training_step` has the argument `optimizer`. It is then called for each optimizer on every batch."""
     return "optimizer" in inspect.signature(module.training_step).parameters
 
 
 def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]) -> bool:
-    """Whether a step takes (batch, batch_idx), not only (batch). ConfigurationError for arguments that the loop does not pass."""
+    """Whether a step takes (batch, batch_idx), not only (batch). Raises ConfigurationError for arguments that the loop does not pass."""
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
     names = [p.name for p in positional]
@@ -517,7 +518,7 @@ def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]
 
 
 def check_dataloader_idx(module: TrainModule, stage: str, sets: Collection[str]) -> None:
-    """Refuse a step that tells several data sets apart by a number, which is not passed: their metrics have names."""
+    """Raise `ConfigurationError` if there are several data sets and the step has the argument `dataloader_idx`, which is not passed."""
     step = STEPS[stage]
     if len(sets) > 1 and "dataloader_idx" in inspect.signature(getattr(module, step)).parameters:
         raise ConfigurationError(
@@ -527,7 +528,7 @@ def check_dataloader_idx(module: TrainModule, stage: str, sets: Collection[str])
 
 
 def _no_module(given: object) -> ConfigurationError:
-    """The error about what `fit` got in place of a module."""
+    """The error for an argument of `fit` that is not a module."""
     kind = given.__name__ + " (a class; pass an instance)" if inspect.isclass(given) else type(given).__name__
     of_lightning = any(base.__name__ == "LightningModule" for base in type(given).__mro__)
     as_it_is = ", or run it as it is: adapt(module) of the distribution fabricate-lightning" if of_lightning else ""
@@ -537,7 +538,7 @@ def _no_module(given: object) -> ConfigurationError:
 
 
 def check_methods(module: object) -> None:
-    """Refuse what `fit` got that is no module, and near misses of method names, which would silently never run."""
+    """Raise `ConfigurationError` for an object that is not a module, and for misspelt methods, which would silently never be called."""
     if isinstance(getattr(module, "_orig_mod", None), TrainModule):
         raise ConfigurationError(
             "module was compiled with torch.compile; pass the module itself, and Trainer(compile=True)"

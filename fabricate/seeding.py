@@ -17,7 +17,7 @@ from fabricate.errors import ConfigurationError
 
 
 def seed_everything(seed: int) -> int:
-    """Seed Python's, NumPy's and torch's (CPU and every device) global generators. `seed`: 0 to 2**32 - 1. Returns it."""
+    """Seed the global generators of Python, NumPy and torch (CPU and every device) with `seed`, from 0 to 2**32 - 1. Returns `seed`."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed={seed!r}: give a whole number from 0 to {2**32 - 1}")
     random.seed(seed)
@@ -27,12 +27,12 @@ def seed_everything(seed: int) -> int:
 
 
 def derive_seed(seed: int, *path: object) -> int:
-    """A 32-bit seed that depends on `seed` and `path` only (SHA-256 of their text), so never on world size or order."""
+    """A 32-bit seed that depends only on `seed` and `path` (SHA-256 of their text), not on the world size or the order of calls."""
     return int.from_bytes(hashlib.sha256(repr((seed, *path)).encode()).digest()[:4], "little")
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators of this rank: Python, NumPy, torch CPU and the current device."""
+    """The state of this rank's global generators: Python, NumPy, torch on the CPU and on the current CUDA device."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -44,7 +44,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what `rng_state` gave."""
+    """Restore the generators to a state from `rng_state`."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Trainer: the composition root. Holds what was asked for, resolves it into a plan, opens the engine, runs the loop, cleans up.
+"""Trainer, the composition root: it holds the settings, resolves them into a plan, opens the engine, runs the loop and cleans up.
 
 Building a Trainer has no effects; everything happens in `fit`, `validate`, `test` and `predict`.
 """
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class _Counted(NamedTuple):
-    """The counters and last values of the run in progress, or of the fit that ran last."""
+    """The counters and last values of the run in progress, or of the last fit."""
 
     progress: Progress
     metrics: dict[str, float]
@@ -67,7 +67,7 @@ class _Counted(NamedTuple):
 
 
 class Trainer:
-    """Drives a `TrainModule`. All arguments are keyword-only; values are checked here, nothing is built.
+    """Trains and evaluates a `TrainModule`. All arguments are keyword-only. The constructor checks their values and builds nothing.
 
     strategy, precision: a registered name, a name with options ("fsdp:wrap=GPT2Block"), an object, or "auto".
     max_steps, max_epochs: the number of updates, and of passes over the data; the fit ends with whichever comes first. `fit` needs
@@ -175,7 +175,7 @@ class Trainer:
         self._ended: _Counted | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Only for names that do not exist: those of other frameworks are an error that says what to use."""
+        """Called for attributes that do not exist. For names from other frameworks, the error says what to use."""
         raise foreign_names.missing_attribute(self, name, foreign_names.TRAINER)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -189,7 +189,7 @@ class Trainer:
             )
         super().__setattr__(name, value)
 
-    # -- what hooks and modules may ask ---------------------------------------------------------------------------------
+    # -- for hooks and modules -------------------------------------------------------------------------------------------
 
     def _live(self) -> Run:
         if self._run is None:
@@ -200,7 +200,7 @@ class Trainer:
         return self._run
 
     def _counted(self) -> _Counted:
-        """The counters and values of the run in progress, else of the last fit."""
+        """The counters and values of the run in progress, or of the last fit."""
         if self._run is not None:
             return _Counted(self._run.progress, self._run.journal.latest, self._run.journal.rates)
         if self._ended is None:
@@ -216,7 +216,7 @@ class Trainer:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The Accelerator of the running fit. Raises `FabricateError` before and after."""
+        """The Accelerator in use. Raises `FabricateError` before and after a fit or an evaluation."""
         if self._run is None:
             raise FabricateError(
                 "trainer.accelerator exists only while fit, validate, test or predict is running; use it in a step or a hook"
@@ -235,7 +235,7 @@ class Trainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank 0; before a fit, as the launcher's variables say."""
+        """Whether this process is rank 0. Outside of a fit or an evaluation, the launcher's variables decide."""
         return self._run.engine.rank == 0 if self._run is not None else detect(os.environ).rank == 0
 
     @property
@@ -297,17 +297,17 @@ class Trainer:
 
     @property
     def validation_metrics(self) -> frozenset[str]:
-        """The names of the metrics that validation gives in the running fit, empty while they are not known."""
+        """The names of the metrics of validation in the running fit; empty if they are not known yet."""
         return self._live().journal.validated
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The running fit's optimizers by name ("main" when `configure_optimizers` names none)."""
+        """The running fit's optimizers by name ("main" if `configure_optimizers` gives no names)."""
         return self._live().optim.optimizers
 
     @property
     def run_dir(self) -> Path | None:
-        """Where this run writes, None for nowhere."""
+        """The directory that this run writes to; None if it writes nothing."""
         return self._run.run_dir if self._run is not None else self.settings.run_dir
 
     def tracker(self, name: str) -> Any:
@@ -388,8 +388,8 @@ class Trainer:
         return target
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write what `RUN_DIR/model/` of a complete fit holds into the new folder `path`, of the weights as they are now. All ranks, when
-        no update is under way: `on_saved`, `on_eval_end`, `on_epoch_end`, `on_fit_end`. Raises `CheckpointError` where `path` exists, and
+        """Write the current weights into the new folder `path`, in the form of `RUN_DIR/model/`. Call it on all ranks, when no update is in
+        progress: in `on_saved`, `on_eval_end`, `on_epoch_end` or `on_fit_end`. Raises `CheckpointError` if `path` exists, and
         `FabricateError` during an update."""
         run, target = self._live(), Path(path)
         if not run.now.at_boundary:
@@ -428,7 +428,7 @@ class Trainer:
             return self._plan_ahead(resolved, module, data)
 
     def _plan_ahead(self, resolved: Resolved, module: TrainModule, data: Data) -> Plan:
-        """The plan of a module that is neither built nor changed for it."""
+        """The plan for `module`, which is neither built nor changed."""
         settle(self.settings, resolved, data)
         Engine(
             resolved.launch,
@@ -471,7 +471,7 @@ class Trainer:
         calls of `fit` return the same immediately, without a step. Ctrl-C once does the same with "interrupted"; twice raises
         KeyboardInterrupt.
         """
-        if name := told_to_end():  # a script's next fit would continue from one that is not done
+        if name := told_to_end():  # a later fit of the script may depend on one that was not finished
             print(f"{name} asked this process to end, so no further fit is started", file=sys.stderr)
             return FitResult(0, 0, stop_reason="preempted")
         began = time.monotonic()
@@ -484,12 +484,12 @@ class Trainer:
                 with noting_failures(run):
                     reason = loop.fit(run)
                 finish_fit(run, reason)
-            finally:  # values only: the module and the device's memory are the caller's to release
+            finally:  # keep only values, so that the caller can release the module and the device's memory
                 self._ended = _Counted(run.progress, run.journal.latest, run.journal.rates)
             return self._result(run, reason)
 
     def _try(self, module: TrainModule, train: Any, val: Any, settings: Settings, loading: Loading) -> None:
-        """A fit with other settings, which leaves this Trainer as it is."""
+        """Run a fit with other settings; this Trainer does not change."""
         trainer = copy.copy(self)
         trainer.settings = settings
         shuffle, workers = loading.shuffle, loading.num_workers
@@ -513,7 +513,7 @@ class Trainer:
         batch_size: int | BatchSizeFinder | None,
         loading: Loading,
     ) -> tuple[Resolved, Data]:
-        """Check what `fit` was given and open its data. Under `fabricate plan`, prints the plan instead and ends the process."""
+        """Check the arguments of `fit` and open its data. Under `fabricate plan`, print the plan and end the process."""
         check_methods(module)
         train, val = module.provide_data(self, "fit", train, val)
         self._check_fit(train, resume)
@@ -536,13 +536,13 @@ class Trainer:
 
     def _result(self, run: Run, reason: str) -> FitResult:
         progress, latest = run.progress, dict(run.journal.latest)
-        if self.settings.fast_dev_run:  # nothing is kept
+        if self.settings.fast_dev_run:  # its files are deleted
             return FitResult(progress.step, progress.epoch, latest, reason)
         best = resuming.best(run) or (None, None)
         return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest, *best)
 
     def _check_fit(self, train: object, resume: object) -> None:
-        """Refuse what `fit` could not train."""
+        """Raise `ConfigurationError` for settings and arguments with which `fit` could not train."""
         settings = self.settings
         if not isinstance(resume, str | os.PathLike):
             raise ConfigurationError(
@@ -564,7 +564,7 @@ class Trainer:
 
     def _end_after_plan(self, resolved: Resolved, module: TrainModule, data: Data) -> NoReturn:
         """Under `fabricate plan`: print the plan and end the process."""
-        Calls(register(resolved, module, bar=False))  # a hook that would never be called is an error now
+        Calls(register(resolved, module, bar=False))  # raises an error for a hook that would never be called
         plan = self._plan_ahead(resolved, module, data)
         if resolved.launch.rank == 0:
             print(plan, flush=True)
@@ -603,7 +603,7 @@ class Trainer:
                 return evaluation.evaluate(run, sources.validation, stage)
 
     def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
-        """The checkpoint, and what is to be said of it."""
+        """The path of the checkpoint, and a line to print about it (may be empty)."""
         if checkpoint not in ("best", "last"):
             return Path(checkpoint), ""
         if self.settings.run_dir is None:
@@ -642,7 +642,7 @@ class Trainer:
         num_workers: int = 0,
         collate_fn: Any = None,
     ) -> dict[str, float]:
-        """As `validate`, with `module.test_step`."""
+        """The metrics of `module.test_step`; otherwise the same as `validate`."""
         result: dict[str, float] = self._evaluate(
             "test", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn)
         )
@@ -659,6 +659,6 @@ class Trainer:
         num_workers: int = 0,
         collate_fn: Any = None,
     ) -> Any:
-        """One prediction per sample of `data`, in the order of `data`: a list, or for several named sets a mapping of lists, with
-        tensors on the CPU. Rank 0 gets it, other ranks get None. All ranks call it."""
+        """One prediction per sample of `data`, in the order of `data`: a list, or for several named sets a mapping of lists, with tensors
+        on the CPU. Rank 0 returns it, other ranks return None. All ranks call it."""
         return self._evaluate("predict", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn))

@@ -1,5 +1,5 @@
-"""Small frozen values that users write and receive: durations and the result of a fit; which value of a metric is best. No torch, no
-behaviour of the loop."""
+"""Small frozen values in users' code: durations, the result of a fit, and which value of a metric is best. Must not know: torch, the
+loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = {
     "tokens": "tokens",
 }
 EXIT_PREEMPTED = 75
-"""The exit code of a process whose fit was told to end and saved its state: start it again. EX_TEMPFAIL of sysexits.h."""
+"""The exit code of a process whose fit was preempted after it saved its state, and can be started again (EX_TEMPFAIL of sysexits.h)."""
 
 _TEXT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]+)\s*")
 
@@ -76,10 +76,10 @@ def comparable(value: float) -> float:
 
 
 def metric_mode(where: str, metric: str, mode: str | None) -> str:
-    """Whether the best value of `metric` is its lowest, "min", or its highest, "max": `mode`, and "min" where it is None.
+    """The mode of `metric`: "min" if its lowest value is the best, "max" if its highest is. It is `mode`, or "min" if `mode` is None.
 
-    Raises `ConfigurationError`, which begins with `where`, for another mode, and for none where a word of the name (accuracy, f1, ...)
-    says that higher values are usually better: a default would keep the worst without a word.
+    Raises `ConfigurationError` for another mode. Also if `mode` is None and a word of the name (accuracy, f1, ...) suggests that higher
+    values are better, because the default would silently keep the worst. The message begins with `where`.
     """
     if mode not in ("min", "max", None):
         raise ConfigurationError(f"{where}: mode={mode!r}: give 'min' or 'max'")
@@ -93,11 +93,11 @@ def metric_mode(where: str, metric: str, mode: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """A recurring moment, in exactly one unit: `Every(steps=500)`, or written `"500 steps"`.
+    """A recurring moment, in exactly one unit: `Every(steps=500)`, or `"500 steps"` as text.
 
-    steps are applied updates, epochs passes over the training data (or below 1 a share of one), minutes and hours wall-clock time
-    since the fit started (rank 0's clock, agreed by all ranks), tokens the global sum of the weights that `training_step` returns
-    (rows of the batch when it returns none).
+    steps: applied updates. epochs: passes over the training data; a number below 1 is a share of a pass. minutes, hours: time since the fit
+    started, by rank 0's clock. tokens: the sum over all ranks of the weights that `training_step` returns (the rows of the batch if it
+    returns none).
 
     Raises `ConfigurationError` for no unit, two units, or a number that is not positive.
     """
@@ -125,18 +125,18 @@ class Every:
 
     @property
     def amount(self) -> float:
-        """How many of `unit` lie between two moments."""
+        """The number of `unit` between two moments."""
         return float(getattr(self, self.unit))
 
     @property
     def seconds(self) -> float:
-        """The length of a time given in minutes or hours."""
+        """The length in seconds, for the units minutes and hours."""
         return 60 * self.amount * (60 if self.unit == "hours" else 1)
 
     @classmethod
     def parse(cls, argument: str, value: str | float | Every) -> Every:
-        """Read `value` as given to `argument`: an `Every`, a whole number of steps, a share of an epoch (0.25), or text such as
-        "1 epoch" or "1e9 tokens"."""
+        """The `Every` for the value of `argument`: an `Every`, a whole number of steps, a share of an epoch (0.25), or text such as "1
+        epoch" or "1e9 tokens"."""
         if isinstance(value, Every):
             return value
         given: tuple[str, float] | None = None
@@ -169,13 +169,13 @@ class Every:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `Trainer.fit` hands back, the same on every rank.
+    """The result of `Trainer.fit`, the same on every rank.
 
-    steps: applied updates since the run began; epochs: completed passes; metrics: the last known value of every metric as floats,
-    those of a validation from the last one, which may have been before the last update; stop_reason: why the fit ended ("max_steps",
-    "max_epochs", "interrupted" by Ctrl-C, "preempted" by a signal, the time budget or the stop file, or a reason a hook gave);
-    checkpoint: the newest committed checkpoint, or None without a `run_dir`; best_checkpoint and best_score: with `keep={"best": ...}`,
-    the best one by the metric that `keep` names, and its value.
+    steps: applied updates since the run began; epochs: completed passes; metrics: the last value of every metric, as a float (those of a
+    validation can be older than the last update); stop_reason: why the fit ended ("max_steps", "max_epochs", "interrupted" by Ctrl-C,
+    "preempted" by a signal, `max_time` or the stop file, or the reason passed to `stop()`); checkpoint: the newest committed checkpoint, or
+    None without a `run_dir`; best_checkpoint and best_score: with `keep={"best": ...}`, the best checkpoint by the metric of `keep`, and
+    the value of this metric.
     """
 
     steps: int
@@ -188,5 +188,5 @@ class FitResult:
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit`: 75 when the fit was preempted, so that a scheduler starts the job again; else 0."""
+        """The exit code for `sys.exit`: 75 if the fit was preempted, so that a scheduler starts the job again; else 0."""
         return EXIT_PREEMPTED if self.stop_reason == "preempted" else 0
