@@ -1,1 +1,1 @@
-"""Callbacks that fabricate ships, one per file; they use public names only, as a user's own do."""
+"""The built-in callbacks, one per file. They use only public names, like callbacks of users."""

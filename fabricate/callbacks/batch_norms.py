@@ -1,4 +1,4 @@
-"""Batch norm layers whose running statistics are computed again."""
+"""New running statistics for batch norm layers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def batch_norms(module: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def recomputed(layers: Sequence[Any], trainer: Trainer) -> Iterator[None]:
-    """Forwards inside give `layers` new statistics: the mean of those of all micro-batches on all ranks. A layer that none of them
-    reaches keeps what it had. All ranks."""
+    """A context in which forwards give `layers` new statistics: the mean over all micro-batches on all ranks. A layer that is not called
+    keeps its statistics. All ranks."""
     import torch
 
     before = [(layer.momentum, layer.running_mean.clone(), layer.running_var.clone()) for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # a cumulative mean
+        layer.momentum = None  # None: a cumulative mean
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Memory and load of the process, the machine and the device, beside the rates of each log boundary."""
+"""Memory and load of the process, the machine and the device, at each log boundary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class DeviceStats(Callback):
     """Adds to `trainer.rates`, to "clock" in `metrics.jsonl` and to the trackers, at each log boundary:
 
-    process_memory_bytes: resident memory of this process; host_memory_bytes, host_memory_share: what all processes of the machine use,
-    and its share of the memory there is; process_cpu_cores: how many cores this process kept busy since the last line;
-    host_cpu_share: the share of all cores that were busy since then. On a device: device_memory_bytes, held by tensors;
-    device_reserved_bytes, held by torch's allocator; and device_utilization, in percent, where the driver gives it (on an NVIDIA
-    GPU with the package nvidia-ml-py). Each rank measures its own process, machine and device; files and trackers get those of rank 0.
+    process_memory_bytes: resident memory of this process; host_memory_bytes, host_memory_share: the memory that all processes of the
+    machine use, and its share of the machine's memory; process_cpu_cores: the mean number of cores that this process kept busy since the
+    last log boundary; host_cpu_share: the share of all cores that were busy since then. On a device: device_memory_bytes, held by tensors;
+    device_reserved_bytes, held by torch's allocator; and device_utilization, in percent, if the driver reports it (on an NVIDIA GPU with
+    the package nvidia-ml-py). Each rank measures its own process, machine and device; files and trackers get those of rank 0.
 
         Trainer(plugins=[DeviceStats()], ...)
     """
@@ -28,7 +28,7 @@ class DeviceStats(Callback):
         import psutil  # type: ignore[import-untyped]
 
         process = psutil.Process()
-        process.cpu_percent()  # psutil measures between two calls: this first one gives no value
+        process.cpu_percent()  # psutil measures between two calls: the first call has no value
         psutil.cpu_percent()
         on_device = _device_meter(module) if module.device.type != "cpu" else dict
 
@@ -48,7 +48,7 @@ class DeviceStats(Callback):
 
 
 def _device_meter(module: TrainModule) -> Callable[[], dict[str, float]]:
-    """A function that measures the device of `module`: those of the known meters that torch's module for this kind of device has."""
+    """A function that measures the device of `module`, with the meters that torch has for this kind of device."""
     import torch
 
     device = module.device

@@ -1,4 +1,4 @@
-"""Stop when a metric of the validation has not improved for a while."""
+"""Stop a fit whose validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class EarlyStopping(Callback):
     """Stops the fit after `patience` validations in a row without an improvement of more than `min_delta`. With `min_delta=0`, a
     relative difference of 1e-6 is not an improvement, because rounding causes such differences.
 
-    metric: a name as logged ("val_loss"); mode: "min" or "max", whichever is better; unset: "min", and an error for a metric whose name
-    says otherwise. A value that is not finite counts as no improvement. A run that ended so stays ended when it is resumed.
+    metric: a name as logged ("val_loss"); mode: "min" or "max"; unset: "min", and an error for a metric whose name suggests "max". A value
+    that is not finite counts as no improvement. If a run that was stopped is resumed, it stops again at once.
     monitor: Lightning's name for `metric`.
 
         Trainer(plugins=[EarlyStopping("val_loss", patience=3)], ...)
@@ -53,7 +53,7 @@ class EarlyStopping(Callback):
                 f"EarlyStopping(metric={self.metric!r}): this fit runs no validation. Pass val= to fit, "
                 "and set validate_every to an interval that is shorter than the fit"
             )
-        # Each fit starts over; a resumed one takes its state from the checkpoint afterwards, in on_load.
+        # Each fit starts without state. If it resumes, on_load sets the state afterwards.
         self.best, self.waited = self._worst, 0
 
     def on_epoch_start(self, trainer: Trainer) -> None:
@@ -91,11 +91,11 @@ class EarlyStopping(Callback):
 
     def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
         then = state.get("metric", self.metric), state.get("mode", self.mode)
-        if then != (self.metric, self.mode):  # several EarlyStopping plugins get their states by their order
+        if then != (self.metric, self.mode):  # states of several EarlyStopping plugins are assigned by order
             raise CheckpointError(
                 f"EarlyStopping(metric={self.metric!r}, mode={self.mode!r}): the state in the checkpoint is that of EarlyStopping("
                 f"metric={then[0]!r}, mode={then[1]!r}). List the plugins in the same order, with the same metrics, or start over with "
                 "resume='never'"
             )
         self.best, self.waited = state["best"], state["waited"]
-        self._stop(trainer)  # the run had stopped early: starting the script again must not continue the training
+        self._stop(trainer)  # if the run was stopped before, a resume must not continue it

@@ -1,4 +1,4 @@
-"""Texts that a language model generates at each validation, to see what it has learned."""
+"""Texts that a language model generates at each validation, to show its progress."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 
 class GenerateSamples(Callback):
-    """Lets the model continue `prompts` when a validation begins; rank 0 prints the texts and appends them to `RUN_DIR/samples.jsonl`.
+    """Generates continuations of `prompts` when a validation begins. Rank 0 prints the texts and appends them to `RUN_DIR/samples.jsonl`.
 
-    prompts: texts. tokenizer: has `encode(text)`, which gives a list of token numbers, and `decode(numbers)`, as those of transformers
-    have; default: `module.tokenizer`. model: the attribute of the module that has `generate`, such as "language_model" or
-    "parts.decoder"; default: the one transformers model inside, or the module. seed: of torch's generators while it samples, so that
-    texts differ because the weights do. Everything else goes to `generate`: max_new_tokens=40, do_sample=True, top_p=0.9, ...
+    prompts: texts. tokenizer: an object with `encode(text)`, which returns a list of token numbers, and `decode(numbers)`, like those of
+    transformers; default: `module.tokenizer`. model: the name of the submodule with the method `generate`, such as "language_model" or
+    "parts.decoder"; default: the module if it has the method, else its only submodule that does. seed: the seed of torch's generators
+    during sampling, so that texts differ only because the weights do. Other arguments are passed to `generate`: max_new_tokens=40,
+    do_sample=True, top_p=0.9, ...
 
-    The model is in eval mode and runs in the precision of the fit. Random generators are as before afterwards. Prompts are
-    continued one by one. Under strategies that divide the weights all ranks generate the same, elsewhere rank 0 alone.
+    The model is in eval mode and runs in the precision of the fit. Random generators are restored afterwards. Prompts are processed one at
+    a time. Under strategies that divide the weights, all ranks generate the same texts; otherwise only rank 0 generates.
 
         Trainer(plugins=[GenerateSamples(["Once upon a time"], max_new_tokens=40)], ...)
     """
@@ -57,7 +58,7 @@ class GenerateSamples(Callback):
                 "and set validate_every to an interval that is shorter than the fit"
             )
 
-    @hookimpl(trylast=True)  # after plugins that put other weights into the module for the evaluation
+    @hookimpl(trylast=True)  # after plugins that exchange the weights for the evaluation
     def on_eval_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self.texts = []
         if stage != "validate" or not (trainer.is_main or trainer.strategy.lockstep):
@@ -129,7 +130,7 @@ class GenerateSamples(Callback):
 
 
 def _padding(tokenizer: Any, model: Any) -> int | None:
-    """The token that transformers pads with. Without one, `generate` warns at every call."""
+    """The padding token for `generate`, which warns at every call if there is none."""
     for number in (getattr(tokenizer, "pad_token_id", None), model.generation_config.pad_token_id):
         if number is not None:
             return int(number)

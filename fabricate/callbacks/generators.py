@@ -1,4 +1,4 @@
-"""The state of the random generators that training draws from, for callbacks that draw themselves or go back in time."""
+"""The states of the random generators of training, for callbacks that draw random numbers or restore an earlier state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def generator_states() -> dict[str, Any]:
-    """Of this process: Python's, NumPy's, torch's on the CPU and on the current device."""
+    """The states of this process's global generators: Python's, NumPy's, torch's on the CPU and on the current device."""
     import numpy
     import torch
 
@@ -22,7 +22,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: dict[str, Any]) -> None:
-    """Put back what `generator_states` gave."""
+    """Restore states from `generator_states`."""
     import numpy
     import torch
 

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 class GradientNorms(Callback):
-    """Records `grad_norm/GROUP` for each group of layers: the 2-norm of the gradient that the optimizer gets, after clipping.
+    """Records `grad_norm/GROUP` for each group of layers: the 2-norm of its gradient, after clipping.
 
-    depth: how much of a parameter's name makes its group; with 2, "encoder.layers.0.weight" is in "encoder.layers".
-    every: updates from one record to the next; each record costs one norm per group, and under `fsdp` one all-reduce per group.
+    depth: the number of components of a parameter's name that form the group's name; with 2, "encoder.layers.0.weight" is in
+    "encoder.layers".
+    every: updates between two records; each record costs one norm per group, and under `fsdp` one all-reduce per group.
 
-    The values reach `metrics.jsonl` and the trackers as those of `self.log` do: the mean over the records between two log
-    boundaries. Refused by name under a strategy whose engine hides gradients (`zero1`, `zero2`, `zero3`).
+    The values are logged with `module.log`: `metrics.jsonl` and the trackers have the mean over the records between two log boundaries. It
+    is an error under a strategy that hides gradients (`zero1`, `zero2`, `zero3`).
 
         Trainer(plugins=[GradientNorms(depth=2, every=50)], ...)
     """

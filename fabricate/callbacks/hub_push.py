@@ -1,4 +1,4 @@
-"""The model of a fit on the Hugging Face Hub, at its end or at each save."""
+"""Push of a fit's model to the Hugging Face Hub, at the end of the fit or also at each save."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class HubPush(Callback):
-    """Pushes what `RUN_DIR/model/` holds to the model repository `repo` of the hub, with a model card (README.md) made from the plan,
-    the metrics of the last validation, the data and the versions.
+    """Pushes the files of `RUN_DIR/model/` to the model repository `repo` of the hub, with a model card (README.md) about the plan, the
+    metrics of the last validation, the data and the versions.
 
-    repo: "user/name". at: "end", or "saves": at each save too, the weights as they are then. license, datasets: for the card, as
-    the hub names them ("apache-2.0"; ["stanfordnlp/imdb"]). private, revision, token, endpoint: see `HubRepository`.
+    repo: "user/name". at: "end", or "saves" to push the current weights at each save too. license, datasets: for the card, identifiers of
+    the hub ("apache-2.0"; ["stanfordnlp/imdb"]). private, revision, token, endpoint: see `HubRepository`.
 
-    Before the first step rank 0 logs in and creates the repository; where that is not possible, offline say, it is an error. Rank 0
-    pushes; at saves in the background: where the push before is not done, a save is left out. A push at a save that fails is a note
-    and an event, and the next save is pushed. At the end the fit waits; a push that fails is an error after everything is saved, and
-    `fabricate push RUN_DIR REPO`, or the same command again, goes on with it. A fit that is preempted does not wait.
+    Before the first step, rank 0 logs in and creates the repository; if that fails (offline, for example), it is an error. Rank 0 pushes.
+    Pushes at saves run in the background; a save is not pushed if the previous push is still running. If such a push fails, it is reported
+    as a note and an event, and the next save is pushed. At its end, the fit waits for the push. If that fails, it is an error after
+    everything is saved; `fabricate push RUN_DIR REPO`, or the same script again, continues the push. A preempted fit does not wait.
 
         Trainer(plugins=[HubPush("user/name", license="apache-2.0")], run_dir="runs/one", ...)
     """
@@ -55,11 +55,11 @@ class HubPush(Callback):
         self.at, self.license, self.datasets = at, license, tuple(datasets)
         self.repository = HubRepository(repo, private=private, revision=revision, token=token, endpoint=endpoint)
         self._thread: threading.Thread | None = None
-        """The thread of the present or the last push, on rank 0."""
+        """The thread of the current or the last push, on rank 0."""
         self._failure: FabricateError | None = None
         """The error of the last push, on rank 0."""
         self._exported: Path | None = None
-        """RUN_DIR/model/, once the fit is complete."""
+        """RUN_DIR/model/, after the export; else None."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._thread = self._failure = self._exported = None
@@ -77,14 +77,14 @@ class HubPush(Callback):
             shutil.rmtree(trainer.run_dir / ".hub-model", ignore_errors=True)
         self._push(trainer, trainer.export(trainer.run_dir / ".hub-model"), f"step {trainer.step}")
 
-    @hookimpl(trylast=True)  # after the plugins that add files
+    @hookimpl(trylast=True)  # after plugins that add files
     def on_export(self, path: Path) -> None:
         self._exported = path
 
     @hookimpl(trylast=True)
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._exported is None or trainer.settings.fast_dev_run:
-            return  # preempted: time is short
+            return  # not exported: the fit was preempted, and its time is limited
         self._wait(trainer, module)
         if trainer.is_main:
             assert trainer.run_dir is not None
@@ -98,7 +98,7 @@ class HubPush(Callback):
             ) from self._failure
 
     def _push(self, trainer: Trainer, folder: Path, message: str) -> None:
-        """Begin to push `folder`, on rank 0."""
+        """Start a push of `folder` in a thread, on rank 0."""
         if trainer.is_main:
             assert trainer.run_dir is not None
             target = (trainer.run_dir, folder, message, trainer.step)
@@ -122,8 +122,8 @@ class HubPush(Callback):
         return self._any(trainer, module, self._thread is not None and self._thread.is_alive())
 
     def _wait(self, trainer: Trainer, module: TrainModule) -> None:
-        """Until the push under way has ended. All ranks: they exchange a number every second, so that a long push does not run into
-        the time-out of a message."""
+        """Wait until the current push has ended. All ranks: they exchange a number every second, so that a long push causes no time-out of
+        a collective."""
         while True:
             if self._thread is not None:
                 self._thread.join(1.0)
@@ -142,6 +142,6 @@ class HubPush(Callback):
 
 
 def event(kind: str, run_dir: Path, **fields: Any) -> None:
-    """Append to events.jsonl."""
+    """Append an event to events.jsonl."""
     with (run_dir / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": kind, **fields, "time": time.time()}) + "\n")

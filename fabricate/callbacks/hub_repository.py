@@ -1,6 +1,6 @@
-"""A model repository of the Hugging Face Hub: whether it can be written to, and pushing a folder there.
+"""A model repository of the Hugging Face Hub: check that it can be written to, and push a folder.
 
-Owns what is asked of huggingface_hub, which is imported only here and in `model_card`. Must not know: runs, ranks.
+Owns the calls of huggingface_hub, which is imported only here and in `model_card`. Must not know: runs, ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from fabricate.errors import ConfigurationError, FabricateError
 
 
 class HubRepository:
-    """The model repository `repo` ("user/name"; "name" alone is the user's own).
+    """The model repository `repo`: "user/name", or "name" for the logged-in user's.
 
-    private: of a repository that does not exist yet; None: what the user's settings on the hub say. token, endpoint: default: those of
-    huggingface_hub (HF_TOKEN or `hf auth login`; HF_ENDPOINT). revision: a branch that exists; default: main.
+    private: whether a new repository is private; None: the user's setting on the hub decides. token, endpoint: by default those of
+    huggingface_hub (HF_TOKEN or `hf auth login`; HF_ENDPOINT). revision: an existing branch; default: main.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class HubRepository:
         self._token, self._endpoint = token, endpoint
 
     def open(self) -> None:
-        """Create the repository if it does not exist. Raises `ConfigurationError` where the hub cannot be reached, there is no token, or
-        the token may not write."""
+        """Create the repository if it does not exist. Raises `ConfigurationError` if the hub cannot be reached, there is no token, or the
+        token does not allow writing."""
         from huggingface_hub import HfApi, constants
 
         api = HfApi(endpoint=self._endpoint, token=self._token)
@@ -52,8 +52,8 @@ class HubRepository:
             ) from exc
 
     def push(self, folder: Path, message: str) -> str:
-        """Push what `folder` holds; returns the address of the commit. What the repository has already, by its digest, is not sent
-        again, so a push that failed half way goes on where it was. Other files of the repository stay. Raises `FabricateError`."""
+        """Push the files of `folder`; return the URL of the commit. Files that the repository already has (by digest) are not sent again,
+        so that a failed push can be continued. Other files of the repository stay. Raises `FabricateError` if the push fails."""
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self._endpoint, token=self._token)
@@ -67,6 +67,6 @@ class HubRepository:
 
 
 def _reason(exc: BaseException) -> str:
-    """`exc` on one line, with what caused it."""
+    """`exc` and its causes, on one line."""
     cause = f" ({_reason(exc.__cause__)})" if exc.__cause__ is not None else ""
     return f"{type(exc).__name__}: {' '.join(str(exc).split())}{cause}"

@@ -1,4 +1,4 @@
-"""The learning rate range test: which rates let the loss fall, and from which on it grows."""
+"""The learning rate range test: find the rates at which the loss falls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from fabricate.trainer import Trainer
 
 SMOOTHING = 0.98
-"""The decay of the moving average of the loss, whose start at 0 is corrected for."""
+"""The decay of the moving average of the loss. The average starts at 0, which is corrected."""
 
 
 class LearningRateFinder(Callback):
     """Turns a fit into a learning rate range test: `num_training_steps` updates with a rate that grows from `min_lr` to `max_lr`.
 
-    mode: "exponential" or "linear" growth. early_stop_threshold: the fit ends when the smoothed loss is more than so many times its
-    lowest; None: never. The rate of every parameter group is set, whatever a schedule says. Give the Trainer no `run_dir`, and at
-    least `num_training_steps` updates.
+    mode: "exponential" or "linear" growth. early_stop_threshold: the fit ends when the smoothed loss exceeds this multiple of its lowest
+    value; None: never. The rate is set in every parameter group and overrides schedules. Give the Trainer no `run_dir`, and at least
+    `num_training_steps` updates.
 
-    When the fit is over, `results` has the rates and the smoothed losses ("lr" and "loss", the mean over all ranks), `suggestion()` the
-    rate at which the loss fell fastest, and the module the weights and buffers that it had before: set the rate, and fit it. On a GPU each
-    update waits for the loss.
+    After the fit, `results` has the rates and the smoothed losses ("lr" and "loss", the mean over all ranks), `suggestion()` returns the
+    rate at which the loss fell fastest, and the module has its previous weights and buffers: set the rate and fit it. On a GPU, each update
+    waits for the loss.
 
         finder = LearningRateFinder(max_lr=1.0)
         Trainer(max_steps=100, plugins=[finder]).fit(module, train, batch_size=32)
@@ -65,7 +65,7 @@ class LearningRateFinder(Callback):
         """The memory of each weight and buffer of this rank, and a copy of its values before the test."""
 
     def rate(self, update: int) -> float:
-        """The learning rate of an update, from 0."""
+        """The learning rate of the update number `update`, from 0."""
         share = update / (self.num_training_steps - 1)
         if self.mode == "linear":
             return self.min_lr + (self.max_lr - self.min_lr) * share
@@ -103,8 +103,8 @@ class LearningRateFinder(Callback):
 
     @hookimpl
     def optimizer_step(self, trainer: Trainer) -> None:
-        """After all schedules, those too that an epoch or a validation advances. Returns nothing, so that the update is left to the next
-        one."""
+        """Set the rate after all schedules, also those that advance per epoch or validation. Returns None, so that the next implementation
+        runs the update."""
         if not self._complete:
             self._set(trainer, trainer.step)
 
@@ -138,7 +138,7 @@ class LearningRateFinder(Callback):
         self._restore(None)
 
     def _restore(self, strategy: Strategy | None) -> None:
-        """Put weights and buffers back. `strategy`: to be informed of it; None where other ranks may be gone."""
+        """Restore weights and buffers. `strategy`: its `after_load()` is called; None if other ranks may have ended."""
         import torch
 
         before, self._before = self._before, []
@@ -149,8 +149,8 @@ class LearningRateFinder(Callback):
             strategy.after_load()
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the smoothed loss fell fastest, over the logarithm of the rate; the first and last updates are left
-        out. None where the fit ended before, or where fewer than two rates are left."""
+        """The rate at which the smoothed loss fell fastest per logarithm of the rate, without the first and last updates. None if the test
+        did not finish, or if fewer than two rates remain."""
         import numpy
 
         end = len(self.results["lr"]) - skip_end
@@ -161,7 +161,7 @@ class LearningRateFinder(Callback):
 
 
 def _updates(trainer: Trainer) -> int | None:
-    """The number of updates of the fit, None for data without a length."""
+    """The number of updates of the fit; None for data without a length."""
     try:
         return trainer.total_steps
     except ConfigurationError:

@@ -1,6 +1,6 @@
-"""README.md beside the weights: what a model is, from the files of its run.
+"""The model card (README.md) of a model, made from the files of its run.
 
-Owns the text and the metadata of a model card. Must not know: how it gets to the hub, a run that is at work.
+Owns the text and the metadata of a model card. Must not know: how the card is uploaded, a run in progress.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
 _BEGIN, _END = "<!-- fabricate: begin -->", "<!-- fabricate: end -->"
-"""The text between these two lines is written again each time. The text around them is kept."""
+"""The text between these two lines is replaced each time; the text around them is kept."""
 _TASKS = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
@@ -26,13 +26,13 @@ _TASKS = {
     "ForImageClassification": "image-classification",
     "ForSpeechSeq2Seq": "automatic-speech-recognition",
 }
-"""By the end of the name of a transformers model: its task on the hub."""
+"""The task on the hub of a transformers model, by the ending of its class name."""
 _SETTINGS = (
     *("module", "parameters_trainable", "parameters_frozen", "strategy", "precision", "world_size", "device"),
     *("train", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "total_steps"),
     *("learning_rate", "clipping", "seed", "deterministic", "compile"),
 )
-"""Of plan.json, in the order of the table. Paths are left out."""
+"""The settings of plan.json that the table shows, in this order. Paths are left out."""
 
 
 def write_card(
@@ -40,8 +40,8 @@ def write_card(
 ) -> None:
     """Write `folder`/README.md about the weights in `folder`, from plan.json, metrics.jsonl and events.jsonl of `run_dir`.
 
-    repo: "user/name" on the hub. license, datasets: identifiers of the hub ("apache-2.0"; "stanfordnlp/imdb"). A README.md that is
-    there already (peft writes one) keeps its text and metadata; what it lacks is added.
+    repo: "user/name" on the hub. license, datasets: identifiers of the hub ("apache-2.0"; "stanfordnlp/imdb"). An existing README.md (peft
+    writes one) keeps its text and metadata; only what is missing is added.
     """
     from huggingface_hub import ModelCard
 
@@ -79,14 +79,14 @@ def _plan(run_dir: Path) -> dict[str, Any]:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a .jsonl file; the last one may still be in writing."""
+    """The complete lines of a .jsonl file, without a last line that is still being written."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def _measured(run_dir: Path, settings: dict[str, Any], started: dict[str, Any]) -> dict[str, Any] | None:
-    """The line with the validation of these weights: the best one under `load_best`, else the last one."""
+    """The line of the validation of these weights: under `load_best` the best, else the last; None if there is none."""
     lines = [line for line in _lines(run_dir / "metrics.jsonl") if line["stage"] == "validate"]
     if settings.get("load_best"):
         keep = started["keep"]
@@ -171,7 +171,7 @@ def _cell(value: Any) -> str:
 
 
 def _usage(folder: Path, repo: str) -> list[str]:
-    """How the weights are read."""
+    """The lines of code that load the weights."""
     if (folder / "adapter_config.json").exists():
         code = ["from peft import AutoPeftModel", "", f'model = AutoPeftModel.from_pretrained("{repo}")']
     elif architecture := next(iter(_configuration(folder, "config.json").get("architectures") or ()), None):

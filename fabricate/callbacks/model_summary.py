@@ -28,24 +28,23 @@ class LayerSummary:
     kind: str
     """The class of the layer."""
     parameters: int
-    """Elements; of sharded parameters those of the whole, of quantised ones the weights that they stand for. A parameter that several
-    layers share counts in each of them."""
+    """Number of elements: the whole of sharded parameters, and the original weights of quantised ones. A shared parameter counts in each of
+    its layers."""
     trainable: int
     output: str = ""
-    """The shape of what the layer first returned; empty if it was not called or did not return a tensor."""
+    """The shape of the first output of the layer; empty if it was not called or did not return a tensor."""
     forward_flops: int = 0
-    """Of all calls of the layer in this rank's first micro-batch."""
+    """The FLOPs of all calls of the layer in this rank's first micro-batch."""
 
 
 class ModelSummary(Callback):
     """Prints a table of the layers on rank 0 after the first micro-batch: type, output shape, parameters, FLOPs.
 
-    depth: how many levels of submodules get a row; 1: the direct children of the module.
+    depth: the number of levels of submodules that the table shows; 1: the direct children of the module.
 
-    FLOPs are counted by `torch.utils.flop_counter.FlopCounterMode`: those of matrix products, convolutions and attention, a
-    multiplication and its addition as two. The rows can be read afterwards as `layers`, the FLOPs of the micro-batch's
-    forward and backward as `micro_batch_flops`, of which every rank counts its own, and those of the update, on all ranks and over
-    all of its micro-batches, taken to be as large as the first, as `step_flops`.
+    FLOPs are counted by `torch.utils.flop_counter.FlopCounterMode`: matrix products, convolutions and attention, with a multiplication and
+    its addition as two. Afterwards, `layers` has the rows, `micro_batch_flops` the FLOPs of this rank's first forward and backward, and
+    `step_flops` those of an update on all ranks, if all of its micro-batches are as large as the first.
 
         Trainer(plugins=[ModelSummary(depth=2)], ...)
     """
@@ -56,7 +55,7 @@ class ModelSummary(Callback):
         self.depth = depth
         self.layers: list[LayerSummary] = []
         self.micro_batch_flops = self.step_flops = 0
-        self._counter: FlopCounterMode | None = None  # only until the first micro-batch is done
+        self._counter: FlopCounterMode | None = None  # set until the first micro-batch is done
         self._watching = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -106,7 +105,7 @@ def _describe(name: str, layer: torch.nn.Module, numbers: Mapping[torch.nn.Param
 
 
 def _watchers(row: LayerSummary, counter: FlopCounterMode) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What runs before and after a layer's forward, to fill its row."""
+    """The functions that run before and after a layer's forward, to fill its row."""
 
     def before(layer: torch.nn.Module, arguments: object) -> None:
         row.forward_flops -= counter.get_total_flops()
@@ -119,7 +118,7 @@ def _watchers(row: LayerSummary, counter: FlopCounterMode) -> tuple[Callable[...
 
 
 def _shape(output: object) -> str:
-    """The shape of a tensor, or of the first one in a tuple, a list or a mapping, as most layers return."""
+    """The shape of `output`, or of the first tensor in it if it is a tuple, a list or a mapping; else empty."""
     import torch
 
     if isinstance(output, dict):
@@ -145,7 +144,7 @@ def _table(layers: list[LayerSummary], micro_batch_flops: int, step_flops: int) 
 
 
 def _short(number: float) -> str:
-    """1234567 as "1.23 M"."""
+    """`number` as short text: "1.23 M" for 1234567."""
     for unit in ("", " k", " M", " G", " T"):
         if number < 1000:
             return f"{number:.3g}{unit}"

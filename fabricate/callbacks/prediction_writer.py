@@ -1,4 +1,4 @@
-"""Predictions on their way to disk, for data whose predictions do not fit into memory."""
+"""Predictions written to disk, for data whose predictions do not fit into memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from fabricate.trainer import Trainer
 
 PART_BYTES = 2**26
-"""Predictions that a rank holds before it writes them."""
+"""Bytes of predictions that a rank collects before it writes them."""
 _COMPLETE = "complete.json"
 
 
 class PredictionWriter(Callback):
-    """Writes what `predict_step` returns to `folder` while `Trainer.predict` runs, and keeps none of it in memory.
+    """Writes the results of `predict_step` to `folder` while `Trainer.predict` runs, instead of keeping them in memory.
 
-    folder: new or empty; every rank writes its own files there, on a file system that all ranks see. `Trainer.predict` returns an
-    empty list on rank 0; `PredictionWriter.read(folder)` gives what it would have returned, one prediction per sample in the order
-    of the data. The files are safetensors; `predict_step` returns a tensor whose leading dimension is the rows, a list with one JSON
-    value per row, or a mapping or tuple of these.
+    folder: new or empty; every rank writes its own files there, on a file system that all ranks see. `Trainer.predict` returns an empty
+    list on rank 0; `PredictionWriter.read(folder)` yields what it would have returned, one prediction per sample in the order of the data.
+    The files are safetensors; `predict_step` returns a tensor whose leading dimension is the rows, a list with one JSON value per row, or a
+    mapping or tuple of these.
 
         Trainer(plugins=[PredictionWriter("predictions")]).predict(module, data, batch_size=64)
         for prediction in PredictionWriter.read("predictions"): ...
@@ -36,7 +36,7 @@ class PredictionWriter(Callback):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._own: Path | None = None
-        """Where this rank writes. None while nothing is predicted, and on a rank whose rows another rank writes."""
+        """The folder of this rank. None outside of predictions, and on a rank whose rows another rank writes."""
         self._tensors: dict[str, torch.Tensor] = {}
         self._bytes = self._batches = self._parts = 0
 
@@ -68,7 +68,7 @@ class PredictionWriter(Callback):
             )
         if self._own is not None and len(trainer.batch_indices):
             self._add(output, trainer.batch_indices)
-        return ()  # nothing for the loop to keep
+        return ()  # the loop keeps nothing
 
     def _add(self, output: Any, rows: Sequence[int]) -> None:
         import torch
@@ -113,13 +113,13 @@ class PredictionWriter(Callback):
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> Iterator[Any]:
-        """The predictions in `folder`, one per sample in the order of the data, tensors on the CPU. In memory are 16 bytes per sample, and
-        a batch of each rank. Raises `ConfigurationError` where they are not complete."""
+        """The predictions in `folder`, one per sample in the order of the data, tensors on the CPU. It holds 16 bytes per sample and one
+        batch of each rank in memory. Raises `ConfigurationError` if the predictions are not complete."""
         return _read(Path(folder))
 
 
 def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`output` of a batch as JSON. Tensors are put into `tensors`; the JSON has their names in it."""
+    """The `output` for a batch, as JSON. Tensors are added to `tensors`, and the JSON contains their names."""
     import torch
 
     if isinstance(output, torch.Tensor | list):
@@ -145,7 +145,8 @@ def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -
 
 
 def _json(value: Any) -> Any:
-    """`value`, after a check that JSON gives it back unchanged. A tuple, or a mapping with keys that are not strings, does not pass."""
+    """`value` after a round trip through JSON. Raises `ConfigurationError` if that changes it, as for a tuple or a mapping with keys that
+    are not strings."""
     try:
         again = json.loads(json.dumps(value))
         if not _equal(again, value):
@@ -183,7 +184,7 @@ def _row(tree: Any, row: int, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Batch:
-    """The batch of a rank that was read last."""
+    """The batch of a rank that is in memory: the one that was read last."""
 
     def __init__(self, path: Path, number: int) -> None:
         from safetensors import safe_open
@@ -195,7 +196,7 @@ class _Batch:
         self._tree = json.loads(self._tensors[f"{number}.tree"].numpy().tobytes())
 
     def row(self, row: int) -> Any:
-        """Its prediction number `row`."""
+        """The prediction for row `row` of this batch."""
         return _row(self._tree, row, self._tensors)
 
 
@@ -226,7 +227,7 @@ def _read(folder: Path) -> Iterator[Any]:
 
 
 def _batches(own: Path) -> Iterator[tuple[Path, int, Any]]:
-    """For each batch of a rank: its file, its number in the file, and the places of its rows in the data."""
+    """(file, number of the batch, indices of its rows in the data) of each batch of a rank."""
     from safetensors import safe_open
 
     for path in sorted(own.glob("part-*.safetensors")):

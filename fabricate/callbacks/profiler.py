@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from fabricate.trainer import Trainer
 
 OPERATORS = 10
-"""Rows of the table."""
+"""The number of rows of the table."""
 
 
 class Profiler(Callback):
-    """Profiles `active` updates with `torch.profiler`, after `wait` that run as ever and `warmup` whose figures are thrown away.
+    """Profiles `active` updates with `torch.profiler`, after `wait` updates without it and `warmup` updates whose measurements are
+    discarded.
 
-    folder: where `trace-rank0.json` (open it in chrome://tracing or ui.perfetto.dev) and `operators-rank0.txt` go; default:
-    `RUN_DIR/profile`. all_ranks: profile every rank, not rank 0 alone. memory, shapes, stacks: record allocations, the shapes of
-    inputs, the Python lines; each slows the profiled updates down.
+    folder: the directory for `trace-rank0.json` (open it in chrome://tracing or ui.perfetto.dev) and `operators-rank0.txt`; default:
+    `RUN_DIR/profile`. all_ranks: profile every rank, not only rank 0. memory, shapes, stacks: record allocations, the shapes of inputs, the
+    lines of Python code; each slows the profiled updates down.
 
-    The table shows the operators with the most time of their own on the device (on a CPU: of the processor), and
-    what share of the profiled updates went into `training_step`, the optimizer and everything outside of operators: the loop,
-    hooks and Python code of the module. A fit that ends before `wait + warmup + active` updates writes nothing and prints so.
+    The table shows the operators with the most self time on the device (without one: CPU time), and the shares of `training_step`, the
+    optimizer and everything outside of operators (the loop, hooks, Python code of the module) in the time of the profiled updates. If the
+    fit ends before `wait + warmup + active` updates, nothing is written, and a line says so.
 
         Trainer(plugins=[Profiler(wait=10, active=3)], run_dir="runs/one", ...)
     """
@@ -135,7 +136,7 @@ def _write(profile: torch.profiler.profile, folder: Path, rank: int) -> None:
 
 
 def _shares(averages: Any) -> str:
-    """Where the host's time of the profiled updates went, in one line."""
+    """One line with the shares of the host's time in the profiled updates."""
     events = {event.key: event for event in averages}
     updates = events["ProfilerStep*"]
     parts = {name: events[name].cpu_time_total for name in ("training_step", "optimizer_step") if name in events} | {

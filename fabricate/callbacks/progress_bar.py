@@ -1,6 +1,6 @@
-"""What a user sees on rank 0 while a fit runs: a live bar in a terminal and in a notebook, plain lines elsewhere.
+"""The progress display on rank 0: a live bar in a terminal or a notebook, plain lines elsewhere.
 
-The bar reads the trainer's counters from its own refresh thread: nothing happens per step.
+A refresh thread of the bar reads the trainer's counters, so that steps cost nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CELL_WIDTH = 110
 LINE_SECONDS = 5.0
-"""The least number of seconds between two plain lines (the first and the last are always printed)."""
+"""The minimum number of seconds between two plain lines (the first and the last are always printed)."""
 
 
 def _duration(seconds: float) -> str:
@@ -31,7 +31,7 @@ def _duration(seconds: float) -> str:
 
 
 def debugging() -> bool:
-    """Whether the main thread is in a debugger: pdb, or one that is built on it."""
+    """Whether the main thread is in pdb or a debugger built on it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_globals.get("__name__") in ("bdb", "pdb"):
@@ -41,7 +41,7 @@ def debugging() -> bool:
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook: not one that it forked."""
+    """Whether this process is the kernel of a notebook (and not a process that the kernel started)."""
     if "IPython" not in sys.modules or multiprocessing.parent_process() is not None:
         return False
     from rich.console import Console
@@ -50,7 +50,7 @@ def in_notebook() -> bool:
 
 
 class _Cell:
-    """The bar as the output of a notebook cell; each drawing replaces the one before."""
+    """The bar as the output of a notebook cell. Each refresh replaces the previous output."""
 
     def __init__(self, bar: ProgressBar) -> None:
         from IPython.display import display
@@ -71,8 +71,8 @@ class _Cell:
 
 
 class ProgressBar(Callback):
-    """Step, loss, time left, steps per second, share of time spent waiting for data and other metrics, as far as there is room;
-    validation results as lines. `shown`: the metrics to show, instead of the loss and what fits."""
+    """Shows step, loss, time left, steps per second, the share of time spent waiting for data, and other metrics if there is room; prints
+    validation results as lines. `shown`: the metrics to show instead."""
 
     def __init__(self, shown: Collection[str] = ()) -> None:
         self._chosen = tuple(shown)
@@ -135,14 +135,15 @@ class ProgressBar(Callback):
         return row
 
     def position(self) -> tuple[int, int | None]:
-        """Updates so far, and in all if that is known."""
+        """The number of updates so far, and the total number (None if it is not known)."""
         return self._trainer.step, self._total
 
     def line(self, *, at: int | None = None, room: int | None = None) -> str:
-        """What is known now, the most useful first. `at`: the update that the metrics are from, if that is not the last one;
-        `room`: characters, None for a line with the loss or the chosen metrics of any length."""
+        """The line with the current values, the most useful first. `at`: the update of the metrics, if it is not the last. `room`: the
+        maximum number of characters; None: no limit, but only the loss or the chosen metrics."""
         progress = self._trainer.progress
-        metrics = self._trainer.metrics if self._chosen else self._metrics  # those of a validation may be chosen
+        # chosen metrics may be those of a validation
+        metrics = self._trainer.metrics if self._chosen else self._metrics
         first = [name for name in self._chosen or ("loss",) if name in metrics] or list(self._metrics)[:2]
         parts = [f"step {progress.step if at is None else at}" + (f"/{self._total}" if self._total else "")]
         parts += [f"{name} {metrics.get(name, math.nan):.4g}" for name in first]
@@ -195,7 +196,7 @@ class ProgressBar(Callback):
         self._note_missing(trainer)
 
     def _note_missing(self, trainer: Trainer) -> None:
-        """Print, once, the chosen metrics that were not recorded: at the end of the first epoch, or of a shorter fit."""
+        """Print once which chosen metrics were not recorded, at the end of the first epoch or of a shorter fit."""
         recorded = {name.removeprefix("epoch_") for name in trainer.metrics} | trainer.validation_metrics
         missing = [name for name in self._chosen if name not in recorded] if not self._looked else []
         self._looked = True
@@ -215,6 +216,6 @@ class ProgressBar(Callback):
     def on_teardown(self) -> None:
         self._done.set()
         if self._live is not None:
-            self._drawing.join()  # else it may draw once more
+            self._drawing.join()  # otherwise the thread may draw again
             self._live.stop()
             self._live = self._console = None

@@ -1,4 +1,4 @@
-"""A checkpoint of the last whole update when a fit fails, so that little is lost."""
+"""A checkpoint of the last complete update when a fit fails."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 class SaveOnException(Callback):
-    """When a fit fails, saves the state after the last whole update as `RUN_DIR/checkpoints/step-...`; the error is raised as usual, with a
-    note of what was saved or why nothing was.
+    """When a fit fails, saves the state after the last complete update as `RUN_DIR/checkpoints/step-...`. The error is raised as usual,
+    with a note about what was saved, or why nothing was.
 
-    The same call of `fit` continues from there, bit for bit as if it had not failed; a validation that failed is done again. For
-    this, generator states and buffers are copied after every update. Nothing is saved while an optimizer or a hook `on_step`
-    is at work, where weights are not finite, at a second Ctrl-C, and where another rank goes on or is gone: a checkpoint needs
-    all ranks, so they have to fail in the same update, within ten seconds of each other. A rank that fails alone reports its
-    error after that time.
+    The same call of `fit` continues from there, bitwise as if it had not failed; a validation that failed is run again. For this, generator
+    states and buffers are copied after every update. Nothing is saved if the error is raised in the optimizer or in a hook `on_step`, if
+    weights are not finite, at a second Ctrl-C, or if another rank continues or has ended: a checkpoint needs all ranks, so they have to
+    fail in the same update, within ten seconds. A rank that fails alone reports its error after that time.
 
         Trainer(plugins=[SaveOnException()], run_dir="runs/one", ...)
     """
@@ -32,9 +31,9 @@ class SaveOnException(Callback):
     def __init__(self) -> None:
         self._generators: dict[str, Any] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Buffers, and their values after the last whole update."""
+        """Buffers, and their values after the last complete update."""
         self._torn = True
-        """Whether the weights are between two updates, or nothing is known yet."""
+        """Whether an update is incomplete, or no state was recorded yet."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run_dir is None:

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of the weights at the ends of the last epochs, with which a fit then ends."""
+"""Stochastic weight averaging: a fit ends with the mean of the weights at the ends of its last epochs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _NAME = "StochasticWeightAveraging"
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights of the last part of a fit, in which the learning rate is `swa_lrs` (https://arxiv.org/abs/1803.05407). The
-    fit ends with the average: it is validated once more, exported to RUN_DIR/model/, and what the module holds.
+    """Averages the weights over the last part of a fit, in which the learning rate is `swa_lrs` (https://arxiv.org/abs/1803.05407). At the
+    end, the average replaces the weights of the module; it is validated and exported to RUN_DIR/model/.
 
-    swa_lrs: one rate for all parameter groups, or a list with one for each; what schedules set does not count in that part.
-    swa_epoch_start: when it begins: with which epoch, counted from 1; after which share of the fit (0.8); or after so many updates
-    ("2000 steps").
-    annealing_epochs: over how many epochs, or updates ("500 steps"), rates go from what they were to `swa_lrs`; 0: at once.
-    annealing_strategy: along a cosine ("cos") or a line ("linear").
-    average_every: weights join the average at the end of each epoch of that part, or after every so many updates of it ("100 steps").
-    batch_norm_batches: batch norm layers in train mode get new statistics when the fit is complete, those of the averaged weights: the
-    mean over one pass of the training data, or over its first so many micro-batches of each rank. Data without a length needs the number.
+    swa_lrs: one rate for all parameter groups, or a list with one for each; in that part they override schedules.
+    swa_epoch_start: the beginning of the part: an epoch, counted from 1, a share of the fit (0.8), or a number of updates ("2000 steps").
+    annealing_epochs: the number of epochs, or of updates ("500 steps"), in which the rates change from their last values to `swa_lrs`; 0:
+    at once.
+    annealing_strategy: the form of this change, a cosine ("cos") or a line ("linear").
+    average_every: how often the weights are added to the average: at the end of each epoch, or every so many updates ("100 steps").
+    batch_norm_batches: when the fit is complete, the statistics of batch norm layers in train mode are computed again with the averaged
+    weights: over one pass of the training data, or over this number of micro-batches per rank. Data without a length needs the number.
 
-    The average is in float32 at least and takes one more copy of the trained weights, of which each rank averages the part that it holds.
-    Checkpoints hold it beside the weights, so that a run resumes exactly. Needs one optimizer; refuses by name a strategy whose ranks
-    drift apart, and `load_best`.
+    The average is an additional copy of the trained weights, at least in float32; each rank averages the part that it holds. Checkpoints
+    contain the average, so that a run resumes exactly. It needs exactly one optimizer. A strategy under which ranks hold different weights,
+    and `load_best`, are errors.
 
         Trainer(max_epochs=10, plugins=[StochasticWeightAveraging(swa_lrs=1e-2)], ...)
     """
@@ -67,7 +67,7 @@ class StochasticWeightAveraging(Callback):
         self.average_every = _length("average_every", average_every, "steps")
         self.batch_norm_batches = batch_norm_batches
         self.averages = 0
-        """How many states of the weights are in the average."""
+        """The number of states of the weights in the average."""
         self._parts: dict[str, tuple[Strategy.Part, torch.Tensor]] = {}
         """By the name of each trained parameter: the part of it that this rank holds, and the average of this part."""
         self._began: dict[str, Any] | None = None
@@ -103,11 +103,11 @@ class StochasticWeightAveraging(Callback):
                 "Remove one of the two"
             )
         if batch_norms(module):
-            trainer.calibrate(self.batch_norm_batches)  # which checks here that it will be possible
+            trainer.calibrate(self.batch_norm_batches)  # here it only checks that calibration will be possible
 
     def _resolved(self, trainer: Trainer) -> Every | None:
-        """After how many complete epochs or updates the part with the own rate begins; None: with the fit. `ConfigurationError` for a
-        moment that never comes."""
+        """The number of complete epochs or updates after which the phase begins; None: at the start of the fit. Raises `ConfigurationError`
+        if that is never reached."""
         start, settings = self.swa_epoch_start, trainer.settings
         if isinstance(start, float):
             if settings.max_epochs is None or settings.max_steps is not None:
@@ -128,7 +128,7 @@ class StochasticWeightAveraging(Callback):
 
     @hookimpl
     def optimizer_step(self, trainer: Trainer) -> None:
-        """After a schedule that a validation advanced. Returns nothing, so that the update is left to the next one."""
+        """Set the rates, after schedules that advance with a validation. Returns None, so that the next implementation runs the update."""
         self._set_rates(trainer)
 
     def on_step(self, trainer: Trainer, module: TrainModule, step: int) -> None:
@@ -166,7 +166,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = rate * share + before * (1 - share)
 
     def _average(self, trainer: Trainer, module: TrainModule) -> None:
-        """Add the present weights to the average."""
+        """Add the current weights to the average."""
         import torch
 
         self._allocate(trainer, module)
@@ -249,7 +249,7 @@ def _start(value: Any) -> int | float | Every:
 
 
 def _length(name: str, value: Any, unit: str) -> Every:
-    """Steps or whole epochs; a bare number counts `unit`."""
+    """A number of steps or whole epochs; an int counts `unit`."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return Every(**{unit: value})
     length = Every.parse(f"{_NAME}({name})", value)
@@ -265,5 +265,5 @@ def _every(unit: str, amount: int) -> Every | None:
 
 
 def _reached(trainer: Trainer, unit: str) -> int:
-    """Updates applied so far, or the epoch in progress, from 0."""
+    """The number of updates applied so far, or the index of the current epoch, from 0."""
     return trainer.step if unit == "steps" else trainer.epoch

@@ -1,4 +1,4 @@
-"""How fast a fit is: tokens and FLOPs per second, and the share of what the devices could compute."""
+"""The speed of a fit: tokens and FLOPs per second, and the share of the devices' peak."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PEAKS = (
     (r"GB200", 2500e12),  # NVIDIA Blackwell architecture technical brief
     (r"\bB200$", 2250e12),  # the same
-    (r"\bH200$", 989e12),  # nvidia.com/en-us/data-center/h200; figures there are with sparsity, twice the dense ones
+    (r"\bH200$", 989e12),  # nvidia.com/en-us/data-center/h200, which gives twice the number (with sparsity)
     (r"\bH100 NVL", 835e12),  # nvidia.com/en-us/data-center/h100, the same
     (r"\bH100 (PCIe|80GB HBM2e)", 756e12),
     (r"\bH100\b", 989e12),
@@ -36,20 +36,21 @@ PEAKS = (
     (r"\bT4$", 65e12),  # NVIDIA T4 datasheet
     (r"\bMI300X\b", 1307e12),  # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
 )
-"""Dense 16-bit FLOPs per second of a device, by a pattern of its name, with where the maker says so. The first that fits counts. A device
-whose sources differ (A10G) or that is sold in slower forms under the same name (laptops) is not listed."""
+"""(pattern of the device's name, dense 16-bit FLOPs per second), with the manufacturer's source. The first match counts. Devices with
+contradicting sources (A10G), or with slower variants of the same name (laptops), are not listed."""
 
 
 class Throughput(Callback):
-    """Adds to `trainer.rates`, to "clock" in `metrics.jsonl` and to the trackers, at each log boundary, where samples_per_second is anyway:
+    """Adds to `trainer.rates`, to "clock" in `metrics.jsonl` and to the trackers, at each log boundary, next to samples_per_second:
 
     tokens_per_second: the weights of the losses: those that `training_step` returns, else counted labels (tokens), else rows;
-    flops_per_second: of all ranks; mfu: the share of `peak` that these are (model FLOPs utilisation).
+    flops_per_second: the sum over all ranks; mfu: this sum as a share of the peak of all devices (model FLOPs utilisation).
 
-    flops_per_row: of the forward and backward of a row; default: counted in the first update by
-    `torch.utils.flop_counter.FlopCounterMode`, which sees matrix products, convolutions and attention, a multiplication and its addition as
-    two. Layers that are computed twice (activation checkpointing) count twice. It does not see into compiled code: give it then.
-    peak: FLOPs per second of one device; default: known for usual GPUs in bf16 and fp16, else there is no mfu.
+    flops_per_row: the FLOPs of the forward and backward of a row; default: counted in the first update by
+    `torch.utils.flop_counter.FlopCounterMode`, which counts matrix products, convolutions and attention, with a multiplication and its
+    addition as two. Layers that are computed twice (activation checkpointing) count twice. It cannot count in compiled code: pass the
+    number in this case. peak: FLOPs per second of one device; default: from a table of common GPUs, for bf16 and fp16; without a peak there
+    is no mfu.
 
         Trainer(plugins=[Throughput(peak=312e12)], ...)
     """
@@ -61,10 +62,10 @@ class Throughput(Callback):
         self._given = peak, flops_per_row
         self.peak, self.flops_per_row = peak, flops_per_row
         self._counter: FlopCounterMode | None = None
-        """Counts the first update; None after it."""
+        """The counter for the first update; None after it."""
         self._counting, self._counts = ExitStack(), False
         self._rows: int | None = None
-        """Rows, and tokens, at the last boundary; None before the first update."""
+        """The number of rows at the last log boundary; None before the first update."""
         self._tokens = 0.0
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -91,7 +92,7 @@ class Throughput(Callback):
         return (yield)
 
     def on_accumulate(self, is_last: bool) -> None:
-        if is_last:  # before the optimizer, whose products are not the model's
+        if is_last:  # before the optimizer, whose FLOPs must not count
             self._counting.close()
 
     def on_step(self, trainer: Trainer) -> None:
@@ -101,7 +102,7 @@ class Throughput(Callback):
         self._counted(trainer)
 
     def _counted(self, trainer: Trainer) -> None:
-        """After the first update: divide its FLOPs by its rows."""
+        """After the first update, set `flops_per_row`: its FLOPs divided by its rows."""
         if self._counter is None:
             return
         assert self._rows is not None
@@ -135,7 +136,7 @@ class Throughput(Callback):
 
 
 def _known_peak(trainer: Trainer, module: TrainModule) -> float | None:
-    """The FLOPs per second of this device, if the precision is one that the table is for; else None."""
+    """The peak FLOPs per second of this device, if the table has it and the precision is 16-bit; else None."""
     import torch
 
     if module.device.type != "cuda" or trainer.precision.compute_dtype not in ("bfloat16", "float16"):
@@ -144,5 +145,5 @@ def _known_peak(trainer: Trainer, module: TrainModule) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """Of a device with this name; None for one that is not known."""
+    """The peak FLOPs per second of the device `name`; None if it is not known."""
     return next((peak for pattern, peak in PEAKS if re.search(pattern, name)), None)

@@ -1,4 +1,4 @@
-"""Staged fine-tuning: parts of a module begin frozen and are trained from a moment on, in one fit."""
+"""Staged fine-tuning in one fit: parts of a module are frozen at first, and trained later."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
 
 
 class UnfreezeAt(Callback):
-    """Freezes parts of the module when a fit begins, and trains each from its moment on.
+    """Freezes parts of the module when a fit begins, and unfreezes each at a given moment.
 
-    stages: by the name of a submodule or parameter the moment: "1 epoch", "2000 steps" or 2000, counted from the beginning of the run. Of
-    names that are part of one another the longer one counts.
+    stages: names of submodules or parameters, and the moment of each: "1 epoch", "2000 steps" or 2000, counted from the beginning of the
+    run. If several names match a parameter, the longest counts.
 
         Trainer(plugins=[UnfreezeAt({"backbone.layer4": "1 epoch", "backbone": "3 epochs"})], ...)
 
-    Leave `requires_grad` as it is before the fit, and give all parameters to the optimizer: they are in its groups from the beginning and
-    get no update while they are frozen. Their learning rate is that of their group, from
-    `self.parameter_groups({"^backbone": {"lr": 1e-5}})`, say; schedules run on meanwhile. What is frozen follows from the step and the
-    epoch, so a resumed run continues exactly.
+    Do not change `requires_grad` before the fit, and pass all parameters to the optimizer: they are in its groups from the beginning and
+    are not updated while they are frozen. Their learning rate is that of their group, for example from `self.parameter_groups({"^backbone":
+    {"lr": 1e-5}})`; schedules advance meanwhile. The step and the epoch determine what is frozen, so a resumed run continues exactly.
 
-    Layers stay in the mode that they are in: a batch norm in train mode updates its statistics though its weights are frozen. Call
-    `self.backbone.eval()` before the fit where they are to stay; it then stays in eval mode after its moment too.
+    The modes of layers do not change: a frozen batch norm in train mode still updates its statistics. To keep them, call
+    `self.backbone.eval()` before the fit; the part then also stays in eval mode after it is unfrozen.
 
-    Works under `single`, `ddp` and `fsdp`; ZeRO refuses it by name. Errors before the first step: a name that the module does not have, a
-    part that is frozen already, a moment that never comes.
+    It works under `single`, `ddp` and `fsdp`; under ZeRO it is an error. Also errors before the first step: a name that the module does not
+    have, a part that is already frozen, a moment that is never reached.
     """
 
     def __init__(self, stages: Mapping[str, str | int | Every]) -> None:
@@ -50,14 +49,15 @@ class UnfreezeAt(Callback):
                 )
         self._parts: dict[str, list[torch.nn.Parameter]] = {}
         self._frozen: set[str] | None = None
-        """The stages that are frozen. None while this is not known: at the start, and after a checkpoint was loaded."""
+        """The stages that are frozen. None if this is not known: when a fit starts."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._parts, self._frozen = self._divide(module), None
         self._check_moments(trainer)
 
     def _divide(self, module: TrainModule) -> dict[str, list[torch.nn.Parameter]]:
-        """The parameters of each stage. `ConfigurationError` for a name without any, and for what is frozen already."""
+        """The parameters of each stage. Raises `ConfigurationError` for a stage without parameters, and for parameters that are already
+        frozen."""
         parts: dict[str, list[torch.nn.Parameter]] = {name: [] for name in self.stages}
         for name, parameter in module.named_parameters():
             stages = [stage for stage in parts if f"{name}.".startswith(f"{stage}.")]
@@ -94,14 +94,14 @@ class UnfreezeAt(Callback):
                 )
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        self._follow(trainer)  # also where a resumed run continues
+        self._follow(trainer)  # also when a resumed run continues
 
     def on_step(self, trainer: Trainer, step: int) -> None:
         if any(moment.unit == "steps" and moment.amount == step for moment in self.stages.values()):
             self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
-        """Freeze and unfreeze what the step and the epoch say."""
+        """Freeze and unfreeze the stages for the current step and epoch."""
         due = self._due(trainer)
         for name, parameters in self._parts.items():
             if self._frozen is None or (name in due) is not (name in self._frozen):
