@@ -1,7 +1,7 @@
-"""`fabricate ckpt`: list, verify, look into, compare, export, merge, import and prune checkpoints.
+"""`fabricate ckpt`: list, verify, inspect, compare, export, merge, import and prune checkpoints.
 
-Owns what is printed and the exit codes: 1 where a check fails or two checkpoints differ, 2 for a wrong command. Must not
-know the loop; imports no torch except for torch's own formats.
+Owns the output and the exit codes: 1 if a check fails or two checkpoints differ, 2 for a wrong command. Must not know: the loop. Imports
+torch only for torch's own formats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fabricate.checkpoint.format.directory import Reader
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
-_MOST_ROWS = 12  # of one component, in a table
+_MOST_ROWS = 12  # rows of one component in a table
 
 
 @click.group()
@@ -135,7 +135,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
 
 
 def _contents(reader: Reader) -> dict[str, Any]:
-    """What a checkpoint holds, as JSON values."""
+    """The contents of a checkpoint, as JSON values."""
     from fabricate.checkpoint.format.comparing import component_of
     from fabricate.checkpoint.format.directory import ITEM_SIZES
 
@@ -180,7 +180,7 @@ def _contents(reader: Reader) -> dict[str, Any]:
 
 
 def _options(tree: Any) -> dict[str, Any]:
-    """A parameter group's options; what is neither a number nor text is shown as text."""
+    """The options of a parameter group; values other than numbers and text are converted to text."""
     from fabricate.checkpoint.format import codec
 
     options: Any = codec.decode(tree, lambda name: f"tensor {name}")
@@ -229,7 +229,7 @@ def diff(ctx: click.Context, first: Path, second: Path, only: tuple[str, ...], a
 
 
 def print_differences(differences: Sequence[Difference]) -> None:
-    """Print a table, with the first few of each component."""
+    """Print a table with the first differences of each component."""
     rows = []
     for component, number in Counter(difference.component for difference in differences).items():
         some = [d for d in differences if d.component == component][:_MOST_ROWS]
@@ -377,13 +377,13 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
 
 
 def _good_and_kept(checkpoints: list[Path], rule: Mapping[str, Any]) -> tuple[list[Path], set[Path]]:
-    """The checkpoints without damage, and those of them that `rule` keeps, of which every byte was verified."""
+    """The checkpoints without damage, and those of them that `rule` keeps; every byte of the latter was verified."""
     from fabricate.checkpoint.format.retention import kept
 
     good = [path for path in checkpoints if not _damage(path, thoroughly=False)]
     _check_metric(good, rule)
     verified: set[Path] = set()
-    while True:  # until all that the rule keeps are good: the next one takes the place of a damaged one
+    while True:  # until all checkpoints that the rule keeps are good: the next one replaces a damaged one
         keeps = kept(good, rule)
         damaged = {path for path in keeps - verified if _damage(path)}
         verified |= keeps - damaged
@@ -393,7 +393,7 @@ def _good_and_kept(checkpoints: list[Path], rule: Mapping[str, Any]) -> tuple[li
 
 
 def _rule(text: str) -> dict[str, Any]:
-    """`--keep` as `Trainer(keep=)` takes it. Raises ConfigurationError for anything else."""
+    """The value of `--keep` in the form of `Trainer(keep=)`. Raises ConfigurationError if it is not valid."""
     from fabricate.configuration.arguments import parse_keep
 
     rule: dict[str, Any] = {}
@@ -410,7 +410,7 @@ def _rule(text: str) -> dict[str, Any]:
 
 
 def _check_metric(checkpoints: list[Path], rule: Mapping[str, Any]) -> None:
-    """The metric that decides which checkpoint is best was recorded."""
+    """Raise ConfigurationError if no checkpoint recorded the metric by which the best is chosen."""
     from fabricate.checkpoint.format.directory import Reader
 
     recorded: set[str] = set()
@@ -425,7 +425,7 @@ def _check_metric(checkpoints: list[Path], rule: Mapping[str, Any]) -> None:
 
 
 def _damage(path: Path, thoroughly: bool = True) -> CheckpointError | None:
-    """What is wrong with a checkpoint: with all of it, or with its manifest and the sizes of its files."""
+    """The damage of a checkpoint, None if it is good. Unless `thoroughly`, only the manifest and the sizes of files are checked."""
     from fabricate.checkpoint.format.directory import Reader
 
     try:
@@ -444,7 +444,7 @@ def _fault(error: CheckpointError) -> str:
 
 
 def _root(path: Path) -> Path:
-    """The folder of checkpoints of a run directory, or `path`, which is that folder."""
+    """The checkpoints folder of the run directory `path`, or `path` itself if it is this folder."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 

@@ -1,4 +1,4 @@
-"""`fabricate diff`: what two runs do not have in common. Owns what is printed and the exit code; imports no torch."""
+"""`fabricate diff`: the differences between two runs. Owns the output and the exit code; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate doctor`. Owns what is printed and the exit code: 1 when something is broken. Imports no torch until it is called."""
+"""`fabricate doctor`. Owns the output and the exit code: 1 if something is broken. Imports torch only when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine and installation can do, by trying it. `fabricate doctor` shows it.
+"""Checks of what this machine and installation can do, made by trying it. `fabricate doctor` shows the results.
 
 Owns the checks. `python -m fabricate.cli.doctor_checks` is one rank of the collective that it starts. Must not know: options and output,
 the loop, Accelerate.
@@ -39,7 +39,7 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|SystemExit): 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: `state` is "good", "absent" (nothing wrong, only not there) or "broken"."""
+    """The result of a check. `state`: "good", "absent" (not available, which is no fault) or "broken"."""
 
     topic: str
     state: str
@@ -47,8 +47,8 @@ class Finding:
 
 
 def examine(device_type: str | None = None) -> Iterator[Finding]:
-    """Every finding, topic by topic. `device_type`: "cpu" to leave accelerators out of it. One process; starts two more for a
-    moment."""
+    """All findings, topic by topic. `device_type`: "cpu" to ignore accelerators. Call it in one process; it starts two more for a short
+    time."""
     checks: tuple[Callable[[str | None], Iterator[Finding]], ...] = (
         _versions,
         _devices,
@@ -63,9 +63,9 @@ def examine(device_type: str | None = None) -> Iterator[Finding]:
     for check in checks:
         topic = check.__name__.strip("_").replace("_", " ")
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # hides what libraries print when they are imported
+            with contextlib.redirect_stdout(sys.stderr):  # keeps the output of imported libraries out of stdout
                 findings = list(check(device_type))
-        except Exception as exc:  # a check that fails is a finding: something that it needs is broken
+        except Exception as exc:  # an exception is a finding too: something that the check needs is broken
             text = str(exc) if isinstance(exc, FabricateError) else f"{type(exc).__name__}: {exc}"
             findings = [Finding(topic, "broken", text.strip())]
         yield from findings
@@ -156,7 +156,7 @@ def _precisions(device_type: str | None) -> Iterator[Finding]:
 
 
 def _timed(layer: Any, x: Any, context: Any) -> tuple[Any, float]:
-    """What `layer` gives for `x`, and the best of a few seconds it took."""
+    """The output of `layer` for `x`, and the shortest of several measured times in seconds."""
     import torch
 
     def run() -> Any:
@@ -232,7 +232,7 @@ def _collective(device_type: str | None) -> Iterator[Finding]:
 
 
 def _rank(backend: str) -> None:
-    """One of the two: a sum over both ranks, compared and timed."""
+    """Run one of the two ranks: a sum over both, checked and timed."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What `fabricate doctor --run` prints: where the ranks of a live run are. Imports no torch."""
+"""The output of `fabricate doctor --run`: what the ranks of a live run are doing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GOOD = ("runs", "waits", _LEFT_OUT)
 
 
 def ask_run(run_dir: Path, *, as_json: bool) -> tuple[str, bool]:
-    """The text, and whether every rank of this host could be asked. Raises FabricateError where no fit has begun in `run_dir`."""
+    """The text, and whether every rank of this host could be queried. Raises FabricateError if no fit has begun in `run_dir`."""
     addresses, listeners = read_ranks(run_dir)
     seen = dict(enumerate(ask(addresses)))
     good = all(each.state in _GOOD for each in seen.values())

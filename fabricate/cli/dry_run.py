@@ -1,6 +1,6 @@
-"""`fabricate plan SCRIPT --dry-run`: one process in the place of all ranks.
+"""`fabricate plan SCRIPT --dry-run`: one process instead of all ranks.
 
-Owns what its options mean. Must not know how an update is tried (`fabricate.selfcheck.dry_run`); imports no torch.
+Owns the meaning of the options. Must not know: how an update is tried (`fabricate.selfcheck.dry_run`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["dry_run_of"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _NODE = 8
-"""Ranks on a node if no option gives the number: most machines with several GPUs have this many."""
+"""Ranks per node if no option gives the number: most machines with several GPUs have 8."""
 
 
 def dry_run_of(
     options: Mapping[str, Any], memory: str | None, ranks_per_node: int | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment of the process that tries the updates. options: those that start a script."""
+    """The command line and the environment of the process that tries the updates. options: those for starting a script."""
     addressed = {**options, "node_rank": None}
     if (options["nnodes"] or 1) > 1:
-        addressed["master_addr"] = options["master_addr"] or "127.0.0.1"  # no connection is made to it
+        addressed["master_addr"] = options["master_addr"] or "127.0.0.1"  # no connection to it is opened
     _, environment = prepared(**addressed)
     file = read_config(options["config"]) if options["config"] is not None else ConfigFile("")
     where = places(file, *(addressed[name] for name in ("nproc", "nnodes", "node_rank", "master_addr", "master_port")))
@@ -43,7 +43,7 @@ def dry_run_of(
         on_one_node = options["nnodes"] == 1 and ranks_per_node is None
         local = nproc if on_one_node else _per_node(nproc, nnodes, ranks_per_node)
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no socket is opened there
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no socket is opened on it
     room = read_size(memory) if memory is not None else 0
     begin = "from fabricate.selfcheck.dry_run.start import main; main()"
     return [sys.executable, "-c", begin, str(room), options["script"], *options["arguments"]], environment
@@ -67,7 +67,7 @@ def _per_node(nproc: int, nnodes: int, ranks_per_node: int | None) -> int:
 
 
 def read_size(text: str) -> int:
-    """Bytes: "80GB" are 80 billion, "80GiB" 80 times 2**30."""
+    """The size in bytes: "80GB" is 80 * 10**9, "80GiB" is 80 * 2**30."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise ConfigurationError(f"--memory {text!r} is not a size. Give a number with a unit, such as 80GB or 24GiB")

@@ -1,6 +1,6 @@
-"""The options with which a command starts a script on its ranks, and what they come to.
+"""The options with which a command starts a script on its ranks, and the command line and environment that follow from them.
 
-Owns: the options, and that they agree with a configuration file. Must not know what the command is for; imports no torch.
+Owns: the options, and the check that they agree with a configuration file. Must not know: the purpose of the command. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Launching", "launching", "places", "prepared"]
 
 
 class Launching(click.Command):
-    """A command that starts SCRIPT: an option that looks like one of its own, or of another launcher, is not passed on."""
+    """A command that starts SCRIPT. An option that resembles one of its own, or belongs to another launcher, is a usage error."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {
@@ -47,7 +47,7 @@ class Launching(click.Command):
 
 
 def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """The one value of an option, which may be given before and after SCRIPT. A usage error if the values differ."""
+    """The value of an option, which may be given before and after SCRIPT. Different values are a usage error."""
     if len(set(values)) > 1:
         given = " and ".join(map(str, values))
         raise click.UsageError(
@@ -61,7 +61,7 @@ def _single(*names: str, **settings: Any) -> Callable[[Callable[..., None]], Cal
 
 
 class _Count(click.ParamType[int | str]):
-    """A number of processes, or 'gpu' or 'auto', which torchrun understands."""
+    """A number of processes, or 'gpu' or 'auto', which torchrun resolves."""
 
     name = "count"
 
@@ -127,7 +127,7 @@ _OPTIONS = (
 
 
 def launching(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that start a script, and SCRIPT with its own arguments."""
+    """Add the options for starting a script to a command, and SCRIPT with its arguments."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -152,7 +152,7 @@ def prepared(
     settings: Sequence[str] = (),
     plan_only: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment that the options above ask for."""
+    """The command line and the environment that follow from the options above."""
     if not Path(script).is_file():
         raise ConfigurationError(
             f"SCRIPT {script!r} is not a file. Give a Python script, before the options of the script"
@@ -173,22 +173,21 @@ def prepared(
         plan_only=plan_only,
         variables=file.variables | variables(given),
     )
-    requests(environment)  # contradictions are reported here, once, not by every rank
+    requests(environment)  # report contradictions here, once, and not on every rank
     if file.unused:
         click.echo(f"note: {file.path}: not used by fabricate: {', '.join(file.unused)}", err=True)
     return command, environment
 
 
 def _arguments(file: ConfigFile, settings: Sequence[str]) -> dict[str, Launched]:
-    """The arguments of the Trainer in a configuration file and in --set."""
+    """The arguments of the Trainer from a configuration file and from --set."""
     from_file = {name: check_launched(name, value, file.path) for name, value in file.arguments.items()}
     set_here = [{name: check_launched(name, value, "--set")} for name, value in map(read_setting, settings)]
     return merged(from_file, *set_here)
 
 
 def _same(name: str, option: str | None, given: dict[str, Launched]) -> str | None:
-    """The strategy or the precision, which `given` may hold and which is an option too. Raises ConfigurationError where both are set and
-    differ."""
+    """The strategy or the precision, from the option or from `given`. Raises ConfigurationError if both are set and differ."""
     if name not in given:
         return option
     value, source = given[name]
@@ -207,8 +206,8 @@ def places(
     master_addr: str | None,
     master_port: int | None,
 ) -> dict[str, Any]:
-    """How many ranks are started on which nodes and where they meet, as arguments of `commands.command`: from the options, the
-    configuration file or torchrun's variables, which agree."""
+    """The numbers of ranks and nodes and their address, as arguments of `commands.command`: from the options, the configuration file and
+    torchrun's variables. Raises ConfigurationError if these contradict each other."""
     pod = read_pod(os.environ)
     nnodes = _agreed("--nnodes", nnodes, file.says("num_machines", file.num_nodes), _pod("PET_NNODES", pod.nnodes)) or 1
     if file.num_processes and file.num_processes % nnodes:
@@ -247,8 +246,8 @@ def _pod(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _agreed(option: str, given: Any, *others: tuple[str, Any]) -> Any:
-    """The one value that is set, by the command line or elsewhere. others: what says it, and the value, None for unset. Raises
-    ConfigurationError where two are set and differ."""
+    """The value that is set on the command line or elsewhere. others: (source, value), with None for unset. Raises ConfigurationError if
+    two values differ."""
     named = [(source, value) for source, value in [(f"{option} {given}", given), *others] if value is not None]
     for (first, one), (second, other) in pairwise(named):
         if one != other:

@@ -1,8 +1,7 @@
-"""The `fabricate` command: start a script, show its plan; the other commands are added here.
+"""The `fabricate` command. `run` and `plan` are defined here; the other commands are added.
 
-Owns the options, what is printed and the exit codes. It must not know the loop or Accelerate, and imports no torch: a
-command line answers at once. Exit codes: 2 for a wrong command, 1 for a failed check, and that of the script for `run`
-and `plan`.
+Owns the options, the output and the exit codes. Must not know: the loop, Accelerate. Imports no torch, so that commands start fast. Exit
+codes: 2 for a wrong command, 1 for a failed check, and that of the script for `run` and `plan`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from fabricate.errors import ConfigurationError, FabricateError
 
 
 class _Group(PluginCommands):
-    """A group that prints fabricate's own errors as one line; `--debug` lets them through with their traceback."""
+    """A group that prints fabricate's errors in one line; with `--debug` they are raised."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Of what is not a command: a script, and what other launchers call this."""
+        """Like click's, but with a hint if the command is a script or a name from other launchers."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -52,7 +51,7 @@ class _Group(PluginCommands):
             ctx.exit(2)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Whole sentences; click cuts them to one line."""
+        """Write the list of commands with whole sentences, which click would cut to one line."""
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
             formatter.write_dl(
@@ -145,7 +144,7 @@ def _start(*, plan_only: bool, **options: Any) -> NoReturn:
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    # Replaced, not wrapped: this process goes on as torchrun, or as the script itself.
+    # This process is replaced by torchrun or the script, without a parent process that waits.
     os.execve(command[0], command, environment)
 
 

@@ -1,6 +1,6 @@
 """The distributions that `fabricate plugins new` writes: one small plugin of each kind, which runs and passes its tests.
 
-Pure text. Must not know: fabricate's other rooms, or what is installed.
+Pure text. Must not know: fabricate's other packages, or what is installed.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def test_every_log_boundary_is_written(tmp_path: Path) -> None:
 
 
 def files(name: str, kind: str, version: str) -> dict[str, str]:
-    """Path to text of every file of the distribution fabricate-`name`. `version` is fabricate's own."""
+    """The text of every file of the distribution fabricate-`name`, by path. `version`: the version of fabricate."""
     package = f"fabricate_{name.replace('-', '_')}"
     plural = {"strategy": "strategies", "precision": "precisions", "tracker": "trackers"}.get(kind, "")
     title = "".join(part.capitalize() for part in name.split("-"))
@@ -305,7 +305,7 @@ def files(name: str, kind: str, version: str) -> dict[str, str]:
 
 
 def write(name: str, kind: str, into: Path, version: str) -> Path:
-    """Write the distribution below `into` and return its directory, which must not exist."""
+    """Write the distribution into a new directory below `into`; return the directory."""
     name = name.removeprefix("fabricate-")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ConfigurationError(

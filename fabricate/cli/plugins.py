@@ -1,6 +1,6 @@
-"""`fabricate plugins` and the commands that plugins add. Imports no torch and, until a name asks for it, no plugin.
+"""`fabricate plugins` and the commands that plugins add. Imports no torch, and plugins only when they are needed.
 
-Owns: what is printed about plugins, and that a broken one never breaks the command line. Must not know: what a plugin does.
+Owns: the output about plugins. A broken plugin must never break the command line. Must not know: what a plugin does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PluginCommands(click.Group):
-    """A group whose commands come first; a name that it does not have is looked up in the installed plugins."""
+    """A group that looks up names in the installed plugins if it has no such command itself."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from fabricate.registry.registry import Registry
@@ -52,7 +52,7 @@ def _offered_command(name: str) -> click.Command | None:
 
 
 def _broken_command(name: str, reason: BaseException) -> click.Command:
-    """Stands in for a command that cannot be made: listed with the reason, and an error when it is called."""
+    """A replacement for a command that cannot be built: its help is the reason, and calling it is an error."""
     text = str(reason) if isinstance(reason, FabricateError) else f"{type(reason).__name__}: {reason}"
 
     def fail(arguments: tuple[str, ...]) -> None:
@@ -119,7 +119,7 @@ def _order(registry: Registry, hook: str, parts: dict[str, str]) -> list[dict[st
         raise PluginError(f"--order {hook}: fabricate has no such hook{hint}")
 
     def stand_in(kind: type) -> Any:
-        """An object that implements the hook as a module would, or does its work last as the loop does."""
+        """An object that implements the hook in place of the module, or (if `kind` is object) last, in place of the loop."""
 
         def listener(self: object) -> None: ...
 

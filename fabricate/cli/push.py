@@ -1,6 +1,6 @@
-"""`fabricate push`: the model of a run to the Hugging Face Hub.
+"""`fabricate push`: push the model of a run to the Hugging Face Hub.
 
-Owns the options and what is printed. Must not know how the card is made nor what the hub is asked; imports no torch.
+Owns the options and the output. Must not know: how the card is made, the calls of the hub. Imports no torch.
 """
 
 from __future__ import annotations

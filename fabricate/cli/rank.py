@@ -1,6 +1,6 @@
 """`python -m fabricate.cli.rank SCRIPT ARGUMENTS`: one of several ranks that `fabricate run` starts.
 
-Owns how a script is run inside a process of ours. Imports no torch.
+Owns how a script is run inside a process of fabricate. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fabricate.launch import uncaught
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the script; an exception that ends it is printed once for all ranks, also one before its first fit."""
+    """Run the script. An exception that ends it, even before its first fit, is printed once for all ranks."""
     uncaught.end_where_hopeless()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and os.environ["LOCAL_RANK"] == "0":
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """The script as `python script` would run it. In this process, so that signals and debuggers find it as ever."""
+    """Run the script like `python script`, but in this process, so that signals and debuggers reach it as usual."""
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))

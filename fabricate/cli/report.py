@@ -1,6 +1,6 @@
-"""`fabricate report`: what the files of a run directory say about the run, as text, as JSON, or as a page for a browser.
+"""`fabricate report`: a summary of a run from the files of its directory, as text, as JSON, or as a page for a browser.
 
-Owns what is summed up in text. Must not know how the files are read (`recorded.files`) nor the page (`recorded.page`); imports no torch.
+Owns the contents of the text. Must not know: how the files are read (`recorded.files`), the page (`recorded.page`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fabricate.cli.tables import print_table
 from fabricate.errors import ConfigurationError, size_text
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
-_ORDINARY = ("saved", "loss_weight", "observed", "started", "ended")  # what every run records; the rest is worth a line
+_ORDINARY = ("saved", "loss_weight", "observed", "started", "ended")  # every run records these; others get a line
 _TIMES = ("in_fit", "saving", "wall", "training", "evaluating", "starting", "lost", "down", "other")
 
 
@@ -78,7 +78,7 @@ def _print(sums: Mapping[str, Any]) -> None:
 
 
 def summary(run: RunFiles) -> dict[str, Any]:
-    """What the files of a run hold, as JSON values."""
+    """The summary of a run, as JSON values."""
     counters = run.checkpoints[-1].progress if run.checkpoints else {}
     plan = {name: setting["value"] for name, setting in run.plan.items()}
     return {
@@ -95,16 +95,16 @@ def summary(run: RunFiles) -> dict[str, Any]:
 
 
 def _progress(lines: list[dict[str, Any]], counters: Mapping[str, Any]) -> dict[str, Any]:
-    """How far the run came: the last step that was logged or saved, and the counters of the newest checkpoint."""
+    """The progress of the run: the last step that was logged or saved, and the counters of the newest checkpoint."""
     logged = int(lines[-1].get("step", 0)) if lines else 0
-    weighs_rows = counters.get("tokens") == counters.get("samples")  # then both are the same count
+    weighs_rows = counters.get("tokens") == counters.get("samples")  # then tokens are not shown
     names = ("epoch", "samples", *(() if weighs_rows else ("tokens",)), "skipped")
     shown = {name: counters[name] for name in names if name in counters}
     return {"steps": max(logged, int(counters.get("step", 0))), **shown}
 
 
 def _time(lines: list[dict[str, Any]], events: list[dict[str, Any]], counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds in `fit` and in saves, and the moments of the first and the last record."""
+    """The seconds in `fit` and in saves, and the times of the first and the last record."""
     time: dict[str, Any] = {}
     logged = lines[-1].get("clock", {}).get("seconds") if lines else None
     in_fit = [seconds for seconds in (logged, counters.get("seconds")) if seconds is not None]
@@ -124,7 +124,7 @@ def _moment(time: float) -> str:
 
 
 def _rates(trained: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Rates and shares over all training that was logged, each interval weighted by how long it took."""
+    """Rates and shares over all logged training, each interval weighted by its duration."""
     seconds, steps, samples, step = 0.0, 0, 0.0, 0
     shares: Counter[str] = Counter()
     covered: Counter[str] = Counter()
@@ -149,7 +149,7 @@ def _rates(trained: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _checkpoints(run: RunFiles) -> dict[str, Any]:
-    """Their number, sizes and newest."""
+    """The number of checkpoints, their total size, and the newest one."""
     good = run.checkpoints
     if not (good or run.damaged or run.set_aside):
         return {}
@@ -162,7 +162,7 @@ def _checkpoints(run: RunFiles) -> dict[str, Any]:
 
 
 def _metrics(lines: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Of every metric the last, the lowest and the highest value with its step. Values that are not finite are left out."""
+    """The last, the lowest and the highest value of every metric, with their steps. Values that are not finite are left out."""
     metrics: dict[str, dict[str, dict[str, float]]] = {}
     for line in lines:
         for name, value in line["metrics"].items():
@@ -177,7 +177,8 @@ def _metrics(lines: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float
 
 
 def _incidents(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was out of the ordinary: resumed, rejected, skipped, ...; alike ones once, with the steps of the first and last."""
+    """The unusual events (resumed, rejected, skipped, ...). Equal ones are combined, with their number and the steps of the first and the
+    last."""
     incidents: dict[tuple[str, str], dict[str, Any]] = {}
     for event in events:
         if event["event"] in _ORDINARY:

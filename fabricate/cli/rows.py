@@ -1,7 +1,7 @@
 """`fabricate rows`: the rows that made a step of a run, and the steps that saw a row.
 
-Owns the options and what is printed. Must not know how the order comes about (`recorded.rows`); imports torch only where a script
-is run for its data.
+Owns the options and the output. Must not know: how the order is computed (`recorded.rows`). Imports torch only if a script is run for its
+data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fabricate.cli.tables import print_table
 from fabricate.errors import ConfigurationError
 
 _LONGEST = 300
-"""Characters of a row's text."""
+"""The maximum number of characters of a row's text."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -116,7 +116,7 @@ def _print(shown: Mapping[str, Any]) -> None:
 
 
 class _Data:
-    """The data of a script: its order, and its rows."""
+    """The training data of a script: the order of its rows, and the rows."""
 
     def __init__(self, script: Path, arguments: Sequence[str], recorded: list[Fit]) -> None:
         from fabricate.cli.recorded.script_data import opened
@@ -124,11 +124,11 @@ class _Data:
         self._source = opened(script, arguments, recorded[-1].data)
 
     def order(self, data: Mapping[str, Any], epoch: int) -> Any:
-        """As the fit drew it."""
+        """The order of an epoch, as the fit drew it."""
         return self._source.order_of(epoch) if data["drawn"] == "sampler" else recorded_order(data, epoch)
 
     def texts(self, numbers: Sequence[Any]) -> dict[str, str]:
-        """The rows, each in a line."""
+        """The text of each row, by number."""
         return {
             str(number): _text(row)[:_LONGEST]
             for number, row in zip(numbers, self._source.read(list(numbers)), strict=True)
@@ -136,7 +136,7 @@ class _Data:
 
 
 def _text(value: Any) -> str:
-    """A row in a line: of large tensors and arrays their shape and dtype."""
+    """A row as one line of text; large tensors and arrays by their shape and dtype."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {_text(each)}" for name, each in value.items())
     if isinstance(value, tuple | list):

@@ -1,8 +1,8 @@
-"""`python -m fabricate.cli.runner ARGUMENTS`: runs a script as `fabricate run` asks, on one process or through torchrun.
+"""`python -m fabricate.cli.runner ARGUMENTS`: runs a script for `fabricate run`, in one process or through torchrun.
 
-Owns how a script is started once everything is decided, and the exit code: the script's own, or that of the first rank
-that failed; 128 + N where signal N ended it; `EXIT_PREEMPTED` where a fit was told to end, saved its state, and the script
-ended without an error. It must not know settings (fabricate.launch), and imports torch only where it runs torchrun.
+Owns the start of a script whose settings are decided, and the exit code: the script's, or that of the first rank that failed; 128 + N if
+signal N ended it; `EXIT_PREEMPTED` if a fit was preempted, saved its state, and the script ended without an error. Must not know: settings
+(fabricate.launch). Imports torch only to run torchrun.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fabricate.cli.rank import run_script
 from fabricate.launch.commands import PREEMPTED_FILE, SHUTDOWN_TIMEOUT
 from fabricate.values import EXIT_PREEMPTED
 
-# SIGUSR1 as well: schedulers send it ahead of the end, and torchrun would die of it and leave its ranks behind.
+# SIGUSR1 too: schedulers send it before the end. Without this, it would kill torchrun but not its ranks.
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _ENDED_BY_REQUEST = (0, EXIT_PREEMPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what follows ``--``: in this process after ``--alone``, else through torchrun with the options before it."""
+    """Run the script that follows ``--``: in this process after ``--alone``, else through torchrun with the options before it."""
     with tempfile.TemporaryDirectory(prefix="fabricate-run-") as folder:
         os.environ[PREEMPTED_FILE] = preempted_file = os.path.join(folder, "preempted")
         if arguments[0] == "--alone":
@@ -45,7 +45,7 @@ def _alone(script: str, arguments: Sequence[str]) -> int:
 
 
 def _torchrun(arguments: Sequence[str]) -> int:
-    """torchrun, with the exit code of the first rank that failed; 128 + N where signal N ended it or torchrun."""
+    """Run torchrun; return the exit code of the first rank that failed, or 128 + N if signal N ended the rank or torchrun."""
     import logging
 
     import torch
@@ -59,7 +59,7 @@ def _torchrun(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    # Silences a message of torchrun, which reports that it has no file to write the reason of a failure to.
+    # Suppress torchrun's message that it has no file for the reason of a failure.
     logging.getLogger("torch.distributed.elastic.multiprocessing.errors.error_handler").setLevel(logging.CRITICAL)
     _wait_for_ranks(float(os.environ.get(SHUTDOWN_TIMEOUT, "30")))
     try:
@@ -72,14 +72,14 @@ def _torchrun(arguments: Sequence[str]) -> int:
         return code if code > 0 else 128 - code
     except SignalException as exc:
         return 128 + int(exc.sigval)
-    except ValueError as exc:  # raised by torchrun itself: the failure of a rank is a ChildFailedError
+    except ValueError as exc:  # from torchrun itself; the failure of a rank is a ChildFailedError
         print(f"--nproc: torchrun cannot count the devices of this machine ({exc}). Give a number", file=sys.stderr)
         return 2
     return 0
 
 
 def _gist(rank: int, code: int, message: Any) -> str:
-    """What to know of the failure that ended the ranks, printed last. message: what torchrun knows, a mapping where a rank left its
+    """The text about the failure that ended the ranks, which is printed last. message: from torchrun; a mapping if the rank recorded its
     reason (`fabricate.launch.uncaught`)."""
     if isinstance(message, dict):
         text: str = message["extraInfo"]["py_callstack"]
@@ -92,7 +92,7 @@ def _gist(rank: int, code: int, message: Any) -> str:
 
 
 def _wait_for_ranks(seconds: float) -> None:
-    """Ranks have `seconds` to end also where another one failed: there torch 2.13 gives them 30, whatever it was told."""
+    """Give ranks `seconds` to end after another rank failed, too. In this case torch 2.13 always waits 30 seconds, whatever its setting."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     close = PContext.close

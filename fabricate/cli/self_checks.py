@@ -1,7 +1,7 @@
 """`fabricate verify-resume` and `check-invariance`: checks that start the user's own script.
 
-Owns what is printed and the exit codes: 1 where a check fails, 2 for a wrong command or a script that fails on its own. Must
-not know how the checks work (`fabricate.selfcheck`); imports no torch.
+Owns the output and the exit codes: 1 if a check fails, 2 for a wrong command or a script that fails without the check. Must not know: how
+the checks work (`fabricate.selfcheck`). Imports no torch.
 """
 
 from __future__ import annotations

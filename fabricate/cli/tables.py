@@ -1,4 +1,4 @@
-"""Tables that fit a terminal and stay whole in a file. Must not know what is in them."""
+"""Tables that fit into a terminal, and have whole lines in a file. Must not know: their contents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: folded to the terminal's width, and as wide as it needs to be in a file or a pipe."""
+    """Print a table: folded to the width of a terminal, or with its full width into a file or a pipe."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

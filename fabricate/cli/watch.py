@@ -1,7 +1,7 @@
-"""`fabricate watch`: a run in the terminal while it is running.
+"""`fabricate watch`: show a run in the terminal while it is running.
 
-Owns how often it is looked at, and how that ends. Must not know how files are followed (`recorded.following`) nor what is shown
-(`recorded.terminal`); imports no torch.
+Owns the interval of updates and the end of the command. Must not know: how files are followed (`recorded.following`), what is shown
+(`recorded.terminal`). Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the files of a run directory say, for the commands `report`, `watch`, `rows` and `diff`.
+"""The contents of run directories, for the commands `report`, `watch`, `rows` and `diff`.
 
 `files` reads them, `following` while they grow; `goodput` sums up where the time went; `curves` makes charts of the metrics; `page` puts
 the page of `fabricate report --html` together, with `markup`, `drawing` and the files in `assets/`; `terminal` is what `watch` shows;

@@ -1,4 +1,4 @@
-"""The argument that commands about runs share."""
+"""The argument for run directories, which several commands share."""
 
 from __future__ import annotations
 

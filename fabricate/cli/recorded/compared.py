@@ -1,6 +1,6 @@
-"""Two runs against each other: plan, versions, data, configuration, the first metric and the first tensor that differ.
+"""The comparison of two runs: plan, versions, data, configuration, the first metric and the first tensor that differ.
 
-Must not know what is printed; imports no torch.
+Must not know: the output. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fabricate.cli.recorded.files import Checkpoint, RunFiles
 __all__ = ["Different", "differences"]
 
 _PLACES = ("run_dir",)
-"""Settings about the place of a run, which do not count as differences."""
+"""Settings that do not count as differences: the place of a run."""
 _OF_RANKS = ("ranks", "ranks_per_row", "batch_size", "accumulation")
-"""Keys in the description of the data about its division over ranks, which the plan shows already."""
+"""Keys of the data's description that do not count as differences: its division over ranks, which the plan shows."""
 
 
 class Different(NamedTuple):
-    """Something that two runs do not have in common. topic: "plan", "versions", "data", "configuration", "metrics", "checkpoints"."""
+    """A difference between two runs. topic: "plan", "versions", "data", "configuration", "metrics", "checkpoints"."""
 
     topic: str
     name: str
@@ -30,8 +30,8 @@ class Different(NamedTuple):
 
 
 def differences(first: RunFiles, second: RunFiles) -> list[Different]:
-    """All of it, by topic; of metrics and of the tensors of a checkpoint the first that differs. Reads the checkpoints of one step in
-    full. Raises CheckpointError where one is damaged."""
+    """All differences, by topic; only the first for metrics and for the tensors of checkpoints. Reads whole checkpoints of common steps,
+    until a pair differs. Raises CheckpointError if one is damaged."""
     sides = (first, second)
     return [
         *_apart("plan", *({n: s["value"] for n, s in run.plan.items() if n not in _PLACES} for run in sides)),
@@ -44,7 +44,7 @@ def differences(first: RunFiles, second: RunFiles) -> list[Different]:
 
 
 def _apart(topic: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Different]:
-    """The values that are not in both, or not the same."""
+    """The names whose values differ, or that only one of the mappings has."""
     missing = object()
     for name in dict.fromkeys((*first, *second)):
         values = first.get(name, missing), second.get(name, missing)
@@ -57,24 +57,24 @@ def _text(value: Any) -> str:
 
 
 def _last_start(run: RunFiles) -> dict[str, Any]:
-    """What the last fit recorded when it began."""
+    """The event "started" of the last fit; empty if there is none."""
     started = run.of_kind("started")
     return started[-1] if started else {}
 
 
 def _versions(run: RunFiles) -> dict[str, Any]:
-    """The versions of packages in the last fit, else in the newest checkpoint."""
+    """The versions of packages in the last fit, or else in the newest checkpoint."""
     versions: dict[str, Any] = _last_start(run).get("versions", {})
     return versions or (dict(run.checkpoints[-1].versions) if run.checkpoints else {})
 
 
 def _data(run: RunFiles) -> dict[str, Any]:
-    """What makes the order of the rows, as far as it is not in the plan."""
+    """The description of the data that determines the order of the rows, without what the plan shows."""
     return {name: value for name, value in _last_start(run).get("data", {}).items() if name not in _OF_RANKS}
 
 
 def _configuration(run: RunFiles) -> dict[str, Any]:
-    """What the newest checkpoint holds of the Trainer's arguments, the optimizers' options and the module's arguments."""
+    """The Trainer's arguments, the optimizers' options and the module's arguments in the newest checkpoint."""
     from fabricate.checkpoint.format.directory import Reader
 
     if not run.checkpoints:
@@ -90,7 +90,7 @@ def _configuration(run: RunFiles) -> dict[str, Any]:
 
 
 def _metrics(first: RunFiles, second: RunFiles) -> Iterator[Different]:
-    """The first metric that differs, in the order in which the first run logged; else where one log ends."""
+    """The first metric that differs, in the logging order of the first run. If none differs: the lengths of the logs, if these differ."""
     others: dict[tuple[int, str], dict[str, Any]] = {}
     for line in second.lines:
         others.setdefault((line["step"], line["stage"]), {}).update(line["metrics"])

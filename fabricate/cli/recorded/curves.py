@@ -1,6 +1,6 @@
-"""The charts of the page: which values of metrics.jsonl share one, thinned to what a screen can show, and the marks in them.
+"""The charts of the page: which values of metrics.jsonl they show, thinned to the resolution of a screen, and their marks.
 
-Pure data. Must not know HTML or who draws; imports no torch.
+Pure data. Must not know: HTML, how charts are drawn. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from fabricate.cli.recorded.files import RunFiles
 __all__ = ["MOST_POINTS", "Chart", "Curve", "Mark", "charts", "marks", "representative"]
 
 MOST_POINTS = 4000
-"""Of a curve. Of more, the smallest and the largest value of each of half as many intervals are kept."""
+"""The maximum number of points of a curve. A longer curve is divided into half as many intervals; the smallest and the largest value of
+each are kept."""
 _MOST_MARKS = 1000
-"""Of a kind and a run."""
+"""The maximum number of marks of a kind and a run."""
 _GIB = 2**30
 _PLANNED = "plan, without activations"
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass
 class Curve:
-    """Values over steps and over the seconds in `fit`. `y` is None where a value was not finite. `points`: before thinning."""
+    """Values over steps and over the seconds in `fit`. `y` is None if the value was not finite. `points`: their number before thinning."""
 
     run: int
     name: str
@@ -37,7 +38,7 @@ class Curve:
     points: int = 0
 
     def add(self, line: dict[str, Any], value: Any) -> None:
-        """The next point."""
+        """Append the point from a line of metrics.jsonl."""
         finite = isinstance(value, int | float) and math.isfinite(value)
         self.steps.append(line["step"])
         self.seconds.append(round(line["clock"].get("seconds", 0.0), 3))
@@ -45,14 +46,14 @@ class Curve:
         self.points += 1
 
     def keep(self, places: list[int]) -> None:
-        """Only these points."""
+        """Drop all points except those at `places`."""
         self.steps = [self.steps[place] for place in places]
         self.seconds = [self.seconds[place] for place in places]
         self.y = [self.y[place] for place in places]
 
 
 def representative(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
-    """The places of about `most` values: of each interval the smallest and the largest, and one that is not finite."""
+    """The indices of about `most` values: the smallest and the largest of each interval, and one that is not finite."""
     if len(values) <= most:
         return list(range(len(values)))
     intervals = most // 2
@@ -69,7 +70,7 @@ def representative(values: Sequence[float | None], most: int = MOST_POINTS) -> l
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share axes. stacked: each is drawn on top of the ones before."""
+    """Curves that share axes. stacked: each curve is drawn on top of the previous ones."""
 
     title: str
     curves: list[Curve]
@@ -77,7 +78,7 @@ class Chart:
     stacked: bool = False
 
     def thin(self) -> None:
-        """Keep of every curve what a screen can show; of stacked ones the same points."""
+        """Thin every curve to the resolution of a screen; stacked curves keep the same points."""
         if self.stacked:
             tops = [sum(y or 0.0 for y in values) for values in zip(*(curve.y for curve in self.curves), strict=True)]
             shared = representative(tops)
@@ -87,7 +88,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step of a run: "resumed", "skipped", "not finite", "saved", "best"."""
+    """An event at a step of a run: "resumed", "skipped", "not finite", "saved", "best"."""
 
     run: int
     kind: str
@@ -97,7 +98,7 @@ class Mark:
 
 
 def charts(runs: Sequence[RunFiles]) -> list[Chart]:
-    """What there is to draw of `runs`, in the order in which a reader asks for it. Charts without a point are left out."""
+    """The charts of `runs`, the most important first. Charts without points are left out."""
     curves = [curve for number, run in enumerate(runs) for curve in _metrics(number, run)]
     grouped: dict[str, list[Curve]] = {"loss": [], "learning rate": [], "gradient norm": []}
     for curve in sorted(curves, key=lambda each: each.name.startswith(("val_", "epoch_"))):  # training first
@@ -129,7 +130,7 @@ def _metrics(number: int, run: RunFiles) -> Iterator[Curve]:
 
 
 def _topic(metric: str) -> str:
-    """The chart that a metric is in: loss with val_loss and epoch_loss, any other name with its val_ and epoch_ forms."""
+    """The title of the chart for a metric. A name shares a chart with its val_ and epoch_ forms."""
     if metric == "lr" or metric.startswith("lr_"):
         return "learning rate"
     if metric == "grad_norm" or metric.startswith("grad_norm/"):
@@ -139,7 +140,7 @@ def _topic(metric: str) -> str:
 
 
 def _clock(runs: Sequence[RunFiles], figure: str, name: str, value: Callable[[float], float] = float) -> list[Curve]:
-    """A curve per run of what log boundaries recorded under "clock"."""
+    """A curve per run of the value `figure` that log boundaries recorded under "clock"."""
     curves = []
     for number, run in enumerate(runs):
         curve = Curve(number, name)
@@ -151,7 +152,7 @@ def _clock(runs: Sequence[RunFiles], figure: str, name: str, value: Callable[[fl
 
 
 def _of_time(runs: Sequence[RunFiles]) -> Iterator[Chart]:
-    """The time of a step: of one run split into its parts, of several next to each other."""
+    """The charts of the time of a step: for one run divided into parts, for several runs side by side."""
     if len(runs) == 1:
         yield Chart("time of a step", _parts(runs[0]), "ms", stacked=True)
         return
@@ -161,7 +162,7 @@ def _of_time(runs: Sequence[RunFiles]) -> Iterator[Chart]:
 
 
 def _parts(run: RunFiles) -> list[Curve]:
-    """Milliseconds of a step that went into each part."""
+    """The milliseconds of a step in each of its parts."""
     parts = {name: Curve(0, name) for name in ("data", "communication", "compute")}
     for line in run.train():
         clock = line["clock"]
@@ -177,7 +178,7 @@ def _parts(run: RunFiles) -> list[Curve]:
 
 
 def _memory(runs: Sequence[RunFiles]) -> list[Curve]:
-    """What the device held at most, on a CPU what `DeviceStats` measured of the process; and what the plan expected."""
+    """The peak memory of the device (on a CPU, the memory of the process from `DeviceStats`), and the memory expected by the plan."""
     if held := _gibibytes(runs, "peak_memory_bytes", "peak"):
         return held + _gibibytes(runs, "planned_memory_bytes", _PLANNED)
     held = _gibibytes(runs, "process_memory_bytes", "process")
@@ -189,7 +190,7 @@ def _gibibytes(runs: Sequence[RunFiles], figure: str, name: str) -> list[Curve]:
 
 
 def _planned(runs: Sequence[RunFiles]) -> list[Curve]:
-    """What the plan expected, where its lines do not hold it: on a CPU."""
+    """The memory expected by the plan, for runs on a CPU, whose lines do not contain it."""
     curves = []
     for number, run in enumerate(runs):
         total = (run.plan.get("memory_per_rank", {}).get("value") or {}).get("total")
@@ -202,7 +203,7 @@ def _planned(runs: Sequence[RunFiles]) -> list[Curve]:
 
 
 def marks(runs: Sequence[RunFiles]) -> list[Mark]:
-    """What happened at which step, run by run."""
+    """The marks of all runs, run by run."""
     return [mark for number, run in enumerate(runs) for mark in _marks(number, run)]
 
 
@@ -228,5 +229,5 @@ def _marks(number: int, run: RunFiles) -> Iterator[Mark]:
 
 
 def _some(found: list[T]) -> list[T]:
-    """All of them, or as many as a chart has room for, evenly."""
+    """All elements of `found`, or an even selection of at most `_MOST_MARKS`."""
     return found[:: -(-len(found) // _MOST_MARKS) or 1]

@@ -1,6 +1,6 @@
 """A chart as a plain SVG, for readers without JavaScript: polylines, axes with a few numbers, resumes and skipped updates.
 
-Must not know where the values come from.
+Must not know: the sources of the values.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["drawing"]
 _WIDTH, _HEIGHT = 640.0, 220.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 8.0, 8.0, 24.0
 _MOST = 600
-"""Points of a polyline: one per pixel is enough."""
+"""The maximum number of points of a polyline: about one per pixel."""
 
 
 def drawing(chart: Chart, marks: Sequence[Mark], colours: int) -> Html:
-    """`chart` with its legend. Curves take the classes c0, c1, ... of `colours` colours."""
+    """The SVG of `chart` with its legend. Curves have the classes c0, c1, ... for `colours` colours."""
     curves = _stacked(chart.curves) if chart.stacked else chart.curves
     values = [y for curve in curves for y in curve.y if y is not None]
     steps = [step for curve in curves for step in curve.steps]
@@ -46,7 +46,7 @@ def drawing(chart: Chart, marks: Sequence[Mark], colours: int) -> Html:
 
 
 def _signs(marks: Sequence[Mark], x: Callable[[float], float], first: int, last: int) -> Iterator[Html]:
-    """A line for each resume, a short one for each skipped update."""
+    """A line for each resume, and a short line for each skipped update."""
     for mark in marks:
         if mark.kind in ("resumed", "skipped") and first <= mark.step <= last:
             top = _TOP if mark.kind == "resumed" else _HEIGHT - _BOTTOM - 8
@@ -65,7 +65,7 @@ def _axes(steps: tuple[int, int], values: tuple[float, float]) -> Iterator[Html]
 
 
 def _stacked(curves: Sequence[Curve]) -> list[Curve]:
-    """Each on top of those before."""
+    """The curves, each with the sum of the previous ones added."""
     sums = [0.0] * len(curves[0].y)
     stacked = []
     for curve in curves:
@@ -75,7 +75,7 @@ def _stacked(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _pieces(curve: Curve) -> Iterator[list[tuple[int, float]]]:
-    """The points between values that are not finite."""
+    """The sequences of points between values that are not finite."""
     piece: list[tuple[int, float]] = []
     for place in representative(curve.y, _MOST):
         value = curve.y[place]

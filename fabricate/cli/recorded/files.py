@@ -1,6 +1,6 @@
-"""Reads a run directory: plan.json, metrics.jsonl, events.jsonl, samples and the manifests of the checkpoints.
+"""The reader of run directories: plan.json, metrics.jsonl, events.jsonl, samples and the manifests of checkpoints.
 
-Owns what is a damaged file, and what is only one that was being written. Must not know what is made of it; imports no torch.
+Owns the distinction between a damaged file and one that is being written. Must not know: the use of the contents. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NEEDED: dict[str, Callable[[Any], object]] = {
     "events.jsonl": lambda line: (line["event"], line["time"]),
     "samples.jsonl": lambda line: line["step"],
 }
-"""What every line of a file has."""
+"""By file: a function that raises an exception if a line lacks a required value."""
 
 
 class Checkpoint(NamedTuple):
-    """What the manifest of a checkpoint says; `size` in bytes."""
+    """The manifest of a checkpoint; `size` in bytes."""
 
     path: Path
     step: int
@@ -38,7 +38,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run directory, read. What was not recorded is empty."""
+    """The contents of a run directory. Parts that were not recorded are empty."""
 
     run_dir: Path
     plan: dict[str, dict[str, Any]]
@@ -50,19 +50,20 @@ class RunFiles:
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    """Good ones, by rising step."""
+    """The good checkpoints, by ascending step."""
     damaged: list[str] = field(default_factory=list)
-    """Names of checkpoints whose manifest or files are not whole."""
+    """The names of checkpoints with a damaged manifest or incomplete files."""
     set_aside: int = 0
 
     @property
     def name(self) -> str:
-        """Of the run: that of its directory."""
+        """The name of the run: that of its directory."""
         return self.run_dir.resolve().name
 
     @property
     def last_step(self) -> int:
-        """The last update that anything was recorded of. Events of fits before the last do not count: it may have gone back."""
+        """The last update with a record. Events of earlier fits do not count, because the last fit may have resumed from an earlier
+        step."""
         begun = max((place for place, event in enumerate(self.events) if event["event"] == "started"), default=0)
         steps = [event.get("step") or 0 for event in self.events[begun:]]
         return max(
@@ -70,20 +71,20 @@ class RunFiles:
         )
 
     def train(self) -> list[dict[str, Any]]:
-        """The lines of log boundaries."""
+        """The lines that log boundaries wrote."""
         return [line for line in self.lines if line["stage"] == "train"]
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
-        """The events of some kinds."""
+        """The events of these kinds."""
         return [event for event in self.events if event["event"] in kinds]
 
     def keep(self) -> dict[str, Any]:
-        """By what checkpoints are the best: "metric" and "mode", of the last fit."""
+        """The setting `keep` of the last fit; "metric" and "mode" decide which checkpoint is the best."""
         settings: list[dict[str, Any]] = [event["keep"] for event in self.of_kind("started") if "keep" in event]
         return settings[-1] if settings else {"metric": "val_loss", "mode": "min"}
 
     def best(self) -> Checkpoint | None:
-        """The best checkpoint by `keep`; of equals the oldest. None where none recorded the metric."""
+        """The best checkpoint by `keep`; if several are equal, the oldest. None if no checkpoint recorded the metric."""
         keep = self.keep()
         scored = [each for each in self.checkpoints if keep["metric"] in each.metrics]
         sign = 1 if keep["mode"] == "min" else -1
@@ -91,7 +92,7 @@ class RunFiles:
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """All of `run_dir`. Raises FabricateError where it is not a run, or a file is damaged."""
+    """The contents of `run_dir`. Raises FabricateError if it is not a run directory, or a file is damaged."""
     plan = read_plan(run_dir / "plan.json")
     lines, events, samples = (read_lines(run_dir / name) for name in _NEEDED)
     good, damaged = _checkpoints(run_dir / "checkpoints")
@@ -105,7 +106,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def read_plan(file: Path) -> dict[str, Any]:
-    """What plan.json holds; only empty "settings" where there is none. Raises FabricateError where it is not a plan."""
+    """The contents of plan.json, with empty "settings" if there is none. Raises FabricateError if it is not a plan."""
     if not file.exists():
         return {"settings": {}}
     try:
@@ -118,7 +119,7 @@ def read_plan(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path, text: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a .jsonl, or of `text` from it; one without an end was being written when the run was killed, or is just now."""
+    """The lines of a .jsonl file, or of `text` from it. A last line without an end is left out: it is incomplete."""
     if text is None:
         if not file.exists():
             return []
@@ -135,7 +136,7 @@ def read_lines(file: Path, text: str | None = None) -> list[dict[str, Any]]:
 
 
 def _checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
-    """The good ones and the names of others. Only manifests are read."""
+    """The good checkpoints, and the names of the others. Only manifests and file sizes are read."""
     from fabricate.checkpoint.format.directory import Reader, committed
 
     good, damaged = [], []

@@ -1,6 +1,6 @@
-"""A run directory followed while the run is running: only what was added since the last look is read.
+"""The reader of a run directory while the run is running: it reads only what was added since the last call.
 
-Must not know what is shown; imports no torch.
+Must not know: what is shown. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["Following"]
 
 
 class Following:
-    """What is known of a run; `look` brings it up to now. Checkpoints are left to the events that announce them."""
+    """The contents of a run directory, updated by `look`. Checkpoints are not read; events report them."""
 
     def __init__(self, run_dir: Path) -> None:
         self._logs = {name: _Log(run_dir / name) for name in ("metrics.jsonl", "events.jsonl")}
         self._run = RunFiles(run_dir, {}, [], [], [], [])
 
     def look(self) -> RunFiles:
-        """The run as it is now."""
+        """The current contents."""
         plan = read_plan(self._run.run_dir / "plan.json")
         lines, events = (log.look() for log in self._logs.values())
         self._run = replace(self._run, plan=plan["settings"], lines=lines, events=events)
@@ -30,7 +30,7 @@ class Following:
 
 
 class _Log:
-    """The lines of a file that grows, and that a resume may cut."""
+    """The lines of a file that grows, and that a resume may shorten."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -39,14 +39,13 @@ class _Log:
         self._last = b""
 
     def look(self) -> list[dict[str, Any]]:
-        """All lines that are whole by now."""
+        """All lines that are complete now."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as handle:
             handle.seek(max(0, self._read - len(self._last)))
-            if (
-                handle.read(len(self._last)) != self._last
-            ):  # a resume cut the file, so the lines that were read before are no longer valid
+            # If a resume shortened the file, the lines that were read before are no longer valid.
+            if handle.read(len(self._last)) != self._last:
                 self._lines, self._read = [], 0
                 handle.seek(0)
             added, end, _ = handle.read().rpartition(b"\n")

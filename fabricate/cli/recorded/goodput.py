@@ -1,6 +1,6 @@
-"""Where the time of a run went, over all of its fits: training that counts, evaluating, saving, starting, lost, down.
+"""The use of a run's time over all of its fits: training that was kept, evaluating, saving, starting, lost, down.
 
-Must not know how it is shown; imports no torch.
+Must not know: how it is shown. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ KINDS = {
     "down": "between the end of one fit and the call of the next",
     "other": "all else: hooks, exporting, updates after the last log line",
 }
-"""The kinds of time, and what each of them is."""
+"""The kinds of time, and their descriptions."""
 
 
 def goodput(run: RunFiles) -> dict[str, float]:
-    """Seconds by the names in `KINDS`, and "wall": from the first fit to the last sign of life, the sum of all. Empty for a run that did
-    not record when its fits began."""
+    """The seconds of each kind in `KINDS`, and "wall", the time from the first fit to the last record. Empty for a run that did not record
+    when its fits began."""
     fits = run.of_kind("started")
     if not fits:
         return {}
@@ -43,24 +43,24 @@ def goodput(run: RunFiles) -> dict[str, float]:
 
 
 def _laps(run: RunFiles) -> list[tuple[int, dict[str, Any]]]:
-    """Each log boundary's line, with the step at which its interval began."""
+    """(step at which the interval began, line) of each log boundary."""
     lines = run.train()
     return [(0, line) for line in lines[:1]] + [(before["step"], line) for before, line in pairwise(lines)]
 
 
 def training_seconds(line: dict[str, Any], before: int) -> float:
-    """Of the updates since the step `before`."""
+    """The seconds of the updates since the step `before`."""
     seconds: float = line["clock"].get("seconds_per_step", 0.0) * (line["step"] - before)
     return seconds
 
 
 def _down(moments: list[float], began: float) -> float:
-    """The seconds from the last recorded moment before a fit to the call of the fit."""
+    """The seconds from the last record before a fit to the call of the fit."""
     before = bisect.bisect_right(moments, began)
     return began - moments[before - 1] if before else 0.0
 
 
 def _moments(run: RunFiles) -> list[float]:
-    """When anything was recorded."""
+    """The times of all records."""
     cut = [event["until"] for event in run.of_kind("repeated")]
     return [*cut, *(event["time"] for event in run.events), *(line["clock"]["time"] for line in run.lines)]

@@ -1,4 +1,4 @@
-"""HTML whose text cannot become markup: every string is escaped, except what this module made itself."""
+"""HTML whose text cannot become markup: every string is escaped, except those that this module made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["Html", "element", "joined", "json_block"]
 
 _VOID = ("meta", "input", "br")
-"""Elements without an end tag."""
+"""Names of elements without an end tag."""
 
 
 class Html(str):
@@ -19,7 +19,7 @@ class Html(str):
 
 
 def element(name: str, /, *children: str, **attributes: str | float | None) -> Html:
-    """An element. `class_` is the attribute class, `data_chart` is data-chart; one that is None is left out.
+    """An element. `class_` is the attribute class, `data_chart` is data-chart. Attributes that are None are left out.
 
     >>> element("p", "1 < 2", class_="sum")
     '<p class="sum">1 &lt; 2</p>'
@@ -30,7 +30,7 @@ def element(name: str, /, *children: str, **attributes: str | float | None) -> H
 
 
 def joined(*children: str) -> Html:
-    """One after the other."""
+    """The concatenation of `children`, escaped."""
     return Html("".join(child if isinstance(child, Html) else html.escape(child) for child in children))
 
 

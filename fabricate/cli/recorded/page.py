@@ -1,6 +1,6 @@
-"""The page of `fabricate report --html`: one file that needs no network, made of run directories.
+"""The page of `fabricate report --html`: one file about runs that needs no network.
 
-Owns the page's sections and their order, and that no script runs in it but its own. Must not know how a run is read (`files`) or
+Owns the sections of the page and their order, and the policy that only its own scripts run. Must not know: how a run is read (`files`),
 which values share a chart (`curves`).
 """
 
@@ -26,10 +26,10 @@ from fabricate.errors import size_text
 __all__ = ["COLOURS", "duration", "moment", "page", "state_of"]
 
 COLOURS = 8
-"""As many as page.css has."""
+"""The number of colours in page.css."""
 _MOST_EVENTS = 300
 _MOST_SAMPLES = 50
-"""Steps of which generated text is shown."""
+"""The maximum number of steps whose generated texts are shown."""
 _MARKS = {
     "resumed": "resumed",
     "skipped": "skipped update",
@@ -41,7 +41,7 @@ _COMPLETE = ("max_steps", "max_epochs")
 
 
 def page(runs: Sequence[RunFiles]) -> str:
-    """The page about `runs`; several are drawn over each other."""
+    """The HTML page about `runs`. The curves of several runs share their charts."""
     names, drawn, marked = _names(runs), charts(runs), marks(runs)
     data = {
         "runs": names,
@@ -78,7 +78,7 @@ def page(runs: Sequence[RunFiles]) -> str:
 
 
 def _head(title: str, scripts: Sequence[str]) -> Iterator[Html]:
-    """What browsers need to know: that nothing is loaded, and that no script runs but these."""
+    """The elements of the head, with a policy that allows no network access and no scripts except `scripts`."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
     )
@@ -91,7 +91,7 @@ def _head(title: str, scripts: Sequence[str]) -> Iterator[Html]:
 
 
 def _asset(*names: str) -> str:
-    """The text of files beside this module: a licence as a comment, and the first comment of a script, which has an address, left out."""
+    """The text of files in `assets/`: a licence as a comment, and a script without its first comment, which contains an address."""
     parts = []
     for name in names:
         text = (resources("fabricate.cli.recorded") / "assets" / name).read_text(encoding="utf-8")
@@ -104,13 +104,13 @@ def _asset(*names: str) -> str:
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """A unique name for each run: the name of its directory, else its path."""
+    """A unique name for each run: the name of its directory, or else its path."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.run_dir) for run, name in zip(runs, names, strict=True)]
 
 
 def _subtitle(runs: Sequence[RunFiles]) -> str:
-    """What runs, where that is the same for all."""
+    """The main settings that are the same in all runs."""
     facts = []
     for name in ("strategy", "world_size", "precision", "global_batch_size", "device"):
         values = {str(run.plan[name]["value"]) for run in runs if name in run.plan}
@@ -122,7 +122,7 @@ def _subtitle(runs: Sequence[RunFiles]) -> str:
 
 
 def state_of(run: RunFiles) -> tuple[str, str]:
-    """How the run stands, and whether that is "good", "bad" or "open"."""
+    """The state of the run as text, and "good", "bad" or "open"."""
     fits = run.of_kind("started", "ended", "failed")
     if not fits:
         return "no fit has begun", "open"
@@ -240,7 +240,7 @@ def _sections(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[Html]:
 
 
 def _each(runs: Sequence[RunFiles], names: Sequence[str], section: Any) -> Iterator[Html]:
-    """A section of every run, under its name where there are several."""
+    """The section of each run, under the run's name if there are several."""
     for run, name in zip(runs, names, strict=True):
         if content := list(section(run)):
             yield from [element("h3", name)] if len(runs) > 1 else []
@@ -303,7 +303,7 @@ def _memory(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[Html]:
 
 
 def _peak(run: RunFiles) -> int:
-    """The most that the device held, in bytes, on a CPU the process; 0 where it was not counted."""
+    """The peak memory of the device (on a CPU, of the process) in bytes; 0 if it was not measured."""
     clocks = [line["clock"] for line in run.lines]
     return int(
         max((clock.get("peak_memory_bytes", clock.get("process_memory_bytes", 0)) for clock in clocks), default=0)
@@ -336,7 +336,7 @@ def _plan(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[Html]:
 
 
 def _setting(value: Any) -> str:
-    """As `fabricate plan` writes it."""
+    """The value of a setting as text, as in `fabricate plan`."""
     if isinstance(value, dict):
         return ", ".join(f"{kind} {size_text(size) if isinstance(size, int) else size}" for kind, size in value.items())
     if isinstance(value, list):
@@ -420,7 +420,7 @@ def _samples(run: RunFiles) -> Iterator[Html]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a sample, with the name that it is under."""
+    """The texts in a sample, with their names."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _texts(inner) if isinstance(inner, dict | list) else [f"{name}: {inner}"]
@@ -432,7 +432,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], body: Sequence[Html] = (), **attributes: str) -> Html:
-    """A table that scrolls where it is wider than the screen."""
+    """A table that scrolls if it is wider than the screen."""
     body_rows = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
     head = element("thead", element("tr", *(element("th", column) for column in columns)))
     table = element("table", head, element("tbody", *body_rows, *body), class_="rows", **attributes)
@@ -444,12 +444,12 @@ def _value(value: Any) -> str:
 
 
 def moment(time: float) -> str:
-    """A time of day for a reader."""
+    """The date and time as text."""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def duration(seconds: float) -> str:
-    """A time for a reader: 4.2 s, 3.1 min, 2.50 h."""
+    """A duration as text: 4.2 s, 3.1 min, 2.50 h."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.2f} h"

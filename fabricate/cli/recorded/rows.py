@@ -1,8 +1,8 @@
-"""Which rows made a step, and which steps saw a row: computed from seed and position, because nothing logs it.
+"""The rows that made a step, and the steps that saw a row: computed from seed and position, because they are not logged.
 
-Every fit of a run records what makes the order of its data (event "started"). A later fit that went on from before its end takes the
-steps from there on; an update that was skipped took rows and made no step. Must not know how the order is drawn (`data.order`, or the
-script's own sampler), nor what is printed; imports no torch.
+Every fit of a run records the description of its data's order (event "started"). If a later fit resumed from a step before the end of a
+fit, the steps after it belong to the later fit. A skipped update used rows but made no step. Must not know: how the order is drawn
+(`data.order`, or the script's sampler), the output. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EpochOrder(Protocol):
         """The rows of the units ``place[0]:place[1]``."""
 
     def unit(self, position: int) -> int | None:
-        """The unit that begins after so many rows."""
+        """The unit that begins after `position` rows; None if none does."""
 
 
 class Orders(Protocol):
@@ -38,7 +38,7 @@ class Orders(Protocol):
 
 
 class _Rows:
-    """An order that seed and epoch alone decide."""
+    """An order that depends only on seed and epoch."""
 
     def __init__(self, indices: Any) -> None:
         self._indices = indices
@@ -54,17 +54,17 @@ class _Rows:
 
 
 def recorded_order(data: Mapping[str, Any], epoch: int) -> EpochOrder:
-    """The order of an epoch that needs nothing but what the run recorded."""
+    """The order of an epoch, computed only from what the run recorded."""
     shuffle = data["drawn"] == "permutation"
-    from fabricate.data.order import epoch_order  # imports NumPy, which other commands do without
+    from fabricate.data.order import epoch_order  # imports NumPy, which other commands do not need
 
     return _Rows(epoch_order(data["units"], seed=data["seed"], epoch=epoch, shuffle=shuffle))
 
 
 @dataclass
 class Fit:
-    """One fit of a run: the steps after `begin`, up to and with `end`, are its own. `skipped`: the steps after which an update was not
-    applied, once for each."""
+    """One fit of a run, with the steps after `begin` up to and including `end`. `skipped`: for each skipped update, the step after which it
+    was skipped."""
 
     begin: int
     epoch: int
@@ -75,15 +75,15 @@ class Fit:
 
     @property
     def size(self) -> int:
-        """Units of a whole window."""
+        """The number of units in a full window."""
         return int((self.data["batch_size"] or 1) * self.data["ranks"] * self.data["accumulation"])
 
     def window(self, step: int) -> int:
-        """The number of the window that made a step, among those of this fit."""
+        """The number of the window that made a step, counted within this fit."""
         return step - 1 - self.begin + bisect.bisect_left(self.skipped, step)
 
     def step(self, window: int) -> tuple[int, bool]:
-        """The inverse: the step that a window made, and True; or the step after which it was skipped, and False."""
+        """The inverse of `window`: (step that the window made, True), or (step after which it was skipped, False)."""
         skips = [step - self.begin + number for number, step in enumerate(self.skipped)]
         before = bisect.bisect_left(skips, window)
         if before < len(skips) and skips[before] == window:
@@ -92,7 +92,7 @@ class Fit:
 
 
 class Part(NamedTuple):
-    """What one rank took of a step in one micro-step. `rank`: the first of those that read the same rows."""
+    """The rows of one rank in one micro-batch of a step. `rank`: the first of the ranks that read the same rows."""
 
     rank: int
     micro_step: int
@@ -100,7 +100,7 @@ class Part(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Where a row was seen: in the update that made `step`, or, if not `applied`, in one after it that was skipped."""
+    """A use of a row: in the update that made `step`; if not `applied`, in a skipped update after `step`."""
 
     step: int
     applied: bool
@@ -110,8 +110,8 @@ class Use(NamedTuple):
 
 
 def fits(run: RunFiles, *, sampler: bool = False) -> list[Fit]:
-    """The fits of a run that made steps, in order. `sampler`: whether orders that only the script's data knows are at hand. Raises
-    FabricateError where the order cannot be computed."""
+    """The fits of a run that made steps, in order. `sampler`: whether the script's sampler is available. Raises FabricateError if the order
+    cannot be computed."""
     recorded: list[Fit] = []
     for event in run.events:
         if event["event"] == "started" and "data" in event:
@@ -147,7 +147,7 @@ def _check(fit: Fit, sampler: bool) -> None:
 
 
 def _epochs(fit: Fit, orders: Orders) -> Iterator[tuple[int, int, int, int, EpochOrder]]:
-    """Of every epoch of a fit: its number, the first unit, the end, the number of windows before it in the fit, its order."""
+    """(number, first unit, end, number of windows before it in the fit, order) of every epoch of a fit."""
     from fabricate.data.order import num_windows
 
     epoch, position, before = fit.epoch, fit.position, 0
@@ -165,7 +165,7 @@ def _epochs(fit: Fit, orders: Orders) -> Iterator[tuple[int, int, int, int, Epoc
 
 
 def rows_of_step(recorded: list[Fit], step: int, orders: Orders = recorded_order) -> tuple[int, list[Part]]:
-    """The epoch of a step, and what every rank took in every micro-step. A rank without rows is left out."""
+    """The epoch of a step, and the rows of every rank in every micro-batch. Ranks without rows are left out."""
     fit = next((fit for fit in recorded if fit.begin < step <= fit.end), None)
     if fit is None:
         there = [f"{fit.begin + 1} to {fit.end}" for fit in recorded]
@@ -193,7 +193,7 @@ def _parts(fit: Fit, order: EpochOrder, begin: int, end: int) -> Iterator[Part]:
 
 
 def uses_of_row(recorded: list[Fit], row: Any, orders: Orders = recorded_order) -> Iterator[Use]:
-    """Where the run saw a row, by rising step."""
+    """The uses of a row in the run, by ascending step."""
     for fit in recorded:
         windows = fit.window(fit.end) + 1
         for epoch, first, stop, before, order in _epochs(fit, orders):
@@ -209,7 +209,7 @@ def uses_of_row(recorded: list[Fit], row: Any, orders: Orders = recorded_order) 
 
 
 def _units(order: EpochOrder, first: int, stop: int, row: Any) -> list[int]:
-    """The units ``first:stop`` of an epoch that hold a row."""
+    """Those of the units ``first:stop`` of an epoch that contain `row`."""
     if isinstance(order, _Rows):
         return [first + place for place, each in enumerate(order.fetch((first, stop, stop - first))) if each == row]
     return [unit for unit in range(first, stop) if row in order.fetch((unit, unit + 1, 1))]

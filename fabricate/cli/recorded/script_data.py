@@ -1,6 +1,6 @@
-"""The training data of a script: it is run up to its first `fit`, which gives its data here instead of training.
+"""The training data of a script: the script is run up to its first `fit`, which passes on its data instead of training.
 
-Owns the Trainer that the script gets meanwhile. Must not know what the data is opened for.
+Owns the Trainer that the script uses meanwhile. Must not know: the use of the data.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Trainer", "opened"]
 
 
 class _Reached(BaseException):
-    """The script called fit. Not an Exception: a script may catch those."""
+    """The script called fit. It is not an Exception, because a script may catch these."""
 
     def __init__(self, train: Any, loading: Loading) -> None:
         self.train, self.loading = train, loading
 
 
 class Trainer(trainer.Trainer):
-    """A `fabricate.Trainer` that trains nothing."""
+    """A `fabricate.Trainer` whose `fit` raises `_Reached` with its data."""
 
     def fit(
         self,
@@ -47,18 +47,17 @@ class Trainer(trainer.Trainer):
         **others: Any,
     ) -> Any:
         train, _ = module.provide_data(self, "fit", train, val)
-        size = None if isinstance(batch_size, BatchSizeFinder) else batch_size  # None: as recorded
+        size = None if isinstance(batch_size, BatchSizeFinder) else batch_size  # None: the recorded size
         raise _Reached(train, Loading(size, 0, collate_fn, shuffle))
 
 
 def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) -> Indexed:
-    """The data that `script` passes to its first fit, read as the fit did whose data is described by `recorded`."""
+    """The data that `script` passes to its first fit, opened like the data of the fit that `recorded` describes."""
     reached = _run(script, arguments)
     loading = reached.loading
     if loading.batch_size is None and not isinstance(reached.train, DataLoader):
-        loading = Loading(
-            recorded["batch_size"], 0, loading.collate_fn, loading.shuffle
-        )  # of a strategy's file, or found
+        # The size was set by a strategy's file, or found by a search.
+        loading = Loading(recorded["batch_size"], 0, loading.collate_fn, loading.shuffle)
     source = open_source(
         reached.train, argument="train", loading=loading, training=True, rank=0, world_size=1, seed=recorded["seed"]
     )
@@ -78,11 +77,11 @@ def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) 
 
 
 def _run(script: Path, arguments: Sequence[str]) -> _Reached:
-    """Run `script` as `python SCRIPT` would, up to its first fit; afterwards the process is as before."""
+    """Run `script` like `python SCRIPT`, up to its first fit. Afterwards the state of the process is restored."""
     before = sys.argv, list(sys.path), fabricate.__dict__.pop("Trainer", None)
     home = fabricate._HOME["Trainer"]
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
-    fabricate._HOME["Trainer"] = "cli.recorded.script_data"  # looked up when the script first uses the name
+    fabricate._HOME["Trainer"] = "cli.recorded.script_data"  # used when the script first uses the name
     try:
         runpy.run_path(str(script), run_name="__main__")
     except _Reached as reached:

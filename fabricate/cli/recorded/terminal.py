@@ -1,6 +1,6 @@
-"""A run as it is shown in a terminal by `fabricate watch`: how far it is, its metrics with their curves, what happened.
+"""The view of a run in a terminal, for `fabricate watch`: progress, metrics with their curves, events.
 
-Must not know when it is shown; imports no torch.
+Must not know: when it is shown. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["sparkline", "view"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
-"""Characters of a sparkline."""
+"""The width of a sparkline in characters."""
 _BAR = 60
-"""Characters of the bar."""
+"""The width of the bar in characters."""
 _MOST_EVENTS = 5
 _COLOURS = {"good": "green", "bad": "red", "open": "yellow"}
 
 
 def view(run: RunFiles) -> RenderableType:
-    """A run, as rich shows it."""
+    """The view of a run, for rich."""
     state, mood = state_of(run)
     parts: list[RenderableType] = [
         Text(_plain(str(run.run_dir)), style="bold"),
@@ -51,7 +51,7 @@ def view(run: RunFiles) -> RenderableType:
 
 
 def _progress(run: RunFiles, step: int, total: Any) -> list[str]:
-    """How far the run is and how fast, in words."""
+    """The progress and the speed of the run, as texts."""
     words = [f"step {step:,}" + (f" of {total:,}" if isinstance(total, int) else "")]
     clock: dict[str, Any] = next(
         (line["clock"] for line in reversed(run.train()) if "seconds_per_step" in line["clock"]), {}
@@ -68,7 +68,7 @@ def _progress(run: RunFiles, step: int, total: Any) -> list[str]:
 
 
 def _metrics(run: RunFiles) -> Table:
-    """Every metric: the last value, the lowest, and its curve."""
+    """The table of metrics: last, lowest and highest value, and the curve."""
     values: dict[str, list[float]] = {}
     for line in run.lines:
         for name, value in line["metrics"].items():
@@ -83,7 +83,7 @@ def _metrics(run: RunFiles) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """A curve in one line of text: the mean of each of `width` intervals; a blank where none of it is finite."""
+    """A curve as one line of text: the mean of each of `width` intervals; a blank for an interval without finite values."""
     intervals = min(width, len(values))
     means = []
     for number in range(intervals):
@@ -99,5 +99,5 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
 
 
 def _plain(text: str) -> str:
-    """A user's text without the control characters that a terminal would obey."""
+    """`text` with control characters, which a terminal would execute, replaced by "?"."""
     return "".join(character if character.isprintable() else "?" for character in text)
