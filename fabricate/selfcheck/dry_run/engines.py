@@ -1,6 +1,6 @@
-"""The engine of a rehearsal: in a real group, or as rank 0 of a group whose other ranks do what this one does.
+"""The engines of a rehearsal: in a real group, or as rank 0 of a group whose other ranks are taken to do the same.
 
-Must not know: the loop, what is measured.
+Must not know: the loop, the measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fabricate.selfcheck.dry_run.recorder import Recorder
 
 
 class RecordedEngine(Engine):
-    """Prepares the module under a recorder, which sees what the strategy keeps."""
+    """An engine that prepares the module under a recorder, which records the tensors that the strategy keeps."""
 
     def __init__(self, recorder: Recorder, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -32,12 +32,13 @@ class RecordedEngine(Engine):
 
 
 class FakeEngine(RecordedEngine):
-    """Alone in torch's fake process group: whatever ranks exchange is this rank's own."""
+    """An engine in torch's fake process group: messages from other ranks are copies of this rank's."""
 
     _fake_group = False
 
     def prepare(self, module: TrainModule, stages: Iterable[str], seed: int) -> torch.nn.Module:
-        self.accelerator.device_placement = False  # all is on the CPU, and torch cannot move fake parameters in place
+        # Everything is on the CPU, and torch cannot move fake parameters in place.
+        self.accelerator.device_placement = False
         return super().prepare(module, stages, seed)
 
     def _open_group(self) -> None:
@@ -51,16 +52,16 @@ class FakeEngine(RecordedEngine):
             self._fake_group = False
 
     def join(self, timeout: object) -> None:
-        """No message is sent, so no rank has to be reached."""
+        """Do nothing: no messages are sent, so no connection is needed."""
 
     def leave(self, exc: BaseException | None = None) -> None:
-        """No other rank waits."""
+        """Do nothing: no other rank waits for this one."""
 
     def agree(self, flags: list[int]) -> list[int]:
         return flags
 
     def barrier(self) -> None:
-        """No other rank is waited for."""
+        """Do nothing: there is no other rank to wait for."""
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value] * self.world_size
@@ -76,7 +77,7 @@ class FakeEngine(RecordedEngine):
 
     @contextlib.contextmanager
     def opening_groups(self) -> Iterator[None]:
-        yield  # nothing takes time, so there are no time-outs
+        yield  # groups open at once, so there are no time-outs
 
     def counterparts(self, number: int) -> Any:
         return dist.group.WORLD

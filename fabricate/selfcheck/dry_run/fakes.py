@@ -1,10 +1,10 @@
 """Operations on tensors that have a shape, a dtype and no memory: torch's fake tensors, on the CPU.
 
-What is computed from a fake tensor is fake, and so is a new tensor of numbers with a point and a dimension. Whole numbers and single
-numbers are real: masks, positions and counters have their values. Where a program reads a value that a fake tensor does not have, it
-gets 1, or False. Where a shape depends on values, the largest one is taken.
+Results computed from a fake tensor are fake, and so are new floating-point tensors with at least one dimension. Integer tensors and 0-dim
+tensors are real, so that masks, positions and counters have values. Reading a value of a fake tensor gives 1 or False. If a shape depends
+on values, the largest possible shape is used.
 
-Must not know: what is computed, ranks, strategies.
+Must not know: the computation, ranks, strategies.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MAKERS = frozenset(
         *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
     }
 )
-"""Operations that make a tensor of nothing but its shape."""
+"""Operations that make a tensor from a shape, without other tensors' values."""
 
 _READS = frozenset({"aten._local_scalar_dense.default", "aten.item.default", "aten.is_nonzero.default"})
 
 
 class Fakes:
-    """Runs operations, on fake tensors where they have to be."""
+    """A function `run` for operations, which uses fake tensors where needed."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -47,19 +47,19 @@ class Fakes:
             "aten.nonzero.default": self._nonzero,
             "aten.masked_select.default": self._masked_select,
             "aten.index.Tensor": self._index,
-            # torch's own answer would be a new tensor, which there is not on a real rank.
+            # torch's fake result would be a new tensor, which a real rank does not allocate.
             "_c10d_functional.wait_tensor.default": lambda tensor: tensor,
-            # DDP reads the result off the work, and torch's fake group gives none.
+            # DDP reads the result from the work object, and torch's fake group provides none.
             "c10d.allreduce_.default": lambda tensors, *rest, **options: (tensors, _finished(tensors)),
         }
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A fake tensor."""
+        """A fake tensor of this shape and dtype."""
         with self._mode:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` returns."""
+        """The result of the operation `func`."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         if not inputs and func.overloadpacket.__name__ in _MAKERS:
             with self._mode:
@@ -90,7 +90,7 @@ class Fakes:
         return self.empty((math.prod(shape),), tensor.dtype)
 
     def _index(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """A mask counts as the places of all of its elements."""
+        """The result of indexing, where a mask selects all of its elements."""
         places: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -114,7 +114,7 @@ def _value(dtype: torch.dtype) -> bool | int | float:
 
 
 def _finished(tensors: list[torch.Tensor]) -> Any:
-    """A collective whose result is there."""
+    """The work object of a finished collective with the result `tensors`."""
     result: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     result.set_result(tensors)
     return _create_work_from_future(result).boxed()

@@ -1,4 +1,4 @@
-"""The largest number of rows that fits, found with few trials, because memory grows with the rows in a straight line. Pure."""
+"""The search for the largest number of rows that fits. It needs few trials, because memory is almost linear in the rows. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _MOST_TRIALS = 12
 
 
 def largest(peak: Callable[[int], int], first: int, room: int) -> tuple[int | None, int]:
-    """The most rows, up to `MOST`, for which `peak(rows)` is at most `room`, and that peak. 0 rows where one does not fit, with the
-    peak of one; None where memory does not grow with the rows."""
+    """The largest number of rows, up to `MOST`, with `peak(rows)` at most `room`, and its peak. If one row does not fit: 0, and a peak that
+    is too large. If memory fits and does not grow with the rows: None."""
     peaks = {first: peak(first)}
     slope = 0.0
-    for factor in (2, 1024):  # few rows may hide behind what else takes memory
+    for factor in (2, 1024):  # with few rows, other memory may determine the peak
         second = max(1, first * factor if peaks[first] <= room else first // factor)
         if slope <= 0 and second != first:
             peaks[second] = peak(second)
@@ -29,7 +29,7 @@ def largest(peak: Callable[[int], int], first: int, room: int) -> tuple[int | No
             guess = high // 2
         elif high > MOST:
             guess = low + int((room - peaks[low]) // slope)
-        else:  # the line between the two lies above, as memory is the largest of several straight lines
+        else:  # memory is the maximum of several lines, so it is not above the line between the two points
             guess = low + int((room - peaks[low]) * (high - low) // (peaks[high] - peaks[low]))
         rows = min(max(guess, low + 1), high - 1)
         peaks[rows] = peak(rows)

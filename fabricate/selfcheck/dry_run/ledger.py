@@ -1,6 +1,6 @@
-"""The memory of tensors that are alive: how much there is in all and by kind, and when it is most.
+"""The memory of tensors that are alive: in total, by kind, and its peak.
 
-Must not know: what runs, ranks, strategies. Sizes are those of torch's storages: what an allocator adds is not seen.
+Must not know: what runs, ranks, strategies. Sizes are those of torch's storages; overhead of the allocator is not included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 BUFFERS, BATCH, KEPT = "buffers", "batch", "kept between updates"
 GATHERED, SENT, ACTIVATIONS = "gathered units", "gradients in flight", "activations"
 KINDS = (PARAMETERS, GRADIENTS, STATE, KEPT, BUFFERS, BATCH, GATHERED, SENT, ACTIVATIONS)
-"""In the order in which they are shown. Activations are what is nothing else: what backward needs, and temporaries."""
+"""The kinds of memory, in the order of the report. Activations are all tensors of no other kind: those that backward needs, and
+temporaries."""
 
 
 @dataclass(slots=True)
@@ -31,28 +32,28 @@ class _Held:
 
 
 class Ledger:
-    """Bytes of all storages that were seen and still exist. `see` and `ran` are called after each operation."""
+    """The bytes of all storages that were seen and still exist. `see` and `ran` have to be called after each operation."""
 
     def __init__(self) -> None:
         self._alive: dict[int, _Held] = {}
         self.by_kind: Counter[str] = Counter()
         self.bytes = 0
         self.gradients: Callable[[], Iterable[torch.Tensor]] = tuple
-        """The gradients of this moment: they are sorted out at a look, because nothing says when a tensor becomes one."""
+        """A function that returns the current gradients. It is called at looks, because no operation marks a tensor as a gradient."""
         self.in_forward, self.watching = False, True
         self.begin()
 
     def begin(self, looks: Iterable[int] = ()) -> None:
-        """Count operations anew. looks: after which of them memory is sorted by kind."""
+        """Restart the count of operations. looks: the numbers of the operations after which memory is sorted by kind."""
         self.operations = 0
         self.peak = (0, 0)
-        """The most bytes of all storages, and the number of the operation after which they were there."""
+        """The largest total of bytes, and the number of the operation after which it occurred."""
         self.most_activations = (0, 0)
-        """Of activations, while a forward runs."""
+        """The same for activations while a forward runs."""
         self.looks: dict[int, dict[str, int] | None] = dict.fromkeys(looks)
 
     def see(self, tensor: torch.Tensor, kind: str = "") -> None:
-        """`tensor` exists. kind: what it is, where that is known; else activations, unless it is known already."""
+        """Record that `tensor` exists. kind: its kind, if it is known; otherwise a new storage counts as activations."""
         if not self.watching or tensor.device.type == "meta":
             return
         storage: Any = tensor.untyped_storage()
@@ -67,7 +68,7 @@ class Ledger:
             self._move(held, kind)
 
     def ran(self) -> None:
-        """An operation has run, and its results were seen."""
+        """Record that an operation ran, after its results were seen."""
         self.operations += 1
         if self.bytes > self.peak[0]:
             self.peak = (self.bytes, self.operations)
@@ -77,7 +78,7 @@ class Ledger:
             self.looks[self.operations] = self._sorted()
 
     def sort(self, known: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Between updates: what is alive is what `known` says by kind, or is kept for another reason."""
+        """Sort the storages between updates: by kind, as in `known`; others count as kept between updates."""
         for held in self._alive.values():
             self._move(held, GATHERED if held.kind == GATHERED else KEPT)
         for kind, tensors in known.items():
@@ -85,7 +86,7 @@ class Ledger:
                 self.see(tensor, kind)
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Of the storages that hold `tensors`, each once."""
+        """The bytes of the storages of `tensors`, each counted once."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(held.size for key in keys if (held := self._alive.get(key)))
 
@@ -113,8 +114,8 @@ class Ledger:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """While inside, a storage that changes its size is noticed: FSDP frees and takes the memory of gathered parameters so, past
-        all operations."""
+        """A context that records resizes of storages. FSDP frees and allocates the memory of gathered parameters in this way, without
+        operations."""
         original: Any = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:

@@ -1,4 +1,4 @@
-"""A script's own models without values: parameters on the meta device while the script builds them, fake ones afterwards.
+"""A script's models without values: their parameters are on the meta device while the script builds them, and fake afterwards.
 
 Must not know: fits, ranks.
 """
@@ -17,8 +17,8 @@ from fabricate.selfcheck.dry_run.fakes import Fakes, is_fake
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """While inside, a parameter that a module registers goes to the meta device at once: of a model there is never more than one
-    parameter, and nothing is initialised. Buffers keep their values."""
+    """A context in which a parameter is moved to the meta device when a module registers it. So at most one parameter is in memory, and
+    initialisation does nothing. Buffers keep their values."""
     register = torch.nn.Module.register_parameter
     outlines: Any = WeakIdKeyDictionary()
 
@@ -39,7 +39,8 @@ def without_values() -> Iterator[None]:
 
 
 def make_fake(module: torch.nn.Module, fakes: Fakes) -> None:
-    """Give `module` fake parameters of the shapes that it has, shared ones once. It computes nothing afterwards."""
+    """Replace the parameters of `module` by fake ones of the same shapes; shared parameters stay shared. The module has no values
+    afterwards."""
     parameters: dict[int, torch.nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():

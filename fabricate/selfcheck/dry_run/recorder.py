@@ -1,4 +1,4 @@
-"""Sees every operation while it is entered: what is alive afterwards, and what ranks send each other.
+"""The recorder of all operations: the tensors that are alive after each, and the messages between ranks.
 
 Must not know: the loop, strategies.
 """
@@ -22,10 +22,10 @@ def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it as often as wanted; what it has counted stays."""
+    """A context that records operations. It can be entered several times, and keeps its counts."""
 
     def __init__(self, run: Callable[[Any, Any, Any], Any] = _as_it_is) -> None:
-        """`run`: what runs an operation of the dispatcher on its arguments."""
+        """`run`: a function that runs an operation of the dispatcher with its arguments."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
         self._inside = contextlib.ExitStack()
@@ -42,7 +42,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others, a DTensor for one: what it does with these comes here
+            # A tensor that consists of others (such as a DTensor): operations on these are recorded.
+            return NotImplemented
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
         self.traffic.see(func, result, args, kwargs)
@@ -55,7 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _mark(self, name: str, args: Any, kwargs: Any) -> None:
-        """What FSDP gathers into, and what it sums up over the ranks."""
+        """Set the kinds of tensors that FSDP gathers into, or reduces over the ranks."""
         if name == "c10d._allgather_base_.default":
             self.ledger.see(args[0], GATHERED)
         elif name == "c10d._reduce_scatter_base_.default":

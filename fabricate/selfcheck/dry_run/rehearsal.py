@@ -1,8 +1,8 @@
-"""A few updates of the real loop under a recorder, and what they took.
+"""A few updates of the real loop under a recorder, and the memory and communication that they need.
 
-The module is prepared, its optimizers are made and its data is opened as for a fit. The first update makes what stays: the state of
-optimizers, DDP's buckets. The second finds when memory is fullest, the third looks at these moments. A look at each operation would take
-too long.
+The module is prepared, its optimizers are made and its data is opened as for a fit. The first update allocates lasting tensors (optimizer
+state, DDP's buckets). The second finds the operations with the most memory, and the third sorts the memory after these by kind. Sorting
+after each operation would take too long.
 
 Must not know: how operations run (`fakes`), how it is shown (`report`).
 """
@@ -49,11 +49,11 @@ def rehearse(
     fakes: Fakes | None,
     room: int | None = None,
 ) -> Measured:
-    """What an update of the fit takes on this rank. All ranks. fakes: what makes batches fake; None: they stay as they are.
-    room: bytes for which the largest micro-batch is searched."""
+    """The measurements of an update of the fit on this rank. All ranks. fakes: makes batches fake; None: batches stay real. room: the bytes
+    for which the largest micro-batch is searched."""
     began = time.monotonic()
     with opened(trainer, resolved, module, ["train"], data, began, make_engine=make_engine) as run:
-        recorder.ledger.watching = False  # a look at the data is not what the training takes
+        recorder.ledger.watching = False  # memory for reading the data does not count
         with recorder:
             prepare_fit(run, resolved, data, "never", began)
         recorder.ledger.watching = True
@@ -66,7 +66,7 @@ def rehearse(
 
 
 class _Rehearsal:
-    """The updates of one run, on the rows of its first window."""
+    """The updates of one run, with the rows of its first window."""
 
     def __init__(self, run: Run, recorder: Recorder, fakes: Fakes | None) -> None:
         self.run, self.recorder, self.ledger, self.fakes = run, recorder, recorder.ledger, fakes
@@ -80,7 +80,7 @@ class _Rehearsal:
         self.kept = "gradient buckets" if isinstance(run.engine.strategy, DDP) else ledger.KEPT
 
     def measure(self, resolved: Resolved) -> Measured:
-        """Three updates, the last of which is reported."""
+        """Run three updates; return the measurements of the last."""
         work = self._work(self.rows)
         self._update(work)
         self._update(work)
@@ -106,7 +106,7 @@ class _Rehearsal:
         )
 
     def largest(self, room: int, resolved: Resolved) -> tuple[int | None, int]:
-        """The most rows of a micro-batch with which this rank's memory stays within `room` bytes, and how much it is then."""
+        """The largest number of rows per micro-batch with which this rank's memory stays within `room` bytes, and the memory for it."""
         if self.rows is None or self.fakes is None:
             raise ConfigurationError(
                 "--memory: the number of rows of a batch cannot be told from it, so no largest micro-batch can be found. Leave --memory out"
@@ -119,7 +119,7 @@ class _Rehearsal:
         return largest(peak, self.rows, room)
 
     def _work(self, rows: Rows) -> list[tuple[Window, list[tuple[Any, Rows]]]]:
-        """The windows with batches of `rows` rows; as they came, where these are not fake."""
+        """The first windows, with batches of `rows` rows; unchanged if batches are real."""
         if self.fakes is None:
             return self.first
         work = []
@@ -147,7 +147,7 @@ class _Rehearsal:
                 account(self.state, window, losses, result)
 
     def _sort(self, work: list[tuple[Window, list[tuple[Any, Rows]]]]) -> None:
-        """What is alive between two updates."""
+        """Sort the tensors that are alive between two updates by kind."""
         run = self.run
         state = (value for o in run.optim.optimizers.values() for each in o.state.values() for value in each.values())
         by_kind = {
@@ -171,7 +171,7 @@ _STATES = (ledger.PARAMETERS, ledger.GRADIENTS, ledger.STATE)
 
 
 def _first_windows(run: Run) -> Iterator[tuple[Window, list[tuple[Any, Rows]]]]:
-    """The first window, or one for each optimizer that has a turn on its rows."""
+    """The first window; if optimizers take turns, one window per turn."""
     for window in windows(run):
         yield window, list(window.micro_batches)
         if window.last_turn:
@@ -180,7 +180,7 @@ def _first_windows(run: Run) -> Iterator[tuple[Window, list[tuple[Any, Rows]]]]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """While inside, memory is freed where it is let go of, and not at some later moment as well."""
+    """A context without the garbage collector, so that memory is freed only where the last reference ends."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -191,13 +191,13 @@ def _without_collector() -> Iterator[None]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """This rank's part of `tensor`."""
     with torch.no_grad():
         return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _resized(batch: Any, before: Rows, rows: Rows, fakes: Fakes) -> Any:
-    """`batch` with fake tensors, of which those with `before` rows have `rows`."""
+    """`batch` with fake tensors. Tensors with `before` rows become tensors with `rows` rows."""
 
     def resize(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
@@ -206,7 +206,7 @@ def _resized(batch: Any, before: Rows, rows: Rows, fakes: Fakes) -> Any:
         if isinstance(part, Mapping):
             parts = {key: resize(value) for key, value in part.items()}
             return parts if type(part) is dict else type(part)(parts)  # type: ignore[call-arg]
-        if isinstance(part, tuple) and type(part) is not tuple:  # a named one
+        if isinstance(part, tuple) and type(part) is not tuple:  # a named tuple
             return type(part)(*map(resize, part))
         if isinstance(part, list | tuple):
             return type(part)(map(resize, part))

@@ -1,4 +1,4 @@
-"""What a rehearsal found, and its text."""
+"""The measurements of a rehearsal, and their text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class Measured:
-    """An update on one rank. Bytes; memory by kind."""
+    """The measurements of an update on one rank: bytes, memory by kind."""
 
     module: str
     strategy: str
@@ -31,13 +31,13 @@ class Measured:
     rows: int | None
     micro_steps: int
     at_peak: dict[str, int]
-    """When memory is fullest."""
+    """Memory by kind at the peak of the total."""
     in_forward: dict[str, int]
-    """When a forward has made the most activations."""
+    """Memory by kind at the peak of activations during a forward."""
     gradients: int
-    """After the last backward."""
+    """Bytes of gradients after the last backward."""
     hosted: tuple[str, ...]
-    """The kinds that are in host memory where there is a device."""
+    """The kinds that are in host memory if there is a device."""
     sent: tuple[Sent, ...]
     operations: int
     room: int | None = None
@@ -46,21 +46,21 @@ class Measured:
 
     @property
     def total(self) -> int:
-        """The most memory at one time."""
+        """The peak of the total memory."""
         return sum(self.at_peak.values())
 
     @property
     def activations(self) -> int:
-        """Of a forward, or when memory is fullest, whichever is more."""
+        """The larger of the activations in a forward and at the peak of the total."""
         return max(kinds.get(ACTIVATIONS, 0) for kinds in (self.at_peak, self.in_forward))
 
     @property
     def gathered(self) -> int:
-        """As `activations`."""
+        """The same for gathered units."""
         return max(kinds.get(GATHERED, 0) for kinds in (self.at_peak, self.in_forward))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """All values, as JSON."""
         return {**dataclasses.asdict(self), "total": self.total, "activations": self.activations}
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Measured:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns; all but the first to the right."""
+    """The lines of a table in columns; all but the first are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         first, *rest = row

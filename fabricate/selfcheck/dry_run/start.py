@@ -1,6 +1,6 @@
-"""Runs a script up to its first fit, which is a rehearsal. The environment says of how many ranks this is the first.
+"""Run a script up to its first fit, which is a rehearsal. The process is rank 0; the environment has the number of ranks.
 
-Exit code 2 for an error of fabricate's, as under `fabricate plan`.
+The exit code is 2 for an error of fabricate, as under `fabricate plan`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fabricate.selfcheck.dry_run.trainer import DryTrainer
 from fabricate.values import FitResult
 
 _building = contextlib.ExitStack()
-"""What is undone when the script has built its module."""
+"""The contexts that end when the script has built its module."""
 
 
 class Trainer(DryTrainer):
-    """Prints what it measures, and ends the script."""
+    """A Trainer whose `fit` prints the measurements and ends the script."""
 
     def fit(self, *arguments: Any, **options: Any) -> FitResult:
         _building.close()
@@ -32,7 +32,7 @@ class Trainer(DryTrainer):
 
 
 def main() -> None:
-    """Run the script that the command line names after ROOM, the bytes for which the largest micro-batch is searched, or 0."""
+    """Run the script from the command line ROOM SCRIPT ARGUMENTS. ROOM: the bytes for which the largest micro-batch is searched, or 0."""
     room, script, *arguments = sys.argv[1:]
     script_file = Path(script).absolute()
     if not sys.flags.safe_path:

@@ -1,7 +1,7 @@
-"""The collectives that one rank takes part in: how many there are, of how many bytes, and over which links they travel.
+"""The collectives of one rank: their number, their bytes, and the links that they use.
 
-Calls and bytes are counted. What a rank sends over which link follows from them for rings, in which ranks stand in their order and
-pass everything on to the next: what NCCL and gloo do with large tensors. Must not know: memory, strategies.
+Calls and bytes are counted. The bytes per link are computed from these for rings, in which each rank sends to the next, as in NCCL and gloo
+for large tensors. Must not know: memory, strategies.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 @dataclass(frozen=True)
 class Sent:
-    """What the calls of one collective in one group come to, for each rank of the group on average."""
+    """The sum over the calls of one collective in one group, as the average per rank of the group."""
 
     operation: str
     ranks: int
     calls: int
     bytes: int
-    """Of the tensors: the whole of what is gathered, the whole of what is reduced before it is scattered."""
+    """Bytes of the tensors: of a gather the whole result, of a reduce-scatter the whole input."""
     within: int
-    """Bytes that a rank sends to a rank of its own node; `between`: to one of another node; `messages`: how many pieces."""
+    """Bytes that a rank sends within its node. `between`: bytes to other nodes. `messages`: the number of messages."""
     between: int
     messages: int
 
 
 class Traffic:
-    """Counts collectives."""
+    """A counter of collectives."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Count anew."""
+        """Restart the count."""
         self._calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._bytes: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def see(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
-        """`func` of the dispatcher has run on `args`."""
+        """Count `func`, an operation of the dispatcher that ran on `args`, if it is a collective."""
         if func.namespace not in _NAMESPACES or func not in collective_ops or func in sync_ops:
             return
         name = func.overloadpacket.__name__
@@ -70,7 +70,7 @@ class Traffic:
         self._bytes[key] += CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
 
     def sent(self, ranks_per_node: int) -> tuple[Sent, ...]:
-        """What was counted, the largest first."""
+        """The counted collectives, those with the most bytes first."""
         matching = [
             Sent(operation, len(ranks), calls, size, *_ring(operation, size, calls, ranks, ranks_per_node))
             for (operation, ranks), calls in self._calls.items()
@@ -80,7 +80,7 @@ class Traffic:
 
 
 def _ring(operation: str, size: int, calls: int, ranks: Sequence[int], ranks_per_node: int) -> tuple[int, int, int]:
-    """Bytes that a rank sends within its node and to other nodes, and messages."""
+    """(bytes within the node, bytes to other nodes, number of messages) that a rank sends."""
     number = len(ranks)
     rounds = {"all-reduce": 2 * (number - 1), "broadcast": 1}.get(operation, number - 1)
     sent = size * (rounds if operation != "broadcast" else number - 1) / number
@@ -92,7 +92,7 @@ def _ring(operation: str, size: int, calls: int, ranks: Sequence[int], ranks_per
 
 
 def _neighbours(nodes: Sequence[int], operation: str) -> Iterator[tuple[int, int]]:
-    """The nodes of each two ranks between which bytes travel."""
+    """(sender's node, receiver's node) of each link between two ranks; -1 for another node."""
     if operation == "all-to-all":
         counts: Mapping[int, int] = Counter(nodes)
         for node, number in counts.items():

@@ -23,12 +23,12 @@ from fabricate.values import FitResult
 
 
 class DryTrainer(trainer.Trainer):
-    """A `fabricate.Trainer` whose `fit` leaves in `measured` what an update takes, and trains nothing.
+    """A `fabricate.Trainer` whose `fit` measures an update instead of training; `measured` has the result.
 
-    The module is used up: it has no values afterwards. Every rank calls it where the group is real."""
+    The module has no values afterwards and cannot be used. In a real group, all ranks call `fit`."""
 
     fake = True
-    """Whether tensors have no memory and the other ranks do not exist; else the same is measured on real ones."""
+    """True: tensors without memory, and no other ranks. False: the same measurements with real tensors and ranks."""
     room: int | None = None
     """The bytes for which the largest micro-batch is searched."""
     measured: Measured
@@ -59,7 +59,7 @@ class DryTrainer(trainer.Trainer):
         collate_fn: Any = None,
         shuffle: bool | None = None,
     ) -> FitResult:
-        if isinstance(batch_size, BatchSizeFinder):  # the rehearsal searches for the size itself
+        if isinstance(batch_size, BatchSizeFinder):  # the rehearsal searches for the largest size
             batch_size = first_size(batch_size, Loading()).batch_size
         loading = Loading(None, num_workers, collate_fn, shuffle)
         resolved, data = self._open_data(module, train, val, resume, batch_size, loading)
