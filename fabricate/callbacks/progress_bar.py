@@ -142,7 +142,7 @@ class ProgressBar(Callback):
         """The line with the current values, the most useful first. `at`: the update of the metrics, if it is not the last. `room`: the
         maximum number of characters; None: no limit, but only the loss or the chosen metrics."""
         progress = self._trainer.progress
-        # chosen metrics may be those of a validation
+        # Chosen metrics may be those of a validation.
         metrics = self._trainer.metrics if self._chosen else self._metrics
         first = [name for name in self._chosen or ("loss",) if name in metrics] or list(self._metrics)[:2]
         parts = [f"step {progress.step if at is None else at}" + (f"/{self._total}" if self._total else "")]

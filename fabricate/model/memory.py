@@ -163,7 +163,7 @@ def _bytes_of_weights(module: torch.nn.Module, parameters: Mapping[torch.Tensor,
     """The bytes of the weights, by kind; for quantised weights, those of their inner tensors."""
     quantised = quantised_weights(module).values()
     inside = {id(each.weight): sum(map(_bytes, each.tensors())) for each in quantised if each.kind == TORCHAO}
-    # some weights share scales
+    # Some weights share scales.
     scales = {tensor.data_ptr(): _bytes(tensor) for each in quantised for tensor in each.scales}
     whole = {"parameters": sum(inside.get(id(p), _bytes(empty)) for p, empty in parameters.items())}
     return {**whole, SCALES: sum(scales.values())} if scales else whole

@@ -75,7 +75,7 @@ class _Probe(Precision):
 def examine(subject: Subject, kind: str, sizes: Sequence[int]) -> Examined:
     """Import `subject`, build it and make a plan with it for each number of ranks in `sizes`. Call it in a new process."""
     learner = Learner()
-    # imports that every plan makes must not count
+    # Imports that every plan makes must not count.
     Trainer(max_steps=1, progress=False).plan(learner, rows(2), batch_size=1)
     before, result = _state(), Examined()
     with tempfile.TemporaryFile("w+b") as output:

@@ -283,7 +283,7 @@ def _run(fit: Fit) -> Trace:
         if "hold different weights" not in str(exc):
             raise
         trace.drifted = True
-        # the weights that a checkpoint would hold
+        # The weights that a checkpoint would hold.
         trace.saved += [(len(trace.steps), held) for held, _ in trace.steps[-1:]]
         return trace
     trace.stop_reason, trace.observed = result.stop_reason, module.observed
