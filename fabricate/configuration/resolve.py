@@ -143,7 +143,8 @@ def _need(settings: Settings, module: TrainModule, training: bool, precision: Pr
 
 
 def _automatic(launch: Launch, device: torch.device, registry: Registry, ahead: Callable[[], Need]) -> tuple[str, str]:
-    """The strategy for "auto" and the reason: "ddp", or "fsdp" if a replica and its training state do not fit into memory."""
+    """The strategy for "auto" and the reason: "single" for one process; else "ddp", or "fsdp" if a replica and its training state do not
+    fit into memory."""
     if launch.world_size == 1:
         return "single", "auto: one process"
     reason = f"auto: {launch.world_size} processes"

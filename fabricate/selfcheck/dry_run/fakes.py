@@ -38,7 +38,7 @@ _READS = frozenset({"aten._local_scalar_dense.default", "aten.item.default", "at
 
 
 class Fakes:
-    """A function `run` for operations, which uses fake tensors where needed."""
+    """The function `run` runs operations, with fake tensors where they are needed."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
