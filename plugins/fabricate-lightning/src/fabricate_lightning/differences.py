@@ -33,12 +33,7 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
         "a value logged with on_step is the mean since the last log boundary (in Lightning: the last value); the mean of each epoch "
         "is logged too, as epoch_NAME"
     )
-    every = settings.validate_every
-    if trainer.validates and every is not None and (every.unit == "steps" or every.amount < 1):
-        yield (
-            "val_check_interval counts the updates of the whole fit; Lightning does so only with check_val_every_n_epoch=None, and else "
-            "counts batches from the start of each epoch"
-        )
+    yield from _validations(trainer)
     if settings.max_steps is not None:
         yield "an epoch that max_steps cuts short ends with on_train_epoch_end, and no mean is logged for it"
     if not adapted.lightning.automatic_optimization:
@@ -55,6 +50,15 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     if trainer.run_dir is not None:
         yield f"checkpoints are directories in {trainer.run_dir}/checkpoints, named by their step and without pickle; they resume exactly"
     yield from adapted.view.notes
+
+
+def _validations(trainer: Trainer) -> Iterator[str]:
+    every = trainer.settings.validate_every
+    if trainer.validates and every is not None and (every.unit == "steps" or every.amount < 1):
+        yield (
+            "val_check_interval counts the updates of the whole fit; Lightning does so only with check_val_every_n_epoch=None, and else "
+            "counts batches from the start of each epoch"
+        )
 
 
 def _now_in_train_mode(adapted: Any) -> Iterator[str]:
