@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class EMA(Callback):
     """Average of the trainable parameters: `average = decay * average + (1 - decay) * weights` after each update.
 
-    decay: between 0 and 1. start: updates before the average begins; until then it is the weights themselves.
+    decay: between 0 and 1. start: updates before the average begins; until then the average equals the weights.
     """
 
     decay: float = 0.999
@@ -33,7 +33,7 @@ class EMA(Callback):
             raise ConfigurationError(f"{self}: give decay of at least 0 and below 1, and start of at least 0")
         self._parts: dict[str, tuple[Strategy.Part, torch.Tensor]] = {}
         self._kept: list[torch.Tensor] = []
-        """The weights, while the module holds the average."""
+        """The weights while the module holds the average; otherwise empty."""
         self._complete = False
         """Whether the fit ends with the average, so that a validation after that leaves it in the module."""
 
@@ -46,18 +46,19 @@ class EMA(Callback):
             raise ConfigurationError("ema: leave out ema or StochasticWeightAveraging: a fit ends with one average")
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Begin, unless it has begun. Not before: a checkpoint without an average may have changed the weights."""
+        """Begin the average, unless `on_load` began it. Not in on_fit_start: a checkpoint without an average may still change the
+        weights."""
         self._begin(trainer, module, {})
 
     def _begin(self, trainer: Trainer, module: TrainModule, averages: Mapping[str, torch.Tensor]) -> None:
-        """Average what is trained, from what the weights are or from `averages`, by name."""
+        """Begin the averages of the trained parameters: at the present weights, or at `averages`, by name."""
         import torch  # here, because looking for plugins imports this file and has to stay quick
 
         self._strategy = trainer.strategy
         for name, parameter in module.named_parameters():
             if name not in self._parts and (parameter.requires_grad or name in averages):
                 part = self._strategy.local_part(parameter)
-                # In bfloat16 it would not move.
+                # In bfloat16 the average would not move: its changes are too small.
                 self._parts[name] = part, part.memory.to(torch.promote_types(part.dtype, torch.float32), copy=True)
         for name, saved in averages.items():
             part, average = self._parts[name]
@@ -88,7 +89,7 @@ class EMA(Callback):
         state["average"] = {name: part.over(average) for name, (part, average) in self._parts.items()}
 
     def on_load(self, trainer: Trainer, module: TrainModule, state: MutableMapping[str, Any]) -> None:
-        self._kept = []  # of weights in whose place those of the checkpoint are now
+        self._kept = []  # copies of weights that the checkpoint has overwritten
         self._begin(trainer, module, state["average"])
 
     on_load_weights = on_load
@@ -102,8 +103,8 @@ class EMA(Callback):
         self._parts, self._complete = {}, False
 
     def _show(self, *, average: bool, tell: bool = True) -> None:
-        """Put the average into the module, or the weights back, unless they are there already. `tell`: the strategy, for which no rank may
-        be gone, as after an exception."""
+        """Put the average into the module, or the weights back, unless they are there already. tell: also call `after_load` of the
+        strategy, which needs all ranks (not after an exception)."""
         import torch
 
         if average != bool(self._kept) and self._parts:

@@ -1,10 +1,9 @@
-"""fabricate in the workers of Ray Train: metrics and checkpoints go to Ray, and a machine that will be taken away is noticed in time.
-And in the trials of Ray Tune, each of which is a process that fits: metrics and checkpoints go to Ray.
+"""fabricate in the workers of Ray Train and in the trials of Ray Tune: metrics and checkpoints are reported to Ray, and workers save before
+a node is preempted.
 
-Every worker is a rank, with the device and the place that Ray gives it; fabricate needs no help with either. What Ray expects of a worker:
-the docstrings of `ray.train.report`, `get_checkpoint` and `get_preemption_info`, Ray 2.60. A fit runs in a thread of a worker, and Python
-handles signals in the main one, where the worker's actor answers calls: its method `execute` runs a function there (not documented). The
-actor of a trial answers none while the trial runs.
+Every worker is a rank, on the device that Ray assigns. Source for Ray's interface: the docstrings of `ray.train.report`, `get_checkpoint`
+and `get_preemption_info`, Ray 2.60. A fit runs in a thread of a worker, but Python handles signals in the main thread. The method `execute`
+of the worker's actor runs a function in the main thread (not documented). The actor of a trial handles no calls while the trial runs.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ __all__ = ["RayTrain", "resume_from_ray"]
 class RayTrain(Callback):
     """Reports to Ray Train or Ray Tune: the metrics of every validation, and every durable checkpoint with the metrics known then.
 
-    copy: whether Ray gets a copy of each checkpoint for its storage (`Result.checkpoint`, `ray.train.get_checkpoint`); without it, RUN_DIR
-    alone holds them. look_every: updates between two looks for a preemption, each a barrier of all workers; 0: never. Where Ray says that a
-    node will be taken away, or where a worker gets SIGTERM, all ranks save at the next update and train on, because Ray takes a function
-    that returns for finished. A second SIGTERM ends the worker. A trial of Ray Tune neither looks nor handles SIGTERM.
+    copy: whether each checkpoint is copied to Ray's storage (`Result.checkpoint`, `ray.train.get_checkpoint`); otherwise it is in RUN_DIR
+    only. look_every: updates between two checks for a preemption, each a barrier of all workers; 0: never. If Ray announces that a node
+    will be preempted, or if a worker receives SIGTERM, all ranks save at the next update and continue, because Ray regards a function that
+    returns as finished. A second SIGTERM ends the worker. A trial of Ray Tune makes no such checks and does not handle SIGTERM.
 
     Raises `ConfigurationError` in a process that is neither a worker nor a trial, and for a `run_dir` in the folder of Ray's session,
     which Ray deletes.
@@ -74,7 +73,7 @@ class RayTrain(Callback):
         self._report({**trainer.metrics, "step": step}, path if self.copy and trainer.is_main else None, path)
 
     def _report(self, metrics: dict[str, Any], checkpoint: Path | None = None, path: Path | None = None) -> None:
-        """`checkpoint`: what Ray shall copy. `path`: what all workers saved."""
+        """Report `metrics` to Ray. checkpoint: the directory that Ray copies. path: the checkpoint that all workers saved."""
         import ray.train
 
         if self._is_trial:
@@ -89,9 +88,9 @@ class RayTrain(Callback):
 
 
 def resume_from_ray(run_dir: str | Path) -> str:
-    """What a worker or a trial gives to `Trainer.fit(resume=)`: "auto" where `run_dir` holds checkpoints or Ray has none of it, else the
-    path of Ray's newest, fetched first if it is on a remote store. Every worker calls it, before its fit. A trial has one fit: there
-    Ray's names of checkpoints do not say which run they are of."""
+    """The value for `Trainer.fit(resume=)` in a worker or a trial: "auto" if `run_dir` holds checkpoints or Ray has none of this run, else
+    the path of Ray's newest checkpoint, downloaded first if it is on a remote store. Every worker calls it before its fit. A trial may have
+    only one fit, because the names of Ray Tune's checkpoints do not identify the run."""
     checkpoint: Any
     if trial := _is_trial():
         import ray.tune
@@ -104,18 +103,18 @@ def resume_from_ray(run_dir: str | Path) -> str:
     if checkpoint is None or any(Path(run_dir).glob("checkpoints/step-*")):
         return "auto"
     if not trial and not Path(checkpoint.path).name.startswith(f"{Path(run_dir).name}-step-"):
-        return "auto"  # of another fit of these workers
+        return "auto"  # the checkpoint is of another fit of these workers
     local = checkpoint.filesystem.type_name == "local"
     return str(checkpoint.path if local else checkpoint.to_directory())
 
 
 def _is_trial() -> bool:
-    """Whether this process is a trial of Ray Tune, else a worker of Ray Train. `ConfigurationError` where it is neither."""
+    """True in a trial of Ray Tune, False in a worker of Ray Train; `ConfigurationError` in any other process."""
     import ray.train
 
     try:
         ray.train.get_context().get_world_size()
-    except DeprecationWarning:  # what Ray Train raises for a trial
+    except DeprecationWarning:  # Ray Train raises it in a trial
         return True
     except RuntimeError as exc:
         raise ConfigurationError(
@@ -126,13 +125,14 @@ def _is_trial() -> bool:
 
 
 _fits: list[Trainer] = []
-"""At work in this worker: one, or one inside of another."""
+"""The trainers that fit in this worker: one, or one inside another."""
 _handlers: list[Any] = []
-"""Ray's own, while there is one of ours."""
+"""Ray's handler of SIGTERM, while this plugin's handler is installed."""
 
 
 def _in_main_thread(function: Callable[[], None]) -> None:
-    """Run `function` where Python allows to set signal handlers. Without effect where the fit itself runs there (`num_workers=0`)."""
+    """Run `function` in the worker's main thread, where Python allows signal handlers to be set. Does nothing outside of an actor
+    (`num_workers=0`)."""
     import ray
 
     context = ray.get_runtime_context()
@@ -151,7 +151,7 @@ def _hear_no_more() -> None:
 
 
 def _save(number: int, frame: FrameType | None) -> None:
-    """The first SIGTERM; the next is Ray's again."""
+    """Handle the first SIGTERM: save at the next update, and let Ray handle the next signal."""
     signal.signal(signal.SIGTERM, _handlers[0])
     for trainer in _fits:
         if trainer.running:
@@ -159,7 +159,8 @@ def _save(number: int, frame: FrameType | None) -> None:
 
 
 def _check_run_dir(run_dir: Path | None) -> None:
-    """The working directory of a worker or a trial is a folder of Ray's session, and is deleted with it."""
+    """Raise `ConfigurationError` if `run_dir` is in the folder of Ray's session, as the working directory of a worker or trial is: Ray
+    deletes it."""
     import ray
 
     session = ray.get_runtime_context().get_session_name()

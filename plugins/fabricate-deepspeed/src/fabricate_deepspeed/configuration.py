@@ -1,6 +1,6 @@
-"""A DeepSpeed configuration: what the user's file asks of the Trainer, what in it is refused, and every "auto" filled.
+"""A DeepSpeed configuration: the settings that the user's file gives to the Trainer, the refusal of keys, and values for every "auto".
 
-A value that the file sets stays as it is; one that fabricate knows and that differs is an error that names both. Must not
+A value that the file sets is kept; if fabricate determines another value, the error names both. Must not
 know: the engine, how anything is trained.
 """
 
@@ -56,10 +56,10 @@ class Configuration:
                     "DeepSpeed's documentation"
                 )
         self.content: dict[str, Any] = {}
-        """What DeepSpeed gets, once `fill` was called."""
+        """The configuration for DeepSpeed, made by `fill`."""
 
     def asks(self) -> Iterator[tuple[str, tuple[Any, str]]]:
-        """What the file sets of what belongs to the Trainer: name, value, and where it stands."""
+        """The settings of the Trainer in the file: name, value, and the place in the file."""
         half = [name for name in ("fp16", "bf16") if self._given[name].get("enabled") is True]
         if len(half) == 2:
             raise ConfigurationError(f"{self.where}: fp16.enabled and bf16.enabled are both true; remove one")
@@ -76,7 +76,7 @@ class Configuration:
             yield name, (kind(value), f"{key} in {self.where}")
 
     def fill(self, settled: Strategy.Settled, offload: Mapping[str, str | None]) -> None:
-        """Make `content` of what was given and what is settled. Raises `ConfigurationError` for two values that differ."""
+        """Make `content` from the user's configuration and the settled settings. Raises `ConfigurationError` for two values that differ."""
         self.content, self.filled = copy.deepcopy(self._given), {}
         zero = self._section("zero_optimization")
         self._set(zero, "stage", self.stage, f"strategy='zero{self.stage}'")
@@ -100,7 +100,7 @@ class Configuration:
         self._set(
             self.content, "gradient_clipping", settled.max_grad_norm or 0.0, f"max_grad_norm={settled.max_grad_norm}"
         )
-        # fabricate checks the optimizer itself and uses the one it got, also where the state lies on the CPU.
+        # fabricate checks the optimizer itself and uses the module's, also if its state is on the CPU.
         self.content |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
     def _check_swapping(self, section: dict[str, Any]) -> None:
@@ -116,12 +116,12 @@ class Configuration:
             )
 
     def swaps_to(self) -> str | None:
-        """The folder for the files of an optimizer that is offloaded to them."""
+        """The folder for the files of an optimizer that is offloaded to files, else None."""
         section = self.content["zero_optimization"].get("offload_optimizer") or {}
         return str(section["nvme_path"]) if section.get("device") == "nvme" else None
 
     def ask_to_swap(self, path: str) -> None:
-        """The option nvme_path says `path`. Raises `ConfigurationError` where the file says another."""
+        """Set `path`, the option nvme_path. Raises `ConfigurationError` if the file has another."""
         section = self.content["zero_optimization"]["offload_optimizer"]
         self._set(section, "nvme_path", path, f"the option nvme_path={path}")
 
@@ -131,14 +131,13 @@ class Configuration:
         section |= {"nvme_path": folder, "buffer_count": max(_SWAP_BUFFERS, section.get("buffer_count", 0))}
 
     def swap_buffers(self, num_elements: float) -> int:
-        """Bytes of the buffers through which a rank's `num_elements` go to files."""
+        """Bytes of the buffers through which a rank's `num_elements` are swapped."""
         size = (self.content or self._given)["zero_optimization"].get("sub_group_size", _SUB_GROUP)
         return int(_SWAP_BUFFERS * 4 * min(num_elements, _SUB_GROUP if size == AUTO else size))
 
     def fill_sizes(self, num_elements: int, hidden_size: int | None) -> None:
-        """Fill the sizes that depend on the model, of which `num_elements` are trained: as transformers does where it names a
-        hidden size, else DeepSpeed's own defaults; never a bucket larger than what is trained, whose memory would be taken
-        for nothing."""
+        """Fill the sizes that depend on the model, of which `num_elements` are trained: with transformers' values if the model has a hidden
+        size, else DeepSpeed's defaults. A bucket is never larger than the trained parameters, which would waste memory."""
         zero = self.content["zero_optimization"]
         square = hidden_size**2 if hidden_size else None
         sizes = {"reduce_bucket_size": square or _BUCKET, "allgather_bucket_size": _BUCKET}
@@ -147,10 +146,10 @@ class Configuration:
             sizes["stage3_param_persistence_threshold"] = 10 * hidden_size if hidden_size else 100_000
         for key, size in sizes.items():
             if zero.get(key, AUTO) == AUTO:
-                even = num_elements + num_elements % 2  # stages 1 and 2 take whole pairs only
+                even = num_elements + num_elements % 2  # stages 1 and 2 need an even number
                 zero[key] = size if "threshold" in key else min(size, max(even, 2))
                 self.filled[f"zero_optimization.{key}"] = zero[key]
-        compared = ("optimizer.", "scheduler.")  # with the module's, in `check_optimizer`
+        compared = ("optimizer.", "scheduler.")  # `check_optimizer` compares them with the module's
         left = [p for p, value in _leaves(self.content) if value == AUTO and not p.startswith(compared)]
         if left:
             raise ConfigurationError(
@@ -158,7 +157,7 @@ class Configuration:
             )
 
     def describe(self, settled: Strategy.Settled) -> dict[str, str]:
-        """Lines for the plan: what of the file was filled, what has no effect, how the loss is scaled."""
+        """Lines for the plan: the values filled in, the keys without effect, and how the loss is scaled."""
         lines = {}
         filled = ", ".join(f"{path}={value}" for path, value in self.filled.items())
         if self._given_by_user:
@@ -188,7 +187,7 @@ class Configuration:
         return min(_BUCKET, num_elements) if size == AUTO else int(size)
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Compare the sections `optimizer` and `scheduler` with the module's own, which train; they leave `content`."""
+        """Compare the sections `optimizer` and `scheduler` with those of the module, which are used, and remove them from `content`."""
         section = self.content.pop("optimizer", None)
         if section:
             self._compare_optimizer(optimizer, section)
@@ -224,7 +223,7 @@ class Configuration:
     def _fill_batch(self, settled: Strategy.Settled) -> None:
         micro, number = settled.micro_batch_size, settled.gradient_accumulation_steps
         self._set(self.content, "gradient_accumulation_steps", number, f"gradient_accumulation_steps={number}")
-        if micro is None:  # batches as they come, or an evaluation: DeepSpeed only wants numbers that agree
+        if micro is None:  # size unknown, or an evaluation: DeepSpeed only needs consistent numbers
             given = self._given.get("train_micro_batch_size_per_gpu", AUTO)
             micro = given if isinstance(given, int) else 1
             self.content["train_micro_batch_size_per_gpu"] = micro
@@ -259,7 +258,7 @@ class Configuration:
         return section
 
     def _set(self, section: dict[str, Any], key: str, value: Any, known_from: str) -> None:
-        """Fill `key`, or compare what is there with `value`."""
+        """Set `key` to `value`, or raise `ConfigurationError` if it has another value."""
         path = next((f"{name}.{key}" for name, inner in self.content.items() if inner is section), key)
         if section.get(key, AUTO) in (AUTO, None):
             section[key] = value

@@ -1,4 +1,4 @@
-"""Which keys of a DeepSpeed configuration pass, have no effect, or are refused, each with the reason."""
+"""The keys of a DeepSpeed configuration that are passed on, that have no effect, and that are refused, with the reasons."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ OPTIMIZER_SWITCHES = ("adam_w_mode", "bias_correction", "torch_adam")
 
 
 def check(content: Mapping[str, Any], where: str) -> None:
-    """Raise `ConfigurationError` for keys that are unknown, which DeepSpeed would pass over, and those that are refused."""
+    """Raise `ConfigurationError` for unknown keys, which DeepSpeed would ignore, and for refused keys."""
     zero = content.get("zero_optimization")
     inner = zero if isinstance(zero, Mapping) else {}
     for path, value in [*content.items(), *((f"zero_optimization.{key}", value) for key, value in inner.items())]:
@@ -93,14 +93,14 @@ def check(content: Mapping[str, Any], where: str) -> None:
 
 
 def without_effect(content: Mapping[str, Any]) -> dict[str, str]:
-    """The keys in `content` that mean nothing here, with the reason."""
+    """The keys in `content` that have no effect, with the reason."""
     zero = content.get("zero_optimization")
     present = [*content, *(f"zero_optimization.{key}" for key in (zero if isinstance(zero, Mapping) else {}))]
     return {key: WITHOUT_EFFECT[key] for key in present if key in WITHOUT_EFFECT}
 
 
 def same_optimizer(kind: str, parameters: Mapping[str, Any]) -> set[str]:
-    """Lower-case class names that do what DeepSpeed would build for `optimizer.type`: its Adam decouples weight decay
+    """Lower-case names of classes that compute the same as DeepSpeed's optimizer for `optimizer.type`, whose Adam decouples weight decay
     unless `adam_w_mode` is false."""
     name = str(kind).lower()
     if name in ("adam", "adamw"):

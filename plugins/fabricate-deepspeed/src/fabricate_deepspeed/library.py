@@ -1,4 +1,4 @@
-"""DeepSpeed itself: imported once, for the device of the run, without leaving anything changed in the process.
+"""The import of DeepSpeed: once, for the device of the run, without lasting changes to the process.
 
 Must not know: strategies, configuration.
 """
@@ -27,7 +27,7 @@ def missing() -> bool:
 
 @contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """`variables` in the environment, and the environment as before afterwards, whatever was set inside."""
+    """Set `variables` in the environment; on exit, undo every change that was made to the environment inside."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -39,7 +39,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 def load(device: torch.device) -> ModuleType:
-    """The package, bound to the kind of `device`. Seconds the first time. It decides on the device when it is imported."""
+    """The package, bound to the kind of `device`, which it determines when it is imported. The first call takes seconds."""
     with environment(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
         import deepspeed
         from deepspeed.accelerator import get_accelerator
@@ -51,16 +51,17 @@ def load(device: torch.device) -> ModuleType:
                 "a new process, or unset DS_ACCELERATOR"
             )
         if device.type == "cpu":
-            # Its shared-memory reduction is for inference and would be compiled now, for half a minute.
+            # DeepSpeed's shared-memory reduction is for inference and would be compiled now, for half a minute.
             importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-            # It means oneDNN's fast kernels; torch computes in float16 without them, which the precision verifies.
+            # DeepSpeed tests for oneDNN's fast kernels; torch computes in float16 without them, as the precision
+            # verifies.
             accelerator.is_fp16_supported = lambda: True
     return deepspeed
 
 
 @contextlib.contextmanager
 def refusals(where: str) -> Iterator[None]:
-    """What DeepSpeed says about a configuration, as an error of fabricate's."""
+    """Raise DeepSpeed's errors about a configuration as `ConfigurationError`."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
@@ -70,10 +71,10 @@ def refusals(where: str) -> Iterator[None]:
 
 
 class Setup:
-    """The process as DeepSpeed wants it, between `start` and `stop`: LOCAL_RANK, from which it makes the name of the device also in
-    the course of a forward, is the index of the device, and torch's words about calls that DeepSpeed makes are not repeated. Afterwards
-    the level of DeepSpeed's logger, which a configuration file may set for the whole process, is as before, and so is torch's linear
-    function, which ZeRO-3 replaces by one of its own."""
+    """The settings of the process for DeepSpeed, between `start` and `stop`: LOCAL_RANK is the index of the device, because DeepSpeed makes
+    the name of the device from it, also during a forward; torch's warnings about calls in DeepSpeed are off. `stop` restores LOCAL_RANK,
+    the level of DeepSpeed's logger, which a configuration file may set for the whole process, and torch's linear function, which ZeRO-3
+    replaces."""
 
     def __init__(self) -> None:
         self._levels: dict[logging.Logger | logging.Handler, int] = {}
@@ -82,7 +83,7 @@ class Setup:
         self._linear = torch.nn.functional.linear
 
     def start(self, device: torch.device) -> None:
-        """Begin, unless it was begun."""
+        """Apply the settings, unless they are applied already."""
         if self._filter is None:
             self._linear = torch.nn.functional.linear
             self._local_rank = os.environ.get("LOCAL_RANK")
@@ -93,7 +94,7 @@ class Setup:
             self._filter = warnings.filters[0]
 
     def stop(self) -> None:
-        """End, if it was begun."""
+        """Restore the process, if the settings are applied."""
         if self._filter is None:
             return
         os.environ.pop("LOCAL_RANK", None)

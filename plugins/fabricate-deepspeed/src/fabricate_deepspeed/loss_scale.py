@@ -1,8 +1,8 @@
-"""DeepSpeed's loss scale, driven so that one update is divided by what its loss was multiplied with.
+"""DeepSpeed's loss scale, controlled so that an update is divided by the number by which its loss was multiplied.
 
-DeepSpeed adapts the scale in the middle of the update and divides by the new one, so that an update at which the scale grows
-would be half as large. The scale in force is therefore kept apart and brought up to date between updates. Where nothing is
-scaled it is 1. Must not know: strategies.
+DeepSpeed adapts the scale in the middle of the update and divides by the new one, so that an update at which the scale grows would be half
+as large. The scale in force is therefore stored separately and renewed between updates. Without loss scaling it is 1. Must not know:
+strategies.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class LossScale:
 
     @property
     def in_force(self) -> Any:
-        """What gradients are divided by in the coming update."""
+        """The number by which the gradients of the next update are divided."""
         return self._zero.external_loss_scale
 
     def renew(self) -> None:
-        """After an update: take what the scaler made of it."""
+        """Take over the scaler's new scale, after an update."""
         self._zero.external_loss_scale = self._zero.loss_scaler.cur_scale
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply the gradients of the coming update by `factor`: divided by less, in the pass that is made anyway. Where the
-        optimizer is offloaded they are in host memory, and so has to be what they are divided by."""
+        """Multiply the gradients of the next update by `factor`, through a smaller divisor in the pass that divides them anyway. With an
+        offloaded optimizer the gradients are in host memory, so the divisor has to be there too."""
         self._zero.external_loss_scale = self._zero.external_loss_scale / factor.to(self._zero.device)
 
     def state(self) -> dict[str, Any] | None:
-        """With the keys of `torch.amp.GradScaler.state_dict`; None where nothing is scaled."""
+        """The state, with the keys of `torch.amp.GradScaler.state_dict`; None unless the scale is dynamic."""
         scaler = self._zero.loss_scaler
         if not scaler.dynamic:
             return None
         clean = scaler.cur_iter - scaler.last_overflow_iter - 1
-        clean = (clean - 1) % scaler.scale_window + 1 if clean else 0  # the scale grows where it reaches the window
+        clean = (clean - 1) % scaler.scale_window + 1 if clean else 0  # the scale grows when it reaches the window
         return {
             "scale": float(scaler.cur_scale),
             "growth_factor": scaler.scale_factor,
@@ -53,7 +53,7 @@ class LossScale:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` or a `torch.amp.GradScaler` gave. A fixed scale stays."""
+        """Restore a state of `state` or of a `torch.amp.GradScaler`. A fixed scale is not changed."""
         scaler = self._zero.loss_scaler
         if scaler.dynamic:
             tracker = int(state["_growth_tracker"])

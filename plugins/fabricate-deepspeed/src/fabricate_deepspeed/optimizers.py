@@ -1,4 +1,4 @@
-"""Which optimizers ZeRO's flat slices leave right: those that treat every element by itself."""
+"""The check of optimizers for ZeRO's flat slices: only those that update each element independently compute the same there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ELEMENTWISE = (
 
 
 def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
-    """Raise `ConfigurationError` for an optimizer that would do something else on flat slices of the parameters."""
+    """Raise `ConfigurationError` for an optimizer whose result would differ on flat slices of the parameters."""
     kind = type(optimizer)
     is_elementwise = kind.__name__ in _ELEMENTWISE and kind.__module__.partition(".")[0] in ("torch", "deepspeed")
     if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes

@@ -1,7 +1,7 @@
-"""Where this rank's part of each parameter lies in DeepSpeed's flat tensors, and what an optimizer keeps for it.
+"""The place of this rank's part of each parameter in DeepSpeed's flat tensors, and the optimizer state for that part.
 
-DeepSpeed lays the parameters of a group one after another into flat tensors, of which the optimizer knows one slice per
-rank. Must not know: strategies, how anything is trained.
+DeepSpeed puts the parameters of a group one after another into flat tensors, of which the optimizer has one slice per rank. Must not know:
+strategies, how anything is trained.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fabricate_deepspeed.swapped import Files
 
 @dataclass(frozen=True)
 class Slice:
-    """`count` elements of a parameter, from `start` on, lie in `flat` from `offset` on, which has room for `room`. `files`:
-    where DeepSpeed has swapped `flat`, if it has."""
+    """`count` elements of a parameter, from `start` on: they are in `flat` from `offset` on, where `room` elements are reserved. files: the
+    files to which DeepSpeed swaps `flat`, if it does."""
 
     flat: torch.Tensor
     offset: int
@@ -48,7 +48,7 @@ class Slice:
 
 
 def slices(engine: Any) -> Iterator[tuple[torch.nn.Parameter, Slice]]:
-    """Every parameter that `engine` trains, with its slice; an empty one where this rank holds nothing of it."""
+    """Every parameter that `engine` trains, with its slice, which is empty if this rank holds nothing of the parameter."""
     zero = engine.optimizer
     if engine.zero_optimization_stage() < 3:
         for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
@@ -70,12 +70,12 @@ def slices(engine: Any) -> Iterator[tuple[torch.nn.Parameter, Slice]]:
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
-    """Whether stage 3 has this parameter in parts."""
+    """Whether stage 3 has partitioned this parameter."""
     return hasattr(tensor, "ds_id")
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """Of a parameter in parts: where this rank's begins and how many elements it has; the last part is padded."""
+    """The start and the number of elements of this rank's part of a partitioned parameter, without the padding of the last part."""
     size = parameter.ds_tensor.ds_numel
     start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
     return start, min(size, parameter.ds_numel - start)
@@ -84,7 +84,7 @@ def own_range(parameter: Any) -> tuple[int, int]:
 def restore_optimizer_state(
     optimizer: torch.optim.Optimizer, own: Slice, state: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Put `state` into `optimizer`: values, or dtypes of what is laid out like the parameter. Returns the memory for these."""
+    """Put `state` into `optimizer`: values, or dtypes for tensors laid out like the parameter. Returns the memory of these tensors."""
     kept = optimizer.state[own.flat]
     rooms = {}
     for key, value in state.items():

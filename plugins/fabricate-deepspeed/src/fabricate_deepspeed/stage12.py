@@ -13,14 +13,14 @@ from fabricate_deepspeed.strategy import ZeRO
 
 @dataclasses.dataclass(eq=False)
 class _WholeParameters(ZeRO):
-    """What both stages do alike."""
+    """The common part of stages 1 and 2."""
 
     quantised: ClassVar[tuple[str, ...]] = ("bitsandbytes 4-bit", "bitsandbytes 8-bit")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._places: dict[int, torch.Tensor] = {}
-        """Of each trained parameter, by id, its place in the flat tensors that DeepSpeed writes after an update."""
+        """The place of each trained parameter, by id, in the flat tensors that DeepSpeed writes after an update."""
 
     def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         for parameter in parameters:
@@ -31,11 +31,11 @@ class _WholeParameters(ZeRO):
         return self._root
 
     def _convert(self, dtype: torch.dtype | None) -> None:
-        """DeepSpeed does."""
+        """Nothing to do: DeepSpeed converts the parameters."""
 
     def _give_back(self, clean: bool) -> bool:
         for parameter, (dtype, attributes) in self._before.items() if self._slices else ():
-            # After a failure others may be gone, and the rounded weights are all there is without them.
+            # After a failure other ranks may be gone, and without them only the rounded weights are left.
             whole = self.gather(parameter) if clean else parameter.detach()
             parameter.data = whole.to(dtype)
             for name in set(vars(parameter)) - attributes:
@@ -46,7 +46,7 @@ class _WholeParameters(ZeRO):
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         own = self._slices.get(id(tensor))
         if own is not None and own.flat.dtype == tensor.dtype:
-            return tensor.detach()  # no master weights beside it
+            return tensor.detach()  # no other master weights
         return super().gather(tensor)
 
     def prepare_optimizers(

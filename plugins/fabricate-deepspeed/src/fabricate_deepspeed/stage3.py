@@ -102,7 +102,7 @@ class ZeRO3(ZeRO):
     def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         for parameter in parameters:
             self._cut([parameter])
-            # `configure_optimizers` may group by shape; this takes no memory.
+            # Shows the shape, by which `configure_optimizers` may group, and takes no memory.
             parameter.data = parameter.data.new_zeros(()).expand(parameter.ds_shape)
 
     def _for_evaluation(self) -> torch.nn.Module:
@@ -122,7 +122,7 @@ class ZeRO3(ZeRO):
         self._converted = {p for p in self._root.parameters() if dtype is not None and p.dtype == torch.float32}
         for parameter in self._converted:
             parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
-        for parameter in self._root.parameters():  # as DeepSpeed has them between uses
+        for parameter in self._root.parameters():  # empty, as DeepSpeed keeps them between uses
             parameter.data = parameter.data.new_empty(0, dtype=parameter.ds_tensor.dtype)
 
     def _give_back(self, clean: bool) -> bool:
@@ -134,20 +134,21 @@ class ZeRO3(ZeRO):
             if own is not None:
                 parameter.ds_tensor.data = own.whole(own.flat).narrow(0, own.offset, parameter.ds_tensor.ds_numel)
                 if own.files is not None:
-                    parameter.ds_tensor.data = parameter.ds_tensor.data.clone()  # the file goes
+                    parameter.ds_tensor.data = parameter.ds_tensor.data.clone()  # the file will be deleted
             if parameter in self._converted:
                 parameter.ds_tensor.data = parameter.ds_tensor.data.float()
             parameter.data = parameter.data.new_empty(0, dtype=parameter.ds_tensor.dtype)
-            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # after a failure some may be gathered still
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # after a failure some may still be gathered
             parameter.ds_active_sub_modules.clear()
         for submodule in self._root.modules():
-            submodule._parameters = dict(submodule._parameters)  # DeepSpeed's own kind of dict gathers what is read
+            # DeepSpeed's kind of dict gathers a parameter that is read
+            submodule._parameters = dict(submodule._parameters)
         self.__dict__.pop("_cut", None)
-        parameter_offload.FWD_MODULE_STACK.clear()  # it would keep the module
+        parameter_offload.FWD_MODULE_STACK.clear()  # it would keep the module alive
         return False
 
     def _partition_persistent(self) -> list[Any]:
-        """Small parameters that DeepSpeed keeps gathered between updates: let them go."""
+        """Partition the small parameters that DeepSpeed keeps gathered between updates, and return them."""
         persistent: list[Any] = self._engine.optimizer.persistent_parameters
         if persistent:
             persistent[0].partition(persistent)
@@ -216,5 +217,5 @@ class ZeRO3(ZeRO):
         zero.grad_partitions_flat_buffer.zero_()
         if zero.offload_optimizer:
             for flat in zero.fp32_partitioned_groups_flat:
-                if flat.grad is not None:  # it is, where the group is in a file
+                if flat.grad is not None:  # None if the group is in a file
                     flat.grad.zero_()

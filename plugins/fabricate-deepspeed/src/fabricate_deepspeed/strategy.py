@@ -1,7 +1,7 @@
-"""What the three stages of ZeRO have in common: DeepSpeed's engine, driven by the loop.
+"""The common part of the three stages of ZeRO: DeepSpeed's engine, controlled by the loop.
 
-The loop says what an update is: DeepSpeed is told before each micro-batch whether the window ends with it, gets losses that
-are weighted already, and updates when the loop calls `step`. Clipping and loss scaling are DeepSpeed's, once per update.
+The loop decides what an update is: it sets before each micro-batch whether the window ends with it, passes weighted losses to DeepSpeed,
+and calls `step` for the update. DeepSpeed clips gradients and scales losses, once per update.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class ZeRO(Strategy, abc.ABC):
     """Base of the three stages.
 
-    config: a DeepSpeed JSON file (or its content): what it sets counts, every "auto" is filled. offload_optimizer: "cpu"
-    keeps optimizer state and master weights in host memory. allow_untested_optimizer: take an optimizer that is not known to
-    treat every element by itself.
+    config: a DeepSpeed JSON file (or its content): its values are used, and every "auto" is filled. offload_optimizer: "cpu" keeps
+    optimizer state and master weights in host memory. allow_untested_optimizer: accept an optimizer that is not known to update each
+    element independently.
     """
 
     config: str | Mapping[str, Any] | None = None
@@ -92,7 +92,7 @@ class ZeRO(Strategy, abc.ABC):
         return dict(self._configuration.asks())
 
     def settle(self, settled: Strategy.Settled) -> None:
-        if settled.precision.name not in ("fp32", "fp16", "bf16"):  # one that changes layers: DeepSpeed flattens them
+        if settled.precision.name not in ("fp32", "fp16", "bf16"):  # others change layers, which DeepSpeed flattens
             raise ConfigurationError(
                 f"strategy={self.name!r} does not compute in precision={settled.precision.name!r}; use 'fp32', 'fp16' or 'bf16'"
             )
@@ -100,7 +100,7 @@ class ZeRO(Strategy, abc.ABC):
         self._configuration.fill(settled, self._offload())
 
     def memory_per_rank(self, module: torch.nn.Module, whole: Mapping[str, int], world_size: int) -> dict[str, int]:
-        """Parameters and gradients in the dtype of the precision, float32 masters and state in shards, one bucket."""
+        """Parameters and gradients in the dtype of the precision, float32 master weights and optimizer state in shards, and one bucket."""
         precision = self._settled.precision.mixed_precision if self._settled is not None else "no"
         width, parameters = (2 if precision in _HALF else 4), list(module.parameters())
         every = sum(math.prod(self.local_part(p).shape) for p in parameters)
@@ -128,7 +128,7 @@ class ZeRO(Strategy, abc.ABC):
     def accelerator_arguments(self) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
-        # Without zero.Init: transformers would read weights its way.
+        # No zero.Init, with which transformers would load weights differently.
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=self._configuration.content, zero3_init_flag=False)}
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
@@ -151,7 +151,7 @@ class ZeRO(Strategy, abc.ABC):
         trained = sum(math.prod(self.local_part(p).shape) for p in root.parameters() if p.requires_grad)
         self._configuration.fill_sizes(trained, getattr(getattr(root, "config", None), "hidden_size", None))
         accelerator.state.deepspeed_plugin.deepspeed_config.update(copy.deepcopy(self._configuration.content))
-        # DeepSpeed wraps; Accelerate only has to know the model, hence evaluation mode (no second wrapper).
+        # DeepSpeed wraps the model. Accelerate only registers it, in evaluation mode, so without a second wrapper.
         accelerator.prepare_model(root, device_placement=False, evaluation_mode=True)
         self._give_memory()
         for buffer in root.buffers():
@@ -162,8 +162,8 @@ class ZeRO(Strategy, abc.ABC):
         return root if "train" in root.steps else self._for_evaluation()
 
     def _give_memory(self) -> None:
-        """What is on the meta device becomes real, one parameter after another; the values come later. All ranks."""
-        memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that its id stays taken
+        """Replace the tensors on the meta device by real ones, one after another; the values are set later. All ranks."""
+        memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old tensor, so that its id is not reused
         for submodule in self._root.modules():
             for table in (submodule._parameters, submodule._buffers):
                 for key, tensor in table.items():
@@ -200,7 +200,7 @@ class ZeRO(Strategy, abc.ABC):
             self._slices[id(parameter)] = own
             noted = functools.partial(self._ran_backward, number)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(noted))
-            if half is not None:  # DeepSpeed made its master weights from rounded ones
+            if half is not None:  # DeepSpeed made its master weights from rounded weights
                 whole = masters[parameter]
                 own.of(own.flat).copy_(whole.values.flatten().narrow(0, own.start - whole.start, own.count))
         self._verify(half or torch.float32)
@@ -209,7 +209,8 @@ class ZeRO(Strategy, abc.ABC):
         return engine  # type: ignore[no-any-return]
 
     def _check_dtypes(self) -> None:
-        """Where nothing is converted, stage 3 wants one dtype; DeepSpeed's own assertion has no words."""
+        """Raise `ConfigurationError` unless the trained parameters have one dtype, which stage 3 needs; DeepSpeed's assertion has no
+        message."""
         trained = {
             p.dtype: f"{name} ({str(p.dtype).removeprefix('torch.')})"
             for name, p in self._root.named_parameters()
@@ -248,23 +249,23 @@ class ZeRO(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def _place(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Put whole parameters where they stay until an optimizer comes, with rank 0's values. All ranks."""
+        """Give whole parameters rank 0's values, and their place until `prepare_optimizers`. All ranks."""
 
     @abc.abstractmethod
     def _for_evaluation(self) -> torch.nn.Module:
-        """What runs when there is nothing to train."""
+        """The model to run if nothing is trained."""
 
     @abc.abstractmethod
     def _convert(self, dtype: torch.dtype | None) -> None:
-        """Parameters in float32 to the dtype in which they are multiplied, if that is another."""
+        """Convert parameters in float32 to `dtype`, in which they are multiplied; None: no conversion."""
 
     @abc.abstractmethod
     def _give_back(self, clean: bool) -> bool:
-        """Parameters in float32 again, without DeepSpeed's attributes; whether they are whole on every rank."""
+        """Restore the parameters' dtypes and remove DeepSpeed's attributes; return whether they are whole on every rank."""
 
     @abc.abstractmethod
     def _describe_shards(self) -> dict[str, str]:
-        """Lines for the plan: what lies where."""
+        """Lines for the plan: what is whole and what is in shards."""
 
     # -- one update -----------------------------------------------------------------------------------------------------
 
@@ -291,11 +292,12 @@ class ZeRO(Strategy, abc.ABC):
             self._refuse_lost(set(self._ran[:before]) - set(self._ran[before:]))
 
     def _offloads_gradients(self) -> bool:
-        """Whether DeepSpeed adds up the gradients of a window in host memory, and takes those of its last micro-batch over from there."""
+        """Whether DeepSpeed sums the gradients of a window in host memory and takes from there only those of its last micro-batch."""
         return False
 
     def _refuse_lost(self, numbers: set[int]) -> None:
-        """Refuse parameters whose gradients DeepSpeed would leave out: of an earlier micro-batch of the window, and not of the last."""
+        """Refuse parameters whose gradients DeepSpeed would lose: they have one in an earlier micro-batch of the window, but not in the
+        last."""
         if numbers:
             ran = [parameter for number, (parameter, _) in enumerate(shards.slices(self._engine)) if number in numbers]
             names = [name for name, own in self._root.module.named_parameters() if any(own is each for each in ran)]
@@ -313,7 +315,7 @@ class ZeRO(Strategy, abc.ABC):
         return norm.float()
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
-        """DeepSpeed clips in its update, to the same norm: `settle` told it."""
+        """Nothing to do: DeepSpeed clips in its update, to the norm that `settle` configured."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         self._uses.settle()
@@ -330,7 +332,7 @@ class ZeRO(Strategy, abc.ABC):
         return applied
 
     def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        if self._left_over:  # nobody called `step`: DeepSpeed would add the next window to this one
+        if self._left_over:  # `step` was not called: DeepSpeed would add the next window to this one
             self._discard()
             self._loss_scale.renew()
             self._left_over = False
@@ -338,15 +340,15 @@ class ZeRO(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def _scaled_norm(self) -> torch.Tensor:
-        """Norm of the global gradient, still multiplied by the loss scale; infinite where it is none."""
+        """Norm of the global gradient, still multiplied by the loss scale; not finite if a gradient is not."""
 
     @abc.abstractmethod
     def _discard(self) -> None:
-        """Forget the gradients of a window that is not going to be applied."""
+        """Discard the gradients of a window that is not applied."""
 
     @abc.abstractmethod
     def _forget_unused(self) -> None:
-        """After an update: what of its gradients would count again for parameters that the next window does not use."""
+        """After an update, clear the gradients that would count again for parameters that the next window does not use."""
 
     def _ran_backward(self, number: int, parameter: torch.nn.Parameter) -> None:
         if not self._in_backward:
@@ -358,19 +360,19 @@ class ZeRO(Strategy, abc.ABC):
         self._ran.append(number)
 
     def route(self) -> int:
-        # Gradients of unlike parameters would be added up as if they were one: wrong, without an error.
+        # With unequal routes, gradients of different parameters would be added, without an error.
         ran, self._ran = self._ran, []
         return hash(tuple(ran)) & (2**62 - 1)
 
     # -- weights that hooks change --------------------------------------------------------------------------------------
 
     def during_hook(self, hook: str) -> AbstractContextManager[object] | None:
-        # Those left out have a forward or a save inside, or may run on one rank only.
+        # These hooks have a forward or a save inside, or may run on one rank only.
         left_out = ("train_step", "eval_step", "write_checkpoint", "on_exception", "on_teardown")
         return None if hook in left_out else self._uses.during(hook)
 
     def keeps_written(self, parameter: torch.nn.Parameter) -> bool:
-        # Masters overwrite what is trained; stage 3 frees what it gathered.
+        # Master weights overwrite trained parameters; stage 3 frees gathered ones.
         return self.stage < 3 and not parameter.requires_grad
 
     @contextlib.contextmanager
@@ -385,20 +387,21 @@ class ZeRO(Strategy, abc.ABC):
             self._uses.add(used)
 
     def _take_over(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Make values that were changed in `parameters`, on every rank alike, those of the master weights of this rank's parts."""
+        """Copy values that were changed in `parameters`, equally on every rank, to the master weights of this rank's parts."""
         for parameter in parameters:
             current, own = self._current(parameter), self._slices.get(id(parameter))
-            if own is None or not own.count:  # frozen, or all of it on other ranks
+            if own is None or not own.count:  # frozen, or entirely on other ranks
                 continue
             master = own.of(own.flat)
             current = current.narrow(0, own.start if self.stage < 3 else 0, own.count).to(master.device)
-            if current.dtype != master.dtype:  # a master that is only more exact stays
+            if current.dtype != master.dtype:  # keep masters that round to the same value
                 current = torch.where(current == master.to(current.dtype), master, current.to(master.dtype))
             master.copy_(current)
 
     @abc.abstractmethod
     def _current(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What a hook left in `parameter`, flat, from where the next forward takes it: the whole, of one in parts this rank's range."""
+        """The value that a hook left in `parameter`, flat, in the memory that the next forward reads: the whole, or this rank's range of a
+        partitioned parameter."""
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -421,7 +424,7 @@ class ZeRO(Strategy, abc.ABC):
             return part.values
         whole = torch.zeros(math.prod(part.shape), dtype=part.values.dtype, device=self._device)
         whole.narrow(0, part.start, part.values.numel()).copy_(part.values)
-        dist.all_reduce(whole)  # every element lies on one rank, zero on the others
+        dist.all_reduce(whole)  # every element is on one rank, and zero on the others
         return whole.reshape(part.shape)
 
     def optimizer_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:

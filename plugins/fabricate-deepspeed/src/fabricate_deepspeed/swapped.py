@@ -1,7 +1,7 @@
-"""Master weights and optimizer state that DeepSpeed keeps in files (offload to NVMe): read and written where they lie.
+"""Master weights and optimizer state that DeepSpeed keeps in files (offload to NVMe), read and written in place.
 
-DeepSpeed swaps whole flat tensors: between updates they are empty and their content is a file. Owns: finding that content,
-and what asynchronous input and output needs of the machine. Must not know: strategies, checkpoints.
+DeepSpeed swaps whole flat tensors: between updates they are empty and their content is a file. Owns: the access to that content, and the
+check that the machine has asynchronous input and output. Must not know: strategies, checkpoints.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fabricate import ConfigurationError
 
 
 def check_machine(option: str) -> None:
-    """Raise `ConfigurationError` where DeepSpeed's asynchronous input and output cannot be had; compiles it the first time,
-    minutes, all ranks of a host waiting for one. `option`: who asks, for the message."""
+    """Raise `ConfigurationError` unless DeepSpeed's asynchronous input and output is available. The first call compiles it, for minutes, on
+    one rank of a host while the others wait. option: named in the message."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder = AsyncIOBuilder()
@@ -31,7 +31,7 @@ def check_machine(option: str) -> None:
 
 
 def make_folder(option: str, path: str) -> str:
-    """A folder for this rank alone below `path`, which has to be there and take unbuffered writes."""
+    """Make a folder for this rank alone below `path`, which has to exist and support unbuffered writes. Returns its path."""
     try:
         folder = tempfile.mkdtemp(prefix="fabricate-", dir=path)
     except OSError as exc:
@@ -52,7 +52,7 @@ def make_folder(option: str, path: str) -> str:
 
 
 class Files:
-    """The files of DeepSpeed's stage 3 optimizer `zero`, which swaps groups of a mebibyte or more and keeps smaller ones."""
+    """The files of DeepSpeed's stage 3 optimizer `zero`, which swaps groups of a mebibyte or more and keeps smaller ones in memory."""
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
@@ -68,7 +68,7 @@ class Files:
         return getattr(flat, "ds_id", None) in self._groups
 
     def content(self, flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory-mapped content of `flat`, or of a `tensor` of its state: what is written there is in the file."""
+        """The memory-mapped content of `flat`, or of a `tensor` of its state: writing to it changes the file."""
         count = self._zero.fp16_partitioned_groups_flat_numel[self._groups[flat.ds_id]]  # type: ignore[attr-defined]
         path = next(
             swapped.swap_path
@@ -111,5 +111,5 @@ class Files:
         self._swapper.swap_out_gradients = keep
 
     def clear_gradient(self, flat: torch.Tensor, offset: int, count: int) -> None:
-        """A gradient of zero for a parameter that a window did not use: nothing else is in the buffer there."""
+        """Set a zero gradient for a parameter that a window did not use, because nothing else writes its place in the buffer."""
         self._swapper.swap_out_gradients(flat, [offset], [torch.zeros(count)])

@@ -1,4 +1,4 @@
-"""Which parameters a hook uses: DeepSpeed trains copies of them, and what is changed in one has to arrive in the other."""
+"""The parameters that a hook uses: DeepSpeed trains copies of them, to which changes by the hook have to be copied."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HARMLESS = {
     ),
     *(torch.Tensor.__hash__, torch.Tensor.requires_grad_, torch.Tensor.register_post_accumulate_grad_hook),
 }
-"""What neither reads nor changes a value."""
+"""Functions that neither read nor change a value."""
 
 
 class Uses(TorchFunctionMode):
-    """While entered, notes the parameters that are used, by any function of torch: also by `.data`, which no version counter shows.
+    """While entered, records the parameters that any function of torch uses, also through `.data`, which no version counter shows.
 
-    One that is empty, because its parts lie on the ranks, is an error that names it. settle: gets the parameters that were used, when
-    the context is left.
+    The use of a parameter that is empty, because it is partitioned over the ranks, is an error that names it. settle: the function that the
+    method `settle` calls with the used parameters.
     """
 
     def __init__(self, strategy: str, settle: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
@@ -38,16 +38,16 @@ class Uses(TorchFunctionMode):
         self._hook, self._paused = "", False
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Note uses of the parameters of `module` from here on."""
+        """Record uses of the parameters of `module` from now on."""
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def forget(self) -> None:
-        """Note nothing any more."""
+        """Stop recording, and discard the recorded uses."""
         self._names, self._used = {}, {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While inside, what uses a parameter is not the code of a hook."""
+        """Do not record uses inside the context: they are not by the code of a hook."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -59,11 +59,11 @@ class Uses(TorchFunctionMode):
         return During(self, hook)
 
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Note `parameters` as used."""
+        """Record `parameters` as used."""
         self._used |= {id(parameter): parameter for parameter in parameters if id(parameter) in self._names}
 
     def settle(self) -> None:
-        """Let what was changed in the parameters used so far count. This rank alone."""
+        """Take over changes to the parameters used so far, through the function `settle`. This rank alone."""
         if self._used:
             used, self._used = list(self._used.values()), {}
             with self.paused():
@@ -101,14 +101,15 @@ class During:
 
     def __exit__(self, *exc: Any) -> None:
         self._uses.__exit__(*exc)
-        # Weights that an evaluation borrows go back before anything trains: masters in float32 are not rounded for them.
+        # Weights that on_eval_start puts in are removed before training continues. Without a copy of them the float32
+        # masters are not rounded.
         if self._hook != "on_eval_start" and exc[0] is None:
             self._uses.settle()
 
 
 def _called_by_us() -> bool:
-    """Whether the function that the mode has intercepted was called by code of DeepSpeed or fabricate, which know what is empty: by
-    itself, or through a library, as when a save in a hook asks a transformers model for its dtype."""
+    """Whether code of DeepSpeed or fabricate, which handle empty parameters, called the intercepted function: directly, or through torch or
+    transformers (a save in a hook reads the dtype of a transformers model, for example)."""
     frame = inspect.currentframe()
     for _ in range(3):  # this function, `_note`, `__torch_function__`
         frame = frame and frame.f_back

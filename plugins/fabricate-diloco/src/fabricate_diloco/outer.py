@@ -1,4 +1,4 @@
-"""The outer optimizer: SGD with Nesterov momentum on what the replicas moved by. Must not know when it steps."""
+"""The outer optimizer: SGD with Nesterov momentum on the mean movement of the replicas. Must not know: when it steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Outer:
             weight.copy_(outer)
 
     def state(self) -> list[list[torch.Tensor]]:
-        """What a checkpoint holds."""
+        """The weights and momentum of each parameter, for a checkpoint."""
         return [[outer, velocity] for _, outer, velocity in self._parts]
 
     def load(self, state: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         for (_, *own), saved in zip(self._parts, state, strict=True):
             for tensor, value in zip(own, saved, strict=True):
                 tensor.copy_(value)

@@ -1,4 +1,4 @@
-"""The replicas of a model, one per rank, and their mean. Must not know when they meet."""
+"""The replicas of a model, one per rank, and their mean. Must not know: when they are averaged."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Replicas:
         """The replica, while the module holds the mean; empty otherwise."""
 
     def meet(self) -> None:
-        """Put the mean into the module and the replica aside. All ranks; nothing happens where that is so already."""
+        """Put the mean of the replicas into the module and this rank's replica aside, unless that was done already. All ranks."""
         if not self._own:
             for name, tensor in self._tensors():
                 self._own[name] = tensor.clone()
                 mean(tensor)
 
     def part(self) -> None:
-        """Put the replica back into the module, if it is aside. No collectives."""
+        """Put the replica back into the module, if it was put aside. No collectives."""
         if self._own:
             for name, tensor in self._tensors():
                 tensor.copy_(self._own[name])
@@ -50,8 +50,8 @@ class Replicas:
         return {name: DTensor.from_local(own[None], mesh, [Shard(0)]) for name, own in self._own.items()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's row of `state` as the replica. On another number of ranks all continue from the mean, which is
-        what the module holds then."""
+        """Take this rank's row of `state` as the replica. On another number of ranks all continue from the mean, which the module holds
+        then."""
         self._own = {n: rows[dist.get_rank()] for n, rows in state.items() if len(rows) == dist.get_world_size()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,7 +61,8 @@ class Replicas:
             for parameter, state in optimizer.state.items():
                 tensors += [(f"{label}/{names[parameter]}/{key}", value) for key, value in state.items()]
         device = self._trainer.accelerator.device
-        # By name, so that ranks meet in one order. Step counters on the CPU are the same on every rank.
+        # Sorted by name, so that all ranks average in the same order. Step counters on the CPU are left out: they are
+        # equal.
         for name, value in sorted(tensors, key=lambda pair: pair[0]):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == device.type:
                 yield name, value.detach()
@@ -74,8 +75,8 @@ def mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory(whole: Mapping[str, int]) -> dict[str, int]:
-    """Bytes per rank where one process needs `whole`: a replica, in training also the outer optimizer's weights and momentum,
-    and the replica that is put aside while a checkpoint or an evaluation looks at the mean."""
+    """Bytes per rank if one process needs `whole`: a replica; in training also the outer optimizer's weights and momentum, and the replica
+    that is put aside while the module holds the mean."""
     if "gradients" not in whole:
         return dict(whole)
     aside = whole["parameters"] + whole["optimizer state"]

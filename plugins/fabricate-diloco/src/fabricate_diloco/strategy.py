@@ -1,8 +1,8 @@
-"""DiLoCo: every rank trains a replica of its own, and all of them meet once in many updates (arXiv 2311.08105).
+"""DiLoCo: every rank trains its own replica, and the replicas synchronise once in many updates (arXiv 2311.08105).
 
-Updates are local. Every so often the mean of what the ranks moved by is an outer gradient for Nesterov momentum. Outside
-training (evaluation, checkpoint, export) the module holds one model, the mean of the replicas; each rank's own is put
-back when training continues, so that looking at the model does not change the run.
+Updates are local. At a synchronisation, the mean movement of the replicas is the gradient of an outer step with Nesterov momentum. Outside
+training (evaluation, checkpoint, export) the module holds one model, the mean of the replicas. Each rank's replica is put back when
+training continues, so that an evaluation does not change the run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 class DiLoCo(Strategy):
     """Replicas that synchronise each `every` updates, by an outer step of SGD with Nesterov momentum.
 
-    every: updates between two synchronisations. outer_lr, outer_momentum: of the outer step; 1 and 0 average the replicas.
+    every: updates between two synchronisations. outer_lr, outer_momentum: of the outer step; with 1 and 0 it averages the replicas.
     """
 
     every: int = 100
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     name: ClassVar[str] = "diloco"
-    exposes_gradients: ClassVar[bool] = False  # those of a rank are its own
+    exposes_gradients: ClassVar[bool] = False  # they differ between ranks
     replicas_drift: ClassVar[bool] = True
-    distributed_types: ClassVar[tuple[str, ...]] = DDP.distributed_types  # a process group for a single replica too
+    distributed_types: ClassVar[tuple[str, ...]] = DDP.distributed_types  # a process group also on a single rank
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1:
@@ -49,14 +49,14 @@ class DiLoCo(Strategy):
         return memory(whole)
 
     def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-        model = super().prepare(accelerator, root, module)  # placed, and nothing around it that would synchronise
+        model = super().prepare(accelerator, root, module)  # placed, without a wrapper that would synchronise
         for tensor in (*module.parameters(), *module.buffers()):
             self.broadcast(tensor)
         self._outer: Outer | None = None
         return model
 
     def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """Root mean square of the replicas' gradient norms: the same everywhere, so that all skip an update or none does."""
+        """Root mean square of the replicas' gradient norms: equal on all ranks, so that all skip an update or none does."""
         return mean(super().grad_norm(parameters).square()).sqrt()
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -65,12 +65,12 @@ class DiLoCo(Strategy):
             raise ConfigurationError("diloco: under fp16, ranks skip different updates; use precision='bf16' or 'fp32'")
 
     def on_epoch_start(self, module: TrainModule) -> None:
-        # Not before: a checkpoint of another strategy may have changed the weights.
+        # Not in on_fit_start: a checkpoint of another strategy may still change the weights.
         self._outer = self._outer or Outer(p for p in module.parameters() if p.requires_grad)
 
     @hookimpl
     def train_step(self) -> None:
-        """Training goes on. Returns nothing, so that the forward is left to the next one."""
+        """Put the replica back, because training continues. Returns None, so that the next listener runs the forward."""
         self._replicas.part()
 
     def on_step(self, step: int) -> None:
@@ -78,7 +78,7 @@ class DiLoCo(Strategy):
             self._outer.step(self.outer_lr, self.outer_momentum)
 
     def on_eval_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.optimizers:  # an evaluation by itself: on_fit_start was not called
+        if not trainer.optimizers:  # an evaluation without a fit: on_fit_start was not called
             self._replicas = Replicas(trainer, module)
         self._replicas.meet()
 
@@ -87,7 +87,7 @@ class DiLoCo(Strategy):
 
     @hookimpl(wrapper=True)
     def write_checkpoint(self) -> Generator[None, bool, bool]:
-        """One model in every checkpoint, and in the export that follows the last one."""
+        """Put the mean into the module: every checkpoint, and the export after the last one, holds one model."""
         self._replicas.meet()
         return (yield)
 

@@ -1,4 +1,5 @@
-"""The layers of a module that compute in float8: which they are, and how they become plain again. Must not know what computes."""
+"""The layers of a module that compute in float8: the choice of these layers, and their replacement by plain ones. Must not know: the
+backend."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 
 
 def choose(module: torch.nn.Module, skip: str) -> tuple[dict[str, torch.nn.Module], int]:
-    """The linear layers whose two sizes are multiples of 16 and in whose name the expression `skip` is not found, by name; and how many
-    layers of subclasses of Linear are left alone."""
+    """The linear layers, by name, whose two sizes are multiples of 16 and in whose names the expression `skip` is not found; and the number
+    of layers of subclasses of Linear, which are left alone."""
     every = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
     # A subclass may compute something else, or nothing: attention reads the weight of its output layer without calling it.
     linear = {name: layer for name, layer in every.items() if type(layer) is torch.nn.Linear}
@@ -22,7 +23,7 @@ def choose(module: torch.nn.Module, skip: str) -> tuple[dict[str, torch.nn.Modul
 
 
 def put_back(module: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
-    """Put the plain `layers` in the place of those that computed in float8, with what these hold now."""
+    """Replace the float8 layers by the plain `layers`, with the trained weights and biases."""
     for name, plain in layers.items():
         trained = module.get_submodule(name)
         plain.weight, plain.bias = trained.weight, trained.bias

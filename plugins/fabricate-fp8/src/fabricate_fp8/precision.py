@@ -27,8 +27,8 @@ _PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 class FP8(Precision):
     """float8 matrix products in every linear layer whose two sizes are multiples of 16.
 
-    recipe: how torchao scales. skip: layers to leave alone, a regular expression looked for in their names. emulate: only
-    round as float8 does, where the device has none (slow; to try things out). backend: "te" is Transformer Engine.
+    recipe: the scaling of torchao. skip: a regular expression; layers in whose names it is found are left alone. emulate: only round to
+    float8, on a device without it (slow; for experiments). backend: "te" is Transformer Engine.
     """
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
@@ -36,7 +36,7 @@ class FP8(Precision):
     emulate: bool = False
     backend: Literal["torchao", "te"] = "torchao"
     name: ClassVar[str] = "fp8"
-    mixed_precision: ClassVar[str] = "bf16"  # what runs around; "fp8" would make Accelerate convert layers by itself
+    mixed_precision: ClassVar[str] = "bf16"  # of everything else; "fp8" would make Accelerate convert layers
     compute_dtype: ClassVar[str] = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -78,12 +78,12 @@ class FP8(Precision):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         recipe = Float8LinearConfig.from_recipe_name(self.recipe)
-        # Zeros up to a multiple of 16 rows, where a batch has another number: the products of backward need one.
+        # Pads a batch with zeros to a multiple of 16 rows, which the products of backward need.
         config = dataclasses.replace(recipe, emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in self._layers)
 
     def on_teardown(self, trainer: Trainer, module: TrainModule) -> None:
-        """Put the plain layers back, with what was trained; a sharded module stays prepared, for the next fit."""
+        """Put the plain layers back, with the trained weights; a sharded module stays prepared for the next fit."""
         if trainer.strategy.shards_parameters:
             return
         put_back(module, self._layers)

@@ -15,7 +15,7 @@ def convert(module: torch.nn.Module, names: Iterable[str]) -> None:
     for name in names:
         old = module.get_submodule(name)
         assert isinstance(old, torch.nn.Linear)
-        with torch.random.fork_rng():  # its first weights are thrown away and must not move the generators
+        with torch.random.fork_rng():  # its initial weights are discarded and must not advance the generators
             bias, dtype, device = old.bias is not None, old.weight.dtype, old.weight.device
             new = te.Linear(old.in_features, old.out_features, bias=bias, params_dtype=dtype, device=device)
         new.weight = old.weight

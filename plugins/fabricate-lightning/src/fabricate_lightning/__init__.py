@@ -1,7 +1,7 @@
-"""LightningModules, DataModules and callbacks as they are, run by fabricate: `adapt(module)` and `Trainer`.
+"""Unchanged LightningModules, DataModules and callbacks, run by fabricate: `adapt(module)` and `Trainer`.
 
-How a module becomes a `TrainModule` is in `adapter`; what its own methods call in `surface` (of the module) and `view` (of the trainer).
-Lightning is not imported: the user's code has done so.
+`adapter` makes a module a `TrainModule`. `surface` has the methods of the module that its code calls, and `view` those of the trainer. This
+package does not import Lightning; the user's code does.
 """
 
 from fabricate_lightning.adapting import adapt

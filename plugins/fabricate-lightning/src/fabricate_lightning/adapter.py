@@ -1,7 +1,7 @@
 """A LightningModule as a `TrainModule`: fabricate's hooks call Lightning's, in the order in which Lightning calls them.
 
-`Adapted` has what every module needs; what only some need is in `parts` and `manual`. Must not know: Lightning's Trainer arguments
-(`trainer`), which parts a module gets (`adapting`).
+`Adapted` has the hooks that every module needs; `parts` and `manual` have those that only some need. Must not know: Lightning's Trainer
+arguments (`trainer`), which parts a module gets (`adapting`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from fabricate_lightning.saved import Saved, detached
 from fabricate_lightning.view import TrainerView
 
 WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
-"""How Lightning's hooks call the stages of an evaluation."""
+"""The names of the stages of an evaluation in Lightning's hooks."""
 
 
 class Adapted(TrainModule):
-    """What `adapt` returns."""
+    """The `TrainModule` that `adapt` returns."""
 
-    # Of the class, which `adapt` makes for one module: as an attribute of the object the user's module would be a child, with the same
-    # parameters a second time.
+    # Attributes of the class, which `adapt` makes for one module. As an attribute of the object, the user's module
+    # would be a child, and its parameters would exist twice.
     lightning: ClassVar[Any]
     """The user's module."""
     view: ClassVar[TrainerView]
     hooks: ClassVar[Hooks]
     moves_batches: ClassVar[bool] = False
-    """Whether the hooks for the way of a batch to the device are called."""
+    """Whether the hooks for the transfer of a batch to the device are called."""
     clips: ClassVar[bool] = False
-    """Whether the module's hooks see gradients before they are clipped, and clipping is theirs."""
+    """Whether the module's hooks read the gradients before clipping, and clip them."""
 
     def __init__(self, **hparams: Any) -> None:
-        """hparams: what the module saved, for checkpoints to record."""
+        """hparams: the module's hyper-parameters, which checkpoints record."""
         mode = self.training
         super().__init__()
         self.training = mode
@@ -52,13 +52,13 @@ class Adapted(TrainModule):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[optimizers.SchedulerConfig] = []
         self._at_epoch_end: list[optimizers.SchedulerConfig] = []
-        """Of the schedulers those that fabricate does not advance."""
+        """The schedulers that fabricate does not advance."""
         self.stopping = False
         self.passes: int | None = None
-        """At the end of a fit, the epochs that Lightning counts: also one that was cut short."""
+        """At the end of a fit, the number of epochs as Lightning counts them, including one that was cut short."""
         self.batch_idx = 0
         self.output: Any = None
-        """What the last step returned, where a hook wants it."""
+        """The output of the last step, if a hook needs it."""
         self.keeps_output = False
         self.returns_predictions: bool | None = None
         """Whether `fabricate_lightning.Trainer.predict` returns them; None where fabricate's own Trainer does."""
@@ -66,10 +66,10 @@ class Adapted(TrainModule):
         self._trained_before = False
         self._epoch_began = self._in_epoch = False
         self.modes: dict[str, bool] = {}
-        """Of the module's parts, whether they came in train mode."""
+        """Whether each part of the module was in train mode before the fit, by name."""
         self._data_set: str | None = None
         self._found: dict[str, float] = {}
-        """Of the evaluation in progress, the values of the data sets that are done."""
+        """The values of the finished data sets of the evaluation in progress."""
         self._number = 0
         self._batch: Any = None
 
@@ -83,7 +83,7 @@ class Adapted(TrainModule):
         self.lightning.training = mode
 
     def train(self, mode: bool = True) -> Adapted:
-        """Set the mode of the user's module, in its own way."""
+        """Set the mode of the user's module with its method `train`."""
         self.lightning.train(mode)
         return self
 
@@ -94,7 +94,7 @@ class Adapted(TrainModule):
     # -- data ---------------------------------------------------------------------------------------------------------------------
 
     def provide_data(self, trainer: Trainer, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
-        """What the data module or the module brings; `setup` is called before."""
+        """The loaders of the data module or the module, after a call of `setup`."""
         view, module = self.view, self.lightning
         view.core, view.function, view.evaluation = trainer, stage, "" if stage == "fit" else stage
         view.logs.forget()
@@ -118,11 +118,11 @@ class Adapted(TrainModule):
         return view.loaders["train"], view.loaders["validate"]
 
     def remember_modes(self) -> None:
-        """The modes of the module's parts are those in which Lightning would train."""
+        """Store the present modes of the module's parts, in which Lightning would train."""
         self.modes = {name: part.training for name, part in self.lightning.named_modules()}
 
     def _set_up(self, owner: Any, stage: str) -> None:
-        """Let `owner` of the data, the callbacks and the module prepare for `stage`."""
+        """Call `prepare_data` and `setup` for `stage`: of `owner`, which has the data, of the module, and of the callbacks."""
         if data.transfers(owner) and not self.moves_batches:
             raise ConfigurationError(
                 f"{type(owner).__name__} has hooks for the transfer of batches; pass it as adapt(module, datamodule=...)"
@@ -156,7 +156,7 @@ class Adapted(TrainModule):
         return answer[0] if len(answer) == 1 else answer
 
     def _original(self) -> Any:
-        """The user's module; of a copy on the meta device, which the plan makes, one with the copy's parameters."""
+        """The user's module; for a copy on the meta device, which the plan makes, a module with the copy's parameters."""
         if self._parameters is self.lightning._parameters:
             return self.lightning
         shadow = object.__new__(type(self.lightning))
@@ -214,17 +214,17 @@ class Adapted(TrainModule):
         return min(by_epochs, math.inf if view.max_steps == -1 else view.max_steps)
 
     def stepping_optimizers(self) -> list[Any]:
-        """What `self.optimizers()` gives."""
+        """The optimizers that `self.optimizers()` returns."""
         return list(self.optimizers)
 
     def run_backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """Backward of a loss, where the module optimizes manually."""
+        """Raise `ConfigurationError`; `Manual` runs backward, with manual optimization."""
         raise ConfigurationError("manual_backward: set self.automatic_optimization = False in __init__")
 
     # -- steps ----------------------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The module's own, whose answer fabricate gets without what it does not know."""
+        """Call the module's `training_step`, and return the loss in its output."""
         self.batch_idx = batch_idx
         logs = self.view.logs
         logs.hook = "training_step"
@@ -242,8 +242,8 @@ class Adapted(TrainModule):
         return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.ndim and loss.numel() == 1 else loss
 
     def _skipped(self) -> torch.Tensor:
-        """A loss that no parameter has a part in, for a step that returned None. It is a cross-entropy of one label, so that it may stand
-        among losses that weigh labels."""
+        """A loss that depends on no parameter, for a step that returned None. It is a cross-entropy of one label, so that it can be
+        averaged with losses that are weighted by labels."""
         if self.view.world_size > 1 or self.trainer.progress.micro_step == self.trainer.progress.step == 0:
             why = "on several ranks" if self.view.world_size > 1 else "for the first batch of a fit"
             raise ConfigurationError(
@@ -255,15 +255,15 @@ class Adapted(TrainModule):
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """The module's own."""
+        """Call the module's `validation_step`."""
         return self._evaluated("validate", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """The module's own."""
+        """Call the module's `test_step`."""
         return self._evaluated("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The module's own; without one, its forward."""
+        """Call the module's `predict_step`, or its forward without one."""
         return self._evaluated("predict", batch)
 
     def _evaluated(self, stage: str, batch: Any) -> Any:
@@ -297,7 +297,7 @@ class Adapted(TrainModule):
             self._trained_before = True
             self.hooks("on_train_start")
         self._epoch_began = self._in_epoch = True
-        if not trainer.progress.position:  # else a resumed run is in the middle of it
+        if not trainer.progress.position:  # otherwise a resumed run continues within the epoch
             self.hooks("on_train_epoch_start")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
@@ -315,7 +315,7 @@ class Adapted(TrainModule):
         self._in_epoch = False
 
     def on_preempt(self) -> None:
-        self._in_epoch = False  # it goes on another time
+        self._in_epoch = False  # the epoch continues in a later fit
 
     def on_fit_end(self, trainer: Trainer) -> None:
         cut_short, self._in_epoch = self._in_epoch, False
@@ -359,7 +359,7 @@ class Adapted(TrainModule):
     @hookimpl(wrapper=True)
     def eval_step(self, trainer: Trainer, batch: Any, stage: str) -> Generator[None, Any, Any]:
         if trainer.data_set != self._data_set:
-            if self._data_set is not None and self.view.world_size == 1:  # else the ranks do not come here together
+            if self._data_set is not None and self.view.world_size == 1:  # several ranks would not do this together
                 self._found |= self.view.logs.settle({}, self.lightning, 1)
             self._data_set, self.batch_idx = trainer.data_set, -1
         self.batch_idx += 1
@@ -421,7 +421,7 @@ class Adapted(TrainModule):
 
 
 def _with_arguments(module: Any, step: str, most: int) -> Callable[..., Any]:
-    """A step of the module as a function of the batch, its number and that of the data set, of which it takes what it names."""
+    """A step of the module as a function of the batch, its number and the number of the data set, of which it uses as many as it takes."""
     function = getattr(module, step)
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.name == "dataloader_iter" for p in parameters):

@@ -1,4 +1,4 @@
-"""`adapt`: which parts make the `TrainModule` of a LightningModule."""
+"""`adapt`: the `TrainModule` of a LightningModule, made of the parts that it needs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def adapt(
 ) -> Adapted:
     """A `TrainModule` that runs `module`, a LightningModule, as it is: `Trainer(...).fit(adapt(module), train, val)`.
 
-    It has the parameters and the names of `module`, which is trained in place. datamodule: where data comes from; it may be given to
-    `fit` in the place of `train` as well. callbacks: Lightning's or the user's, called beside the module's hooks. view: what
-    `self.trainer` is, by default one that answers from fabricate's Trainer. Raises `ConfigurationError` for what could not run.
+    It has the parameters and names of `module`, which is trained in place. datamodule: the source of the data; it may also be given to
+    `fit` instead of `train`. callbacks: Lightning's or the user's, called before the module's hooks. view: the object for `self.trainer`,
+    by default a view of fabricate's Trainer. Raises `ConfigurationError` for a module or callback that cannot run.
     """
     if isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
         raise ConfigurationError(
@@ -57,7 +57,7 @@ def adapt(
 
 
 def _parts(module: Any, hooks: Hooks, view: TrainerView) -> Iterator[type[Adapted]]:
-    """What `module` needs beside `Adapted`."""
+    """The classes that `module` needs in addition to `Adapted`."""
     if view.loggers:
         yield WithLoggers
     if hooks.listened(_BATCH) or transfers(view.datamodule):
@@ -73,14 +73,14 @@ def _parts(module: Any, hooks: Hooks, view: TrainerView) -> Iterator[type[Adapte
 
 
 def with_own(callbacks: list[Any], own: Any) -> list[Any]:
-    """`callbacks`, with those of configure_callbacks in the place of others of their class."""
+    """`callbacks`, with `own`, those of configure_callbacks, in place of others of the same class."""
     several: list[Any] = list(own) if isinstance(own, Sequence) else [own]
     kinds = {type(callback) for callback in several}
     return [callback for callback in callbacks if type(callback) not in kinds] + several
 
 
 def _take_callbacks(view: TrainerView, callbacks: list[Any]) -> None:
-    """Let `view` have callbacks of which fabricate's Trainer, which has its own arguments, does nothing."""
+    """Give `callbacks` to `view`. Raises `ConfigurationError` for callbacks that fabricate replaces by arguments of its Trainer."""
     translation = translated(callbacks)
     if translation.settings or translation.plugins:
         kinds = ", ".join(type(callback).__name__ for callback in callbacks if callback not in translation.called)

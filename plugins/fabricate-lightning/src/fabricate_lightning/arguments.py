@@ -1,4 +1,4 @@
-"""The arguments of Lightning's Trainer, as those of fabricate's. What has no counterpart is an error that names it.
+"""The translation of the arguments of Lightning's Trainer to fabricate's. A value without counterpart is an error that names it.
 
 Must not know: callbacks, loggers, how a fit runs.
 """
@@ -180,7 +180,7 @@ def _strategy(given: Mapping[str, Any], world_size: int) -> Pairs:
 
 
 def _check_processes(given: Mapping[str, Any], world_size: int) -> None:
-    """Refuse devices that this process, and those that were started with it, would not use."""
+    """Refuse devices that the started processes would not use."""
     devices, accelerator = given["devices"], given["accelerator"]
     number = len(devices) if isinstance(devices, list | tuple) else devices
     if str(number) not in ("auto", "-1", str(world_size)):

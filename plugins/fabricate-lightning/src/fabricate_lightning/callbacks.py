@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that fabricate does itself: what they ask for becomes arguments of its Trainer. All others are called.
+"""Lightning's callbacks that fabricate replaces by plugins and arguments of its Trainer. All other callbacks are called.
 
 Must not know: the Trainer's own arguments (`arguments`), when hooks are called (`adapter`).
 """
@@ -34,28 +34,28 @@ REFUSED = {
     "ModelPruning": "torch.nn.utils.prune in a hook of the module",
     "SpikeDetection": "use EarlyStopping(check_finite=True); a loss that is not finite also ends a fit without it",
 }
-"""Callbacks that cannot run, with what there is instead."""
+"""Callbacks that cannot run, and what to use instead."""
 _SHOWN = ("ProgressBar", "LearningRateMonitor")
 
 
 @dataclass
 class Translated:
-    """What callbacks come to."""
+    """The result of translating callbacks."""
 
     called: list[Any] = field(default_factory=list)
-    """Those whose hooks are called."""
+    """The callbacks whose hooks are called."""
     checkpoints: list[Any] = field(default_factory=list)
     """The ModelCheckpoint objects."""
     plugins: list[Any] = field(default_factory=list)
-    """Of fabricate's Trainer."""
+    """Plugins of fabricate's Trainer."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of fabricate's Trainer."""
     notes: list[str] = field(default_factory=list)
-    """What a callback asks for and does not get."""
+    """Differences from Lightning that the callbacks cause."""
 
 
 def translated(callbacks: Iterable[Any]) -> Translated:
-    """`callbacks`, as far as fabricate does what they do. `ConfigurationError` for one that cannot run."""
+    """The translation of `callbacks`. Raises `ConfigurationError` for a callback that cannot run."""
     translation = Translated()
     for callback in callbacks:
         _check(callback)
@@ -79,7 +79,7 @@ def translated(callbacks: Iterable[Any]) -> Translated:
 
 
 def _check(callback: Any) -> None:
-    """Refuse a callback that cannot run, and methods of a class of the user's that would not be called."""
+    """Refuse a callback that cannot run, and methods of a user's subclass that would not be called."""
     if refused := next((name for name in REFUSED if is_a(callback, name)), None):
         raise ConfigurationError(f"callbacks: {type(callback).__name__} cannot run under fabricate; {REFUSED[refused]}")
     for kind in ("ModelCheckpoint", "Timer", *_PLUGINS):
@@ -91,7 +91,7 @@ def _check(callback: Any) -> None:
 
 
 def _averaging(callback: Any) -> StochasticWeightAveraging:
-    given = vars(callback)  # it shows what it was made with under private names only
+    given = vars(callback)  # only private attributes hold its arguments
     if given["_avg_fn"] is not callback.avg_fn:
         raise ConfigurationError(
             "callbacks: StochasticWeightAveraging(avg_fn=...) has no counterpart in fabricate, which takes the plain mean of the "
@@ -109,7 +109,7 @@ _PLUGINS: dict[str, Callable[[Any], Any]] = {
     "ModelSummary": lambda callback: ModelSummary(),
     "StochasticWeightAveraging": _averaging,
 }
-"""Callbacks in whose place fabricate has a plugin."""
+"""Callbacks that fabricate replaces by a plugin."""
 
 
 def _duration(callback: Any) -> float:
@@ -120,7 +120,7 @@ def _duration(callback: Any) -> float:
 
 
 def _keep(translation: Translated) -> None:
-    """Which checkpoints are kept, and when they are taken."""
+    """Set which checkpoints are kept, and when they are saved."""
     translation.settings["keep"] = _kept(translation.checkpoints)
     cadences = {str(every): every for c in translation.checkpoints if (every := _cadence(c)) is not None}
     if len(cadences) > 1:
@@ -141,7 +141,7 @@ def _keep(translation: Translated) -> None:
 
 
 def _kept(checkpoints: list[Any]) -> Any:
-    """What `keep` of fabricate's Trainer is for these ModelCheckpoint objects."""
+    """The argument `keep` of fabricate's Trainer for these ModelCheckpoint objects."""
     monitored = [c for c in checkpoints if c.monitor is not None and c.save_top_k != 0]
     if len({(c.monitor, c.mode) for c in monitored}) > 1:
         names = " and ".join(repr(c.monitor) for c in monitored)
@@ -159,7 +159,7 @@ def _kept(checkpoints: list[Any]) -> Any:
 
 
 def _cadence(checkpoint: Any) -> Every | None:
-    """When a ModelCheckpoint saves; None for never. What it was made with is in its `state_key`."""
+    """The interval at which a ModelCheckpoint saves; None for never. Its arguments are in its `state_key`."""
     key = str(checkpoint.state_key)
     steps = re.search(r"'every_n_train_steps': (\d+)", key)
     if steps and int(steps[1]):
@@ -172,7 +172,7 @@ def _cadence(checkpoint: Any) -> Every | None:
 
 
 def saved(checkpoints: Iterable[Any], path: Path, known: dict[str, torch.Tensor]) -> None:
-    """Let the ModelCheckpoint objects say where the checkpoint at `path` is, and whether it is the best so far."""
+    """Set the attributes of the ModelCheckpoint objects for a new checkpoint at `path`: its path, and the best one so far."""
     for checkpoint in checkpoints:
         checkpoint.dirpath, checkpoint.last_model_path = str(path.parent), str(path)
         if checkpoint.monitor is None:

@@ -1,6 +1,6 @@
 """Weights from a checkpoint of fabricate, or from a `.ckpt` file of Lightning's, into a LightningModule.
 
-A `.ckpt` is imported by name: `fabricate.import_checkpoint` reads its tensors and hyper-parameters, and runs no code from it. Must not
+`fabricate.import_checkpoint` reads the tensors and hyper-parameters of a `.ckpt` file by name, and runs no code from it. Must not
 know: the Trainer, how a run resumes.
 """
 
@@ -21,7 +21,7 @@ _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def share(part: TrainModule, module: Any) -> None:
-    """Let `part` have the parameters, buffers and children of `module`, under the same names."""
+    """Give `part` the parameters, buffers and children of `module`, under the same names."""
     for table in _TABLES:
         part.__dict__[table] = module.__dict__[table]
 
@@ -29,9 +29,9 @@ def share(part: TrainModule, module: Any) -> None:
 def load_from_checkpoint(kind: type[M], path: str | Path, **overrides: Any) -> M:
     """A module of the class `kind`, a LightningModule, with the weights of the checkpoint at `path`, on the CPU.
 
-    path: a checkpoint or a run directory of fabricate, or a `.ckpt` file of Lightning's. What the module saved with
-    `save_hyperparameters` are its arguments, as far as JSON holds them; `overrides` win. Raises `CheckpointError` where there is no
-    checkpoint, where it is damaged, or where an argument was not recorded and is not overridden.
+    path: a checkpoint or a run directory of fabricate, or a `.ckpt` file of Lightning's. The arguments are those recorded with
+    `save_hyperparameters`, as far as JSON holds them; `overrides` take precedence. Raises `CheckpointError` where there is no checkpoint,
+    where it is damaged, or where an argument was not recorded and is not overridden.
     """
     modules: list[M] = []
 
@@ -47,7 +47,8 @@ def load_from_checkpoint(kind: type[M], path: str | Path, **overrides: Any) -> M
 
 
 def _arguments(kind: Any, hparams: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `kind` among `hparams`; for one that takes all of them in one object (`save_hyperparameters(args)`), that."""
+    """The arguments of `kind` among `hparams`; for a class that takes all of them in one object (`save_hyperparameters(args)`), this
+    object."""
     parameters = list(inspect.signature(kind).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return hparams
@@ -74,7 +75,8 @@ def load_weights(module: Any, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def imported(path: str | Path | None) -> Iterator[Any]:
-    """`path` as fabricate takes it: of a `.ckpt` file a checkpoint that is imported from it and there for so long, else itself."""
+    """`path` as fabricate takes it: for a `.ckpt` file, a checkpoint imported from it, which is deleted on exit; otherwise `path`
+    itself."""
     if path is None or not Path(path).is_file():
         yield path
         return

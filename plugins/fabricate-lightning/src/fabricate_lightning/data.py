@@ -1,4 +1,4 @@
-"""Data of a LightningDataModule, of the module itself or of the caller, in the order in which Lightning asks for it.
+"""The data of a fit or an evaluation: from the caller, a LightningDataModule or the module, prepared as in Lightning.
 
 Must not know: how fabricate reads loaders.
 """
@@ -32,7 +32,7 @@ def prepare(owners: Sequence[Any]) -> None:
     if not given:
         return
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        # Without the variable processes do not know of each other yet (srun): each calls it.
+        # Without the variable the processes are not connected yet (srun), so each calls it.
         _call(given)
         return
     state = processes()
@@ -42,7 +42,7 @@ def prepare(owners: Sequence[Any]) -> None:
 
 
 def processes() -> Any:
-    """What ranks that a launcher started know of each other before a fit: Accelerate's `PartialState`, which a fit adopts. All ranks."""
+    """Accelerate's `PartialState`, which connects the ranks before a fit, and which the fit adopts. All ranks."""
     from accelerate import PartialState
 
     return PartialState(cpu=not torch.accelerator.is_available())
@@ -54,7 +54,7 @@ def _call(owners: Sequence[Any]) -> None:
 
 
 def training(owner: Any, given: Any) -> Any:
-    """The training loader: `given`, else what `owner` brings; None where there is none."""
+    """The training loader: `given`, else the loader of `owner`; None if there is none."""
     loader = given if given is not None else _of(owner, "train_dataloader")
     return loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 and _is_loader(loader[0]) else loader
 
@@ -75,12 +75,12 @@ def _of(owner: Any, method: str) -> Any:
 
 
 def _is_loader(value: object) -> bool:
-    """Whether `value` gives batches, and is none."""
+    """Whether `value` is a loader, not a batch or a collection of loaders."""
     return isinstance(value, Iterable) and not isinstance(value, torch.Tensor | list | tuple | Mapping | str)
 
 
 def num_batches(loader: Any, world_size: int, limit: float | None) -> float:
-    """How many batches a rank reads in a pass over `loader`; infinite where that is not known."""
+    """The number of batches that a rank reads in a pass over `loader`; infinite if not known."""
     try:
         number: float = len(loader)
     except TypeError:
@@ -126,7 +126,7 @@ def _plain(batch: object) -> bool:
 
 
 def transfers(owner: Any) -> bool:
-    """Whether a data module or a module has hooks for the way of batches to the device."""
+    """Whether a data module or a module has hooks for the transfer of batches to the device."""
     return owner is not None and any(overrides(owner, hook) for hook in TRANSFER)
 
 

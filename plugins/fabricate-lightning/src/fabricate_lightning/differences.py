@@ -1,4 +1,4 @@
-"""What a fit of an adapted module does otherwise than Lightning, as far as it applies; printed before the first step."""
+"""The differences of a fit of an adapted module from Lightning, as far as they apply; printed before the first step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _validations(trainer: Trainer) -> Iterator[str]:
 
 
 def _now_in_train_mode(adapted: Any) -> Iterator[str]:
-    """The outermost parts of the module that came in eval mode, as transformers leaves what it loads, and train in train mode."""
+    """The outermost parts of the module that were in eval mode before the fit, as models loaded by transformers are, and train in train
+    mode."""
     outer = None
     for name, part in adapted.lightning.named_modules():
         inside = outer is not None and (name.startswith(f"{outer}.") or not outer)
@@ -72,6 +73,6 @@ def _now_in_train_mode(adapted: Any) -> Iterator[str]:
 
 
 def report(adapted: Any, trainer: Trainer) -> None:
-    """Print them on rank 0."""
+    """Print the differences on rank 0."""
     if trainer.settings.print_plan != "none":
         adapted.print("\n  - ".join(["what differs from Lightning:", *lines(adapted, trainer)]))

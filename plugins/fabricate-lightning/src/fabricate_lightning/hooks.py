@@ -1,4 +1,4 @@
-"""Calls of Lightning's hooks: of the callbacks in their order, then of the module, and only of what they define themselves.
+"""Calls of Lightning's hooks: first of the callbacks in their order, then of the module, if they define the hook themselves.
 
 Must not know: when a hook is due (`adapter`).
 """
@@ -33,7 +33,7 @@ WITHOUT_EFFECT = {
         ("on_epoch_start", "on_epoch_end", "on_batch_start", "on_batch_end"), "Lightning 2 does not call it either"
     ),
 }
-"""Methods of a LightningModule or a callback that are not called, and why a run goes as under Lightning without them."""
+"""Methods of a LightningModule or a callback that are not called, and why a run is the same as under Lightning without them."""
 
 
 class Hooks:
@@ -44,16 +44,16 @@ class Hooks:
         self._known: dict[tuple[str, str], list[Callable[..., Any]]] = {}
 
     def __call__(self, hook: str, *arguments: Any) -> None:
-        """Call `hook` of the callbacks, then of the module. What the module returns is looked at by `answers`."""
+        """Call `hook` of the callbacks, then of the module. Return values are ignored; `of_module` returns that of the module."""
         self._run(hook, self._of(hook, "both"), arguments)
 
     def of_callbacks(self, hook: str, *arguments: Any, monitoring: bool | None = None) -> None:
-        """Call `hook` of the callbacks alone; `monitoring`: of EarlyStopping alone, or of all but it."""
+        """Call `hook` of the callbacks alone; monitoring: True for EarlyStopping only, False for all others."""
         which = {None: "callbacks", True: "monitoring", False: "others"}[monitoring]
         self._run(hook, self._of(hook, which), arguments)
 
     def of_module(self, hook: str, *arguments: Any) -> Any:
-        """Call `hook` of the module alone, and return its answer."""
+        """Call `hook` of the module alone, and return its value."""
         return self._run(hook, self._of(hook, "module"), arguments)
 
     def listened(self, hooks: Iterable[str]) -> bool:

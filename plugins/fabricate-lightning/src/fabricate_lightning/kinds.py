@@ -1,5 +1,5 @@
-"""Lightning's classes, recognised by name in the bases of the user's: `lightning.pytorch` and `pytorch_lightning` are two packages with the
-same classes, and the user's code has imported the one that it needs. Nothing here imports either.
+"""Lightning's classes, recognised by name among the bases of the user's classes: `lightning.pytorch` and `pytorch_lightning` are two
+packages with the same classes, and the user's code has imported the one that it needs. Nothing here imports either.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def is_a(value: object, name: str) -> bool:
 
 
 def overrides(value: object, method: str) -> bool:
-    """Whether the class of a module, a data module or a callback defines `method` itself, in place of what Lightning's does."""
-    if method in vars(value):  # LambdaCallback; None takes a method away
+    """Whether the class of a module, a data module or a callback defines `method` itself, in place of Lightning's."""
+    if method in vars(value):  # LambdaCallback; None removes a method
         return vars(value)[method] is not None
     own = getattr(type(value), method, None)
     for name in ("LightningModule", "LightningDataModule", "Callback"):

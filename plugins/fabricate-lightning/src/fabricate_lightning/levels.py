@@ -8,7 +8,7 @@ from fabricate import ConfigurationError
 
 
 class Level(NamedTuple):
-    """What a hook logs where neither on_step nor on_epoch is given."""
+    """The defaults of on_step and on_epoch in a hook."""
 
     on_step: bool
     on_epoch: bool
@@ -39,7 +39,7 @@ LEVELS: dict[str, Level] = {
         for hook in (f"on_{word}_start", f"on_{word}_epoch_start", f"on_{word}_epoch_end")
     },
 }
-"""By the name of the hook; in others nothing can be logged."""
+"""The level of each hook in which values can be logged, by the hook's name."""
 
 
 def level(hook: str, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:

@@ -1,8 +1,8 @@
-"""What `self.log` records: Lightning's names, values of a step and means of an epoch or an evaluation.
+"""The values that `self.log` records, by Lightning's names: values of a step, and means of an epoch or an evaluation.
 
-In training fabricate's own metrics do the work, weighted, over micro-batches and ranks, and kept in checkpoints; the mean of an epoch is
-read from them when it ends. An evaluation is added up here, because Lightning computes its metrics between two of its hooks. Must not
-know: which hooks there are (`levels`), who calls them (`adapter`).
+In training, fabricate's metrics compute weighted means over micro-batches and ranks, and are saved in checkpoints; the mean of an epoch is
+read from them at its end. The values of an evaluation are summed here, because Lightning computes its metrics between two of its hooks.
+Must not know: which hooks there are (`levels`), who calls them (`adapter`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REDUCTIONS: dict[Any, str] = {
 
 
 class Options(NamedTuple):
-    """What a value was logged with, as far as it outlives the call."""
+    """The options of `self.log` that are needed after the call."""
 
     on_step: bool
     on_epoch: bool
@@ -39,7 +39,7 @@ class Options(NamedTuple):
     logger: bool
     reduction: str
     suffix: str = ""
-    """What the name ends with because there are several data sets."""
+    """The end of the name that identifies one of several data sets."""
 
 
 class Sum:
@@ -66,7 +66,7 @@ class Sum:
 
 
 def combined(reduction: str, parts: list[tuple[float, float]]) -> float:
-    """What the totals and weights of all ranks come to."""
+    """The value for the totals and weights of all ranks."""
     totals = [total for total, _ in parts]
     if reduction == "mean":
         weight = sum(weight for _, weight in parts)
@@ -79,19 +79,19 @@ class Logs:
 
     def __init__(self) -> None:
         self.hook = ""
-        """Lightning's name of the method at work; empty outside of one."""
+        """Lightning's name of the method that runs; empty outside of one."""
         self.evaluates = False
         self.muted = False
-        """Whether what is logged counts for nothing: the current batch is there for the sake of collectives."""
+        """Whether logged values are ignored, because the current batch is a stand-in."""
         self.suffix = ""
-        """What the names of a step end with in an evaluation of several data sets."""
+        """The end of the names that a step logs in an evaluation of several data sets."""
         self.rows: Callable[[], int] = lambda: 1
-        """Of the current batch."""
+        """Returns the number of rows of the current batch."""
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.logged_metrics: dict[str, torch.Tensor] = {}
         self.progress_bar_metrics: dict[str, torch.Tensor] = {}
         self.epoch: dict[str, tuple[str, Options]] = {}
-        """Of the training epoch in progress: by the name under which fabricate records it, what was logged."""
+        """The names and options logged in the training epoch in progress, by the name under which fabricate records the value."""
         self._sums: dict[str, Sum] = {}
         self._objects: dict[str, tuple[Any, Options]] = {}
         """torchmetrics objects that were logged and are not computed yet."""
@@ -116,7 +116,7 @@ class Logs:
             together = self._sums.setdefault(name, Sum(options))
             together.add(value, weight)
             if not self._of_batch():
-                # Others see it in the same hook; of several ranks, this one's until they are reduced.
+                # Callbacks read it in the same hook: on several ranks, this rank's value until the ranks are reduced.
                 so_far = combined(options.reduction, [together.state()])
                 self._know(name, torch.as_tensor(so_far), options, "", whole=True)
         elif not self.evaluates:
@@ -152,8 +152,8 @@ class Logs:
             self.epoch[recorded] = name, options
 
     def settle(self, known: Mapping[str, float], module: torch.nn.Module, world_size: int) -> dict[str, float]:
-        """What was logged for the epoch or the evaluation since the last call, by the names that go to loggers. known: what fabricate
-        recorded of the epoch, empty in an evaluation. All ranks; waits for the device."""
+        """The values logged for the epoch or the evaluation since the last call, by their names for loggers. known: the values that
+        fabricate recorded for the epoch; empty in an evaluation. All ranks; waits for the device."""
         settled: dict[str, float] = {}
         if known:
             for recorded, (name, options) in self.epoch.items():
@@ -171,25 +171,25 @@ class Logs:
         return settled
 
     def forget(self) -> None:
-        """A fit or an evaluation begins."""
+        """Discard all values, because a fit or an evaluation begins."""
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.epoch = {}, {}, {}, {}
         self._sums, self._objects, self._computed = {}, {}, []
 
     def restore(self, metrics: Mapping[str, float], epoch: Mapping[str, Any]) -> None:
-        """Go on with the values and the names of a checkpoint."""
+        """Restore the values and the names of a checkpoint."""
         self.callback_metrics = {name: torch.tensor(value) for name, value in metrics.items()}
         self.epoch = {recorded: (name, Options(*options)) for recorded, (name, options) in epoch.items()}
 
     def begin_evaluation(self) -> None:
-        """What is logged from here on is of an evaluation; torchmetrics objects of the training in progress wait."""
+        """Record values for an evaluation from now on; torchmetrics objects of the training in progress are set aside."""
         self.evaluates, self._waiting, self._objects = True, self._objects, {}
 
     def end_evaluation(self) -> None:
-        """What is logged from here on is of the training again."""
+        """Record values for the training again from now on."""
         self.evaluates, self._objects = False, self._waiting
 
     def reset(self) -> None:
-        """Let the torchmetrics objects that were computed start over: the epoch or the evaluation is over."""
+        """Reset the torchmetrics objects that were computed, because the epoch or the evaluation is over."""
         for metric in self._computed:
             metric.reset()
         self._computed = []
@@ -200,7 +200,8 @@ class Logs:
         return {forked: float(value)} if options.logger else {}
 
     def _know(self, name: str, value: torch.Tensor, options: Options, fork: str, *, whole: bool = False) -> str:
-        """`value` is the last one of `name`, of an epoch or evaluation as a `whole`. Returns the name that tells a step from an epoch."""
+        """Store `value` as the last one of `name`. whole: it is of an epoch or evaluation. Returns the name that distinguishes step and
+        epoch."""
         forked = name.removesuffix(options.suffix) + fork + options.suffix
         if whole or not self.evaluates:  # callbacks see no single batch of an evaluation
             self.callback_metrics[name] = self.callback_metrics[forked] = value

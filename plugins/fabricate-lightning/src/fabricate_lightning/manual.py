@@ -1,8 +1,8 @@
-"""Manual optimization: `training_step` calls backward and steps its optimizers, and one window of the loop is one call of it.
+"""Manual optimization: `training_step` calls backward and steps its optimizers. One window of the loop is one call of `training_step`.
 
-The step runs outside of DDP's forward, which could not follow several backwards; `manual_backward` averages gradients over the ranks.
-What the loop gets is a loss without a graph, so that its own backward and update do nothing. Gradients are put away between two steps,
-because the loop clears them.
+The step runs outside of DDP's forward, which could not follow several backwards; `manual_backward` averages gradients over the ranks. The
+loop gets a loss without a graph, so that its own backward and update do nothing. Gradients are stored separately between two steps, because
+the loop clears them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fabricate_lightning.adapter import Adapted
 
 
 class Stepping(torch.optim.Optimizer):
-    """What `self.optimizers()` gives: an optimizer of the module, whose `step` calls the hook before it."""
+    """An optimizer of the module, as `self.optimizers()` returns it: `step` calls `on_before_optimizer_step` first."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, module: Any, before_step: Callable[[torch.optim.Optimizer], None]
@@ -33,11 +33,11 @@ class Stepping(torch.optim.Optimizer):
         return repr(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Clear the gradients, as torch does."""
         self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """One step. `closure`: called once before, with gradients. All ranks."""
+        """Make one step. closure: called once before it, with gradients enabled. All ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -54,13 +54,13 @@ class Stepping(torch.optim.Optimizer):
 
 
 class Manual(Adapted):
-    """Of a module with `automatic_optimization = False`."""
+    """For a module with `automatic_optimization = False`."""
 
     def __init__(self, **hparams: Any) -> None:
         super().__init__(**hparams)
         self._gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._loss: torch.Tensor | None = None
-        """Of the last backward."""
+        """The loss of the last backward."""
         self._stepping: list[Any] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -92,7 +92,7 @@ class Manual(Adapted):
         configured = optimizers.read(where, self._original().configure_optimizers())
         self.optimizers, self.schedulers = configured.optimizers, configured.schedulers
         self._stepping = [Stepping(optimizer, self.lightning, self._before_step) for optimizer in self.optimizers]
-        # The module advances its schedulers itself; fabricate has them to save them.
+        # The module advances its schedulers itself; fabricate only saves them.
         answer = optimizers.for_fabricate(configured, lambda config: False, lambda scheduler, metric: None)
         return {str(number): each for number, each in enumerate(answer)}
 
@@ -100,7 +100,7 @@ class Manual(Adapted):
         return self._stepping
 
     def run_backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """Backward of `loss`."""
+        """Run backward of `loss`, and average the gradients over the ranks."""
         self._loss = loss.detach()
         self.hooks("on_before_backward", loss)
         loss.backward(*arguments, **options)  # type: ignore[no-untyped-call]
@@ -111,8 +111,8 @@ class Manual(Adapted):
         self.hooks("on_before_optimizer_step", optimizer)
 
     def _average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Make the gradients of `parameters` their mean over the ranks: what earlier calls made so stays as it is. One that no rank has
-        stays away. All ranks."""
+        """Replace the gradients of `parameters` by their mean over the ranks; the mean of earlier calls does not change by that. A gradient
+        that no rank has stays None. All ranks."""
         if self.view.world_size == 1:
             return
         by_kind: dict[torch.dtype, list[torch.nn.Parameter]] = {}
@@ -131,7 +131,7 @@ class Manual(Adapted):
 
     @hookimpl(specname="train_step")
     def manual_step(self, trainer: Trainer, batch: Any) -> Any:
-        """The module's step, in the place of the forward through the prepared model."""
+        """Run the module's step instead of the forward through the prepared model."""
         return trainer.in_forward(lambda: self.training_step(batch, trainer.progress.micro_step))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -150,7 +150,7 @@ class Manual(Adapted):
 
     @hookimpl
     def optimizer_step(self, trainer: Trainer) -> bool:
-        """The module has made the update; its gradients are there for who looks at them."""
+        """Restore the gradients for listeners that read them. Returns True: the module has made the update."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         return True

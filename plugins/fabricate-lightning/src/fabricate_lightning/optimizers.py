@@ -1,7 +1,7 @@
-"""What `configure_optimizers` of a LightningModule may return, and when its schedulers advance.
+"""The values that `configure_optimizers` of a LightningModule may return, and when its schedulers advance.
 
-A scheduler that advances once per update or epoch goes to fabricate as it is. Others (a frequency, a monitor, `lr_scheduler_step`) go there
-inside a `Driven`, which decides. Must not know: the module's hooks, who calls `plateau`.
+A scheduler that advances once per update or epoch is passed to fabricate unchanged. Others (a frequency, a monitor, `lr_scheduler_step`)
+are passed inside a `Driven`, which decides when they advance. Must not know: the module's hooks.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class SchedulerConfig:
 
 @dataclass
 class Configured:
-    """What `configure_optimizers` returned."""
+    """The optimizers and schedulers that `configure_optimizers` returned."""
 
     optimizers: list[torch.optim.Optimizer]
     schedulers: list[SchedulerConfig]
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[SchedulerConfig]:
-        """The schedulers of `optimizer`; of one that does not say, the first has it."""
+        """The schedulers of `optimizer`. A scheduler without the attribute `optimizer` belongs to the first optimizer."""
         first = self.optimizers[0]
         return [c for c in self.schedulers if getattr(c.scheduler, "optimizer", first) is optimizer]
 
     def at_epoch_end(self) -> list[SchedulerConfig]:
-        """Those that fabricate does not advance: by a metric, or by epoch beside one by step of the same optimizer."""
+        """The schedulers that fabricate does not advance: by a metric, or by epoch if the same optimizer has another by step."""
         at_end = []
         for configs in map(self.of, self.optimizers):
             at_end += [c for c in configs if c.reduce_on_plateau or c.interval != _interval(configs)]
@@ -55,7 +55,7 @@ class Configured:
 
 
 def read(where: str, returned: Any) -> Configured:
-    """`returned`, read. `where` names the method in errors."""
+    """The optimizers and schedulers in `returned`. where: the method's name in errors."""
     optimizers, schedulers, monitor = _parts(where, returned)
     if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "nothing"
@@ -72,7 +72,7 @@ def read(where: str, returned: Any) -> Configured:
 
 
 def _parts(where: str, returned: Any) -> tuple[list[Any], list[Any], str | None]:
-    """Optimizers, schedulers and the monitor beside them."""
+    """The optimizers, the schedulers, and the monitor that is given with them."""
     if isinstance(returned, torch.optim.Optimizer):
         return [returned], [], None
     if isinstance(returned, Mapping):
@@ -131,7 +131,7 @@ def _scheduler(where: str, given: Any, monitor: str | None) -> SchedulerConfig:
 
 
 class Driven:
-    """The schedulers of one optimizer, which fabricate asks to `step` after each update or at the end of each epoch."""
+    """The schedulers of one optimizer; fabricate calls `step` after each update or at the end of each epoch."""
 
     def __init__(
         self, configs: list[SchedulerConfig], due: Callable[[SchedulerConfig], bool], advance: Callable[..., None]
@@ -140,18 +140,18 @@ class Driven:
         self._configs, self._due, self._advance = configs, due, advance
 
     def step(self) -> None:
-        """Advance the schedulers for which this update or epoch counts, but those that wait for a metric or the end of the epoch."""
+        """Advance the schedulers for which this update or epoch counts, except those that need a metric or the end of the epoch."""
         interval = _interval(self._configs)
         for config in self._configs:
             if not config.reduce_on_plateau and config.interval == interval and self._due(config):
                 self._advance(config.scheduler, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all of them."""
+        """The states of all schedulers."""
         return {str(number): config.scheduler.state_dict() for number, config in enumerate(self._configs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for number, config in enumerate(self._configs):
             config.scheduler.load_state_dict(state[str(number)])
 
@@ -159,7 +159,8 @@ class Driven:
 def for_fabricate(
     configured: Configured, due: Callable[[SchedulerConfig], bool], advance: Callable[..., None] | None
 ) -> list[Any]:
-    """Each optimizer as fabricate's `configure_optimizers` returns it. advance: what advances a scheduler; None for its own `step`."""
+    """Each optimizer as fabricate's `configure_optimizers` returns it. advance: the function that advances a scheduler; None for its
+    `step`."""
     return [_with_schedulers(optimizer, configured.of(optimizer), due, advance) for optimizer in configured.optimizers]
 
 
@@ -171,7 +172,7 @@ def _with_schedulers(optimizer: Any, configs: list[SchedulerConfig], due: Any, a
     if plain:
         return optimizer, first.scheduler, interval
     names = "And".join(type(config.scheduler).__name__ for config in configs)
-    kind = type(names, (Driven,), {})  # the plan, and a resume, go by the name
+    kind = type(names, (Driven,), {})  # the plan and a resume use the name
     return optimizer, kind(configs, due, advance or advance_by), interval
 
 
@@ -181,5 +182,5 @@ def _interval(configs: list[SchedulerConfig]) -> str:
 
 
 def advance_by(scheduler: Any, metric: Any) -> None:
-    """Advance `scheduler`; `metric` is None for one that waits for none."""
+    """Advance `scheduler`; metric: None if it needs none."""
     scheduler.step() if metric is None else scheduler.step(metric)

@@ -1,5 +1,5 @@
-"""What some adapted modules have beside `Adapted`: hooks around batches, gradient clipping and updates of their own. The loop calls them
-only for these modules.
+"""The classes that only some adapted modules need: hooks around batches, their own gradient clipping and their own updates. The loop calls
+these hooks only for modules that have them.
 
 Must not know: which module has which part (`adapting`).
 """
@@ -18,7 +18,7 @@ from fabricate_lightning.kinds import is_a, overrides
 
 
 class WithModel(Adapted):
-    """Of a module that builds layers in `configure_model`."""
+    """For a module that builds layers in `configure_model`."""
 
     def configure_model(self) -> None:
         self._original().configure_model()
@@ -26,7 +26,7 @@ class WithModel(Adapted):
 
 
 class WithLoggers(Adapted):
-    """Of a module whose values go to loggers of Lightning's as well."""
+    """For a module whose values are also written to Lightning's loggers."""
 
     _status = "success"
 
@@ -63,7 +63,7 @@ class WithLoggers(Adapted):
 
 
 class WithBatchHooks(Adapted):
-    """Of a module, or callbacks, with hooks around each training batch, or a transfer of their own."""
+    """For a module, or callbacks, with hooks around each training batch or its transfer."""
 
     moves_batches = True
 
@@ -84,7 +84,7 @@ class WithBatchHooks(Adapted):
                 "supported. End the data there instead (limit_train_batches, or a sampler), so that every rank does the same"
             )
         answer = yield
-        if self.lightning.automatic_optimization:  # else the module calls backward itself
+        if self.lightning.automatic_optimization:  # otherwise the module calls backward itself
             for optimizer in () if self._in_window else self.optimizers:
                 self.hooks("on_before_zero_grad", optimizer)
             self._in_window = True
@@ -113,7 +113,7 @@ class WithBatchHooks(Adapted):
 
 
 class WithStepHook(Adapted):
-    """Of a module, or callbacks, that look at gradients before the update, or clip them."""
+    """For a module, or callbacks, that read gradients before the update, or clip them."""
 
     clips = True
 
@@ -127,7 +127,7 @@ class WithStepHook(Adapted):
 
 
 class WithOptimizerStep(Adapted):
-    """Of a module that makes the update itself."""
+    """For a module that makes the update itself."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.precision.name == "fp16" or not trainer.strategy.exposes_gradients:

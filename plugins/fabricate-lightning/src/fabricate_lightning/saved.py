@@ -1,5 +1,5 @@
-"""What of an adapted module goes into a checkpoint beside weights, optimizers and metrics: attributes that have changed, the state of
-callbacks and of the data module, and what `on_save_checkpoint` adds.
+"""The state of an adapted module that a checkpoint holds in addition to weights, optimizers and metrics: changed attributes, the state of
+callbacks and of the data module, and the values that `on_save_checkpoint` adds.
 
 Must not know: files, when a checkpoint is taken.
 """
@@ -19,13 +19,13 @@ from fabricate_lightning.kinds import base, overrides
 from fabricate_lightning.view import TrainerView
 
 _LIBRARIES = ("torch", "torchmetrics", "transformers", "fabricate_lightning")
-"""Whose layers hold nothing beside what checkpoints have."""
+"""The packages whose layers have no further state to save."""
 _MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter, defaultdict), (list, tuple, deque)
 """Collections that a checkpoint can hold, if it can hold what is in them."""
 
 
 class Checkpoint(dict[str, Any]):
-    """What `on_save_checkpoint` and `on_load_checkpoint` get: the values that they add themselves, "epoch" and "global_step"."""
+    """The argument of `on_save_checkpoint` and `on_load_checkpoint`: the values that these hooks added, "epoch" and "global_step"."""
 
     def __missing__(self, key: str) -> Any:
         raise ConfigurationError(
@@ -44,11 +44,11 @@ class Saved:
         self._began: dict[str, Any] = {}
 
     def remember(self) -> None:
-        """The attributes are now as the constructor and `setup` leave them."""
+        """Store the attributes as the constructor and `setup` left them, to find later changes."""
         self._began = {place: copy.deepcopy(value) for place, value in self._attributes()}
 
     def fill(self, state: MutableMapping[str, Any], trainer: Trainer) -> None:
-        """Put everything into `state`. All ranks."""
+        """Put the module's state into `state`. All ranks."""
         logs = self._view.logs
         state["attributes"] = {
             place: value
@@ -65,7 +65,7 @@ class Saved:
         state["epoch"] = {recorded: [name, list(options)] for recorded, (name, options) in logs.epoch.items()}
 
     def take(self, state: Mapping[str, Any], trainer: Trainer) -> None:
-        """Put back what `fill` gave. All ranks."""
+        """Restore the state that `fill` stored. All ranks."""
         parts = dict(self._module.named_modules())
         for place, value in state["attributes"].items():
             path, _, name = place.rpartition(".")
@@ -103,7 +103,7 @@ class Saved:
                 yield str(callback.state_key), callback
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
-        """The attributes of the module and its submodules that a checkpoint can hold, by their places, without graphs."""
+        """The attributes of the module and its submodules that a checkpoint can hold, with their paths, without graphs."""
         for path, part in self._module.named_modules():
             if type(part).__module__.partition(".")[0] in _LIBRARIES:
                 continue
@@ -136,7 +136,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def detached(output: Any) -> Any:
-    """What a step returned, or an attribute holds, without the graph."""
+    """`output`, of a step or an attribute, with its tensors detached."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     if isinstance(output, Mapping):

@@ -1,6 +1,6 @@
-"""The methods of a LightningModule that ask its Trainer, and answer from an adapted one: everything else is Lightning's own.
+"""The methods of a LightningModule that use its Trainer, for an adapted module: all other methods are Lightning's.
 
-They come in between the user's classes and LightningModule, so that what the user overrides stays overridden. Must not know: how fabricate
+`Surface` is inserted between the user's classes and LightningModule, so that the user's overrides still apply. Must not know: how fabricate
 runs the module (`adapter`).
 """
 
@@ -17,7 +17,7 @@ _made: dict[type, type] = {}
 
 
 def attach(module: Any, view: Any) -> None:
-    """Let `module`, and the LightningModules inside it, ask `view` for what they would ask a Trainer."""
+    """Make `view` the Trainer of `module` and of the LightningModules inside it."""
     for part in module.modules():
         if (lightnings := base(type(part), "LightningModule")) is not None and not isinstance(part, Surface):
             part.__class__ = _with_surface(type(part), lightnings)
@@ -44,7 +44,7 @@ def _new(kind: Any) -> Any:
 
 
 class Surface:
-    """What an adapted module answers in place of LightningModule."""
+    """The methods of an adapted module that replace LightningModule's."""
 
     automatic_optimization: bool
 
@@ -82,7 +82,7 @@ class Surface:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """As Lightning's; see `Logs.log`. Values are reduced over ranks, with sync_dist and without."""
+        """Log a value, as in Lightning; see `Logs.log`. Values are reduced over ranks, also without sync_dist."""
         self.trainer.take_logged(
             name,
             value,
@@ -96,12 +96,12 @@ class Surface:
         )
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or a list of several. With manual optimization each is one whose `step` takes a closure."""
+        """The optimizer, or a list of several. With manual optimization, `step` of each takes a closure."""
         listed = self.trainer.stepping_optimizers if use_pl_optimizer else self.trainer.optimizers
         return listed[0] if len(listed) == 1 else listed
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of `loss`, with manual optimization."""
+        """Run backward of `loss`, with manual optimization."""
         if self.automatic_optimization:
             raise ConfigurationError(
                 "manual_backward: set self.automatic_optimization = False in __init__, or return the loss"
@@ -111,12 +111,12 @@ class Surface:
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of `optimizer`; by default as the Trainer's arguments say."""
+        """Clip the gradients of `optimizer`; by default as the Trainer's arguments set it."""
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     @property
     def device(self) -> torch.device:
-        """Where batches arrive; outside of a fit where the first parameter is."""
+        """The device of the batches; outside of a fit, the device of the first parameter."""
         parameter = next(self.parameters(), None)  # type: ignore[attr-defined]
         own = parameter.device if parameter is not None else torch.device("cpu")
         device: torch.device = own if self.__dict__.get("_trainer") is None else self.trainer.device_of(own)

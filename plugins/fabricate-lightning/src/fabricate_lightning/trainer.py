@@ -28,11 +28,11 @@ from fabricate_lightning.view import TrainerView
 
 
 class Trainer(TrainerView):
-    """Lightning's Trainer, as far as it has a counterpart in fabricate. All arguments are keyword-only and mean what they mean there; a
-    value that has no counterpart is a `ConfigurationError` that names it. What a fit does otherwise than Lightning is printed before its
+    """Lightning's Trainer, as far as it has a counterpart in fabricate. All arguments are keyword-only and mean the same as in Lightning; a
+    value that has no counterpart is a `ConfigurationError` that names it. The differences of a fit from Lightning are printed before its
     first step.
 
-    Processes are the launcher's (`fabricate run script.py --nproc N`). A run writes where Lightning's loggers do
+    A launcher starts the processes (`fabricate run script.py --nproc N`). A run writes where Lightning's loggers do
     (`lightning_logs/version_0`), or into the `dirpath` of a ModelCheckpoint or `default_root_dir`; `fit(ckpt_path="last")` continues from
     there.
     """
@@ -96,7 +96,7 @@ class Trainer(TrainerView):
 
     @property
     def loggers(self) -> list[Any]:
-        """Those that were given; by default one of TensorBoard, or of CSV files where it is not installed."""
+        """The loggers that were given; by default a TensorBoardLogger, or a CSVLogger if TensorBoard is not installed."""
         if self._loggers is None:
             self._loggers = self._make_loggers()
         return self._loggers
@@ -168,8 +168,8 @@ class Trainer(TrainerView):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """The metrics of each validation set. All ranks. ckpt_path: weights to load first: "best", "last", a path, a `.ckpt` of "
-        "Lightning's."""
+        """The metrics of each validation set. All ranks. ckpt_path: weights to load first: "best", "last", a path, or a `.ckpt` file of
+        Lightning's."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
@@ -181,7 +181,7 @@ class Trainer(TrainerView):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """As `validate`, with `test_step`."""
+        """The metrics of each test set, computed by `test_step`; arguments as for `validate`. All ranks."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(
@@ -193,7 +193,7 @@ class Trainer(TrainerView):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """What `predict_step` returned for each batch of this rank, on the CPU; of several data sets a list for each. All ranks."""
+        """The outputs of `predict_step` for each batch of this rank, on the CPU; for several data sets, a list for each. All ranks."""
         adapted, data = self._prepare(model, dataloaders, datamodule)
         adapted.returns_predictions = return_predictions is not False
         with checkpoints.imported(ckpt_path) as checkpoint:
@@ -233,7 +233,7 @@ class Trainer(TrainerView):
         return self.adapted, dataloaders
 
     def _take(self, model: Any, datamodule: Any) -> Translated:
-        """Adapt `model`, and let its own callbacks join those of this Trainer."""
+        """Adapt `model`, and add its callbacks to those of this Trainer."""
         model = getattr(model, "lightning", model)
         own = model.configure_callbacks() if overrides(model, "configure_callbacks") else []
         self.callbacks = with_own(self.callbacks, own)
@@ -252,7 +252,7 @@ class Trainer(TrainerView):
         return fabricate.Trainer(**settings)
 
     def _run_dir(self, translation: Translated) -> Path | None:
-        """Where the run writes, the same on every rank; None for nowhere."""
+        """The run directory, the same on every rank; None if nothing is written."""
         if self._given["enable_checkpointing"] is False or self._given["fast_dev_run"]:
             if translation.checkpoints and self._given["enable_checkpointing"] is False:
                 raise ConfigurationError(
@@ -290,7 +290,7 @@ class Trainer(TrainerView):
 
 
 def _directory_of(logger: Any) -> str | None:
-    """Where a run with `logger` writes in Lightning."""
+    """The directory to which Lightning writes with `logger`."""
     if logger.save_dir is None:
         return None
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"

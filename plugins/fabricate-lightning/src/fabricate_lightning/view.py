@@ -1,4 +1,4 @@
-"""What `self.trainer` of an adapted module is, and what callbacks get: the attributes of Lightning's Trainer that code uses, answered from
+"""The trainer of adapted modules (`self.trainer`) and callbacks: the commonly used attributes of Lightning's Trainer, with values from
 fabricate's. All others raise an AttributeError that names them.
 
 Must not know: when hooks are called (`adapter`).
@@ -27,7 +27,7 @@ STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "pr
 
 
 class TrainerView:
-    """Lightning's Trainer as far as modules, data modules and callbacks look at it."""
+    """The part of Lightning's Trainer that modules, data modules and callbacks use."""
 
     barebones = False
     num_nodes = 1
@@ -39,25 +39,25 @@ class TrainerView:
 
     def __init__(self) -> None:
         self.callbacks: list[Any] = []
-        """All that were given."""
+        """All callbacks that were given."""
         self.called: list[Any] = []
-        """Those whose hooks are called; fabricate does what the others do."""
+        """The callbacks whose hooks are called; fabricate replaces the others."""
         self.loggers: list[Any] = []
         self.notes: list[str] = []
-        """What differs from Lightning because of what was given."""
+        """Differences from Lightning that the callbacks and arguments cause."""
         self.datamodule: Any = None
         self.logs = Logs()
         self.function = "fit"
-        """What was called: "fit", "validate", "test" or "predict"."""
+        """The method that was called: "fit", "validate", "test" or "predict"."""
         self.evaluation = ""
         """The stage of the evaluation in progress; empty in training."""
         self.sanity_checking = False
         self.predict_loop = Predictions()
-        """Of the prediction in progress, or of the last one."""
+        """The outputs of the prediction in progress, or of the last one."""
         self.loaders: dict[str, Any] = {}
-        """By stage ("train", "validate", ...) the data of the fit or evaluation, as the user gave it."""
+        """The data of the fit or evaluation, as the user gave it, by stage ("train", "validate", ...)."""
         self.clipping: tuple[float | None, str] = None, "norm"
-        """What the module clips itself, in place of fabricate."""
+        """The value and the algorithm with which the module, not fabricate, clips gradients."""
         self.core: Trainer | None = None
         """fabricate's Trainer."""
         self.adapted: Adapted | None = None
@@ -127,7 +127,7 @@ class TrainerView:
 
     @property
     def local_rank(self) -> int:
-        """Its number on this host."""
+        """The number of this process on this host."""
         return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
     @property
@@ -153,7 +153,7 @@ class TrainerView:
 
     @property
     def strategy(self) -> StrategyView:
-        """Of Lightning's strategy, what talks to other ranks."""
+        """The part of Lightning's strategy that communicates with other ranks."""
         return StrategyView(self)
 
     @property
@@ -163,7 +163,7 @@ class TrainerView:
 
     @property
     def stepping_optimizers(self) -> list[Any]:
-        """What `self.optimizers()` gives."""
+        """The optimizers that `self.optimizers()` returns."""
         return self.adapted.stepping_optimizers() if self.adapted is not None else []
 
     @property
@@ -175,7 +175,7 @@ class TrainerView:
 
     @property
     def state(self) -> SimpleNamespace:
-        """`fn`: what was called; `stage`: what runs."""
+        """`fn`: the method that was called; `stage`: the stage that runs."""
         stage = "sanity_check" if self.sanity_checking else self.evaluation or STAGES[self.function]
         return SimpleNamespace(fn=self.function, stage=stage, status="running" if self._is_running else "finished")
 
@@ -233,14 +233,14 @@ class TrainerView:
 
     @property
     def log_dir(self) -> str | None:
-        """Where the first logger writes, else the run directory."""
+        """The directory of the first logger, else the run directory."""
         folder = (
             getattr(self.logger, "log_dir", None) or getattr(self.logger, "save_dir", None) or self.default_root_dir
         )
         return str(folder)
 
     def take_logged(self, name: str, value: Any, **given: Any) -> None:
-        """What `self.log` got."""
+        """Record a value that was passed to `self.log`."""
         if self.adapted is None:
             raise ConfigurationError(f"self.log({name!r}): no fit or evaluation is in progress")
         self.logs.log(self.adapted.record, name, value, **given)
@@ -252,24 +252,24 @@ class TrainerView:
 
     @property
     def max_epochs(self) -> int | None:
-        """As given; None for no limit."""
+        """The argument; None for no limit."""
         value: int | None = self._setting("max_epochs")
         return value
 
     @property
     def max_steps(self) -> int:
-        """As given; -1 for no limit."""
+        """The argument; -1 for no limit."""
         value = self._setting("max_steps")
         return -1 if value is None else int(value)
 
     @property
     def min_epochs(self) -> int:
-        """As given."""
+        """The argument."""
         return int(self._setting("min_epochs") or 0)
 
     @property
     def min_steps(self) -> int | None:
-        """As given."""
+        """The argument."""
         value: int | None = self._setting("min_steps")
         return value
 
@@ -288,34 +288,34 @@ class TrainerView:
 
     @property
     def gradient_clip_algorithm(self) -> str | None:
-        """Whether that is a norm or a value."""
+        """The kind of `gradient_clip_val`: "norm" or "value"."""
         if self.clipping[0] is not None:
             return self.clipping[1]
         return "value" if self._setting("max_grad_value") is not None else "norm"
 
     @property
     def fast_dev_run(self) -> int:
-        """As given."""
+        """The argument."""
         return int(self._setting("fast_dev_run"))
 
     @property
     def limit_train_batches(self) -> float:
-        """As given, 1.0 where nothing was."""
+        """The argument; 1.0 if not given."""
         return self._limit("train")
 
     @property
     def limit_val_batches(self) -> float:
-        """As given, 1.0 where nothing was."""
+        """The argument; 1.0 if not given."""
         return self._limit("val")
 
     @property
     def limit_test_batches(self) -> float:
-        """As given, 1.0 where nothing was."""
+        """The argument; 1.0 if not given."""
         return self._limit("test")
 
     @property
     def limit_predict_batches(self) -> float:
-        """As given, 1.0 where nothing was."""
+        """The argument; 1.0 if not given."""
         return self._limit("predict")
 
     def _limit(self, stage: str) -> float:
@@ -324,7 +324,7 @@ class TrainerView:
 
     @property
     def overfit_batches(self) -> float:
-        """As given, 0 where nothing was."""
+        """The argument; 0 if not given."""
         return float(self._setting("overfit_batches") or 0)
 
     @property
@@ -355,12 +355,12 @@ class TrainerView:
 
     @property
     def precision(self) -> str:
-        """By fabricate's name."""
+        """The precision, by fabricate's name."""
         return self._fabricates.precision.name if self._is_running else str(self._setting("precision"))
 
     @property
     def default_root_dir(self) -> str:
-        """Where this run writes, else the working directory."""
+        """The run directory, else the working directory."""
         return str(self.core.run_dir if self.core is not None and self.core.run_dir is not None else os.getcwd())
 
     # -- data -------------------------------------------------------------------------------------------------------------------
@@ -402,22 +402,22 @@ class TrainerView:
 
     @property
     def train_dataloader(self) -> Any:
-        """As given."""
+        """The loader that was given."""
         return self.loaders.get("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """As given; a list of several."""
+        """The loader that was given, or a list of several."""
         return self._listed("validate")
 
     @property
     def test_dataloaders(self) -> Any:
-        """As given; a list of several."""
+        """The loader that was given, or a list of several."""
         return self._listed("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """As given; a list of several."""
+        """The loader that was given, or a list of several."""
         return self._listed("predict")
 
     def _listed(self, stage: str) -> Any:
@@ -431,12 +431,12 @@ class TrainerView:
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
-        """The ModelCheckpoint objects."""
+        """The objects of Lightning's class Checkpoint, as ModelCheckpoint."""
         return self._callbacks("Checkpoint")
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first of them."""
+        """The first of `checkpoint_callbacks`, else None."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -446,7 +446,7 @@ class TrainerView:
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first of them."""
+        """The first of `early_stopping_callbacks`, else None."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
@@ -470,12 +470,12 @@ class TrainerView:
         self._fabricates.save(filepath)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss, with manual optimization."""
+        """Run backward of a loss, with manual optimization."""
         assert self.adapted is not None
         self.adapted.run_backward(loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of `optimizer`; what is not given is as the Trainer's arguments say. All ranks."""
+        """Clip the gradients of `optimizer`; values that are None are those of the Trainer's arguments. All ranks."""
         value = self.gradient_clip_val if value is None else value
         algorithm = str(getattr(algorithm, "value", algorithm) or self.gradient_clip_algorithm or "norm").lower()
         if not value:
@@ -491,7 +491,7 @@ class TrainerView:
 
 
 class StrategyView:
-    """What modules and callbacks use of `trainer.strategy`."""
+    """The part of `trainer.strategy` that modules and callbacks use."""
 
     def __init__(self, view: TrainerView) -> None:
         self._view = view
@@ -502,12 +502,12 @@ class StrategyView:
 
     @property
     def _accelerator(self) -> Any:
-        """Of the run in progress; before it, what ranks know of each other, which can wait and broadcast."""
+        """The Accelerator of the run in progress; before the run a `PartialState`, which can wait and broadcast."""
         return self._view._fabricates.accelerator if self._view._is_running else processes()
 
     @property
     def root_device(self) -> torch.device:
-        """Where batches arrive."""
+        """The device of the batches."""
         device: torch.device = self._accelerator.device
         return device
 
@@ -532,7 +532,7 @@ class StrategyView:
         """The object of rank `src`. All ranks."""
         if self.world_size == 1:
             return obj
-        assert self._accelerator.num_processes == self.world_size  # they know of each other from here on
+        assert self._accelerator.num_processes == self.world_size  # connects the ranks
         return broadcast_object_list([obj], src)[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -1,8 +1,8 @@
 """PowerSGD (arXiv 1905.13727) for fabricate: replicas that exchange thin matrices instead of whole gradients.
 
-torch's own `powerSGD_hook` waits inside callbacks, which hangs on gloo where there are several buckets, and stores its state by
-bucket, which does not fit the buckets of the first update after a resume. This one stores it by parameter.
-(Annotations stay objects here, because DistributedDataParallel checks those of a hook.)
+torch's own `powerSGD_hook` waits inside callbacks, which hangs on gloo where there are several buckets, and stores its state by bucket,
+which does not fit the buckets of the first update after a resume. This strategy stores it by parameter. (No `from __future__ import
+annotations` here: DistributedDataParallel checks the annotations of a hook.)
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ Future = torch.futures.Future[torch.Tensor]
 
 @dataclasses.dataclass(eq=False)
 class PowerSGD(DDP):
-    """Replicas as under `ddp`. A gradient of n rows and m columns is sent as `rank` x (n + m) numbers; the error is added to the
-    gradient of the next update.
+    """Replicas as under `ddp`. A gradient of n rows and m columns is sent as `rank` x (n + m) numbers; the approximation error is added to
+    the gradient of the next update.
 
-    rank: of the approximation. start: this many updates exchange whole gradients first. The other options are those of `ddp`.
+    rank: of the approximation. start: the first updates, which exchange whole gradients. The other options are those of `ddp`.
     """
 
     rank: int = 1
@@ -72,7 +72,7 @@ class PowerSGD(DDP):
         return self._averaging(super().trained_changed(model))
 
     def _averaging(self, model: Any) -> torch.nn.Module:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # else nothing is trained
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # not wrapped if nothing is trained
             model.register_comm_hook(self, PowerSGD.average)
         return model  # type: ignore[no-any-return]
 
@@ -102,9 +102,10 @@ class PowerSGD(DDP):
         return 2 * self.rank * (rows + columns) < rows * columns
 
     def _approximate(self, matrices: dict[str, torch.Tensor], world_size: int) -> None:
-        """One step of power iteration per matrix, starting from the columns of the update before. Two sums over ranks in all."""
-        # The sums are in memory of their own: how a product is rounded depends on where in its bucket a matrix begins, and
-        # DDP arranges the buckets anew after its first update.
+        """Replace each matrix by its approximation: one step of power iteration from the columns of the previous update. Two sums over
+        ranks in all."""
+        # The sums are in separate memory: the rounding of a product depends on where in its bucket a matrix begins,
+        # and DDP rebuilds the buckets after its first update.
         wholes, bases = {}, {}
         for name, matrix in matrices.items():
             if name not in self._left_out:
@@ -124,12 +125,12 @@ class PowerSGD(DDP):
             matrices[name].copy_(approximate)
 
     def _first_columns(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Random, the same on every rank."""
+        """Random columns, the same on every rank."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
-        """The columns, the same on every rank, and the error of each rank, one row per rank."""
+        """Store the columns, which are the same on every rank, and the errors, one row per rank."""
         state["updates"], state["columns"] = self._updates, dict(self._columns)
         state["left_out"] = {}
         for name, own in self._left_out.items():
@@ -137,7 +138,7 @@ class PowerSGD(DDP):
             state["left_out"][name] = DTensor.from_local(own[None], mesh, [Shard(0)])
 
     def on_load(self, module: torch.nn.Module, state: MutableMapping[str, Any]) -> None:
-        """Continue from there, on any number of ranks."""
+        """Restore the columns and the errors, on any number of ranks."""
         self._updates = state["updates"]
         devices = {name: parameter.device for name, parameter in module.named_parameters()}
         self._columns = {name: columns.to(devices[name], copy=True) for name, columns in state["columns"].items()}
@@ -148,8 +149,8 @@ class PowerSGD(DDP):
 
 
 def share(rows: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """The error with which `rank` continues. `rows` holds one per rank of the run before; on another number of ranks each takes
-    the mean, so that the average over ranks, and so the gradient, stays the same."""
+    """The error with which `rank` continues. `rows` has one error per rank of the previous fit; on another number of ranks each takes the
+    mean, so that the average over ranks, and so the gradient, stays the same."""
     return rows[rank] if len(rows) == world_size else rows.mean(0)
 
 

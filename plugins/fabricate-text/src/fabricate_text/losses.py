@@ -1,7 +1,7 @@
-"""Losses of a causal language model with the weight that their mean has: the labels that count, whatever computes the loss.
+"""Losses of a causal language model with the weight of their mean, the number of labels that count.
 
-fabricate knows how many labels a plain cross-entropy counts. A smoothed one and a fused kernel do not show it, so that they come
-with their weight. Must not know: data, tokenizers.
+fabricate knows how many labels a plain cross-entropy counts. A smoothed cross-entropy and a fused kernel do not show this number, so these
+losses are returned with their weight. Must not know: data, tokenizers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fabricate_text.packing import IGNORED
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """How many labels a causal model learns: those that are not -100, without the first of each row, which nothing comes before.
-    labels: (rows, tokens), whole numbers. Returns a 0-dim int64 tensor on their device; no wait."""
+    """The number of labels that a causal model learns: those that are not -100, without the first of each row, which is not predicted.
+    labels: (rows, tokens), whole numbers. Returns a 0-dim int64 tensor on their device, without waiting for it."""
     return (labels[:, 1:] != IGNORED).sum()
 
 
 def next_token_loss(
     logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """What a `training_step` or `validation_step` returns: {"loss": the mean cross-entropy of the next tokens, "weight": their number}.
+    """Return {"loss": the mean cross-entropy of the next tokens, "weight": their number}, for a `training_step` or `validation_step`.
 
     logits: (rows, tokens, vocabulary), computed in float32. labels: (rows, tokens), not shifted, -100 where nothing is learnt.
-    label_smoothing: the share of the target that is spread evenly over the vocabulary, from 0 to 1 (torch's and transformers').
+    label_smoothing: the share of the target that is spread evenly over the vocabulary, from 0 to 1 (as in torch and transformers).
 
     >>> return next_token_loss(self.model(**batch).logits, batch["labels"], label_smoothing=0.1)
     """
@@ -42,14 +42,13 @@ def next_token_loss(
 
 
 def use_liger(model: Any) -> Any:
-    """`model` with Liger's kernels, in `configure_model`: the cross-entropy fused with the last layer among them. Changes the model
-    and returns it. Return its loss with its weight, as a fused one does not show it:
+    """Put Liger's kernels into `model` and return it; to be called in `configure_model`. The cross-entropy is fused with the last layer and
+    does not show the weight of the loss, so return both:
 
     >>> def training_step(self, batch):
     ...     return {"loss": self.model(**batch).loss, "weight": next_tokens(batch["labels"])}
 
-    Raises `ConfigurationError` without an NVIDIA GPU, whose language the kernels are written for, or without the package liger-kernel; both
-    before the first step.
+    Raises `ConfigurationError`, before the first step, without a GPU, which the kernels need, or without the package liger-kernel.
     """
     if not torch.cuda.is_available():
         raise ConfigurationError(

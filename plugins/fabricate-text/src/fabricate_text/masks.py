@@ -1,6 +1,6 @@
 """Tokens and labels of conversations and of prompts with completions, by the tokenizer's own chat template.
 
-What is not to be learnt has the label -100. Must not know: batches, packing, models.
+Tokens that are not learnt have the label -100. Must not know: batches, packing, models.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from fabricate import ConfigurationError
 from fabricate_text.packing import IGNORED, column_names
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What encloses the assistant's words in a chat template, as transformers looks for it."""
+"""The mark before the assistant's words in a chat template, as transformers recognises it."""
 
 
 def tokenize_chats(dataset: Any, tokenizer: Any, *, column: str = "messages", learn: str = "assistant") -> Any:
     """`dataset` with each conversation as "input_ids" and "labels", lists of whole numbers of one length per row.
 
-    dataset: a `datasets.Dataset` or `IterableDataset`; `column` holds lists of {"role": ..., "content": ...}. tokenizer: one of
+    dataset: a `datasets.Dataset` or `IterableDataset`; `column` holds lists of {"role": ..., "content": ...}. tokenizer: a tokenizer of
     transformers with a chat template. learn: "assistant", the tokens that the template encloses in {% generation %}, or "all".
 
-    Other columns are dropped. Raises `ConfigurationError`: for a template without these marks, and for a conversation without a token
-    to learn.
+    Other columns are dropped. Raises `ConfigurationError` for a template without these marks, and for a conversation without a token to
+    learn.
     """
     if learn not in ("assistant", "all"):
         raise ConfigurationError(f"tokenize_chats: learn={learn!r}: give 'assistant' or 'all'")
@@ -52,9 +52,9 @@ def tokenize_completions(
 def tokenize_completion(tokenizer: Any, prompt: Any, completion: Any) -> dict[str, list[int]]:
     """One prompt with its completion: {"input_ids": [...], "labels": [...]}, with the label -100 at the tokens of the prompt.
 
-    prompt, completion: two texts, after which the tokenizer's end of sequence comes, or two lists of messages, which go through its chat
-    template. The mask comes from the length of the prompt alone, as it is given to a model that generates; `ConfigurationError` where
-    the tokens of the prompt are not the first ones of the whole.
+    prompt, completion: two texts, to which the tokenizer's end of sequence is added, or two lists of messages, which its chat template
+    renders. The mask has the length of the prompt alone, tokenized as for generation; `ConfigurationError` if the tokens of prompt and
+    completion together do not begin with these tokens.
     """
     if isinstance(prompt, str) != isinstance(completion, str):
         raise ConfigurationError(

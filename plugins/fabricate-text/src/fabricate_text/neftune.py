@@ -12,12 +12,12 @@ from fabricate import Callback, ConfigurationError
 
 class NEFTune(Callback):
     """Adds noise to the embeddings of the transformers model in a module while it trains: uniform within alpha / sqrt(length x width),
-    where the length is that of each row by itself, without padding, and of each packed row.
+    where the length is that of each row without its padding, or of each packed row.
 
     alpha: the size of the noise; 5 to 15 in the paper.
 
-    The noise comes from torch's generator of the device, as dropout does, which fabricate seeds and stores: a resumed run draws the same,
-    and validation draws none. transformers' `neftune_noise_alpha` takes the padded length instead: the same where nothing is padded.
+    The noise is drawn from torch's generator of the device, as for dropout. fabricate seeds and stores it, so a resumed run draws the same
+    noise. Validation draws none. transformers' `neftune_noise_alpha` uses the padded length instead; without padding the results are equal.
 
     >>> Trainer(plugins=[NEFTune(alpha=5)], ...)
     """
@@ -60,8 +60,8 @@ class NEFTune(Callback):
 
 
 def packed_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Of each token, how many its packed row has. position_ids: (rows, tokens), which count from 0 in each packed row; so does the
-    result. No wait for the device."""
+    """The length of the packed row of each token, in the shape of `position_ids`: (rows, tokens), which count from 0 in each packed row.
+    Does not wait for the device."""
     tokens = position_ids.shape[1]
     row = (position_ids == 0).cumsum(1)
     counts = torch.zeros(len(row), tokens + 1, dtype=torch.int64, device=row.device)

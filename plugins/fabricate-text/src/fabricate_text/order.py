@@ -1,7 +1,7 @@
-"""In which order rows come: those of about one length together, and rows of several sources by weights.
+"""Orders of rows: rows of similar length together, and rows of several sources by weights.
 
-fabricate asks for an order per epoch, with random generators that are seeded for it, and goes on in it by position: so an order that is a
-function of the epoch resumes exactly and is the same on every rank. Must not know: tokens, batches.
+fabricate seeds the random generators, reads one order per epoch, and resumes at a position in it. An order that is a function of the epoch
+therefore resumes exactly and is the same on every rank. Must not know: tokens, batches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ByLength(Sampler[int]):
-    """A sampler for a `DataLoader`: random groups of rows of about one length, so that `Pad` adds little.
+    """A sampler for a `DataLoader`: random groups of rows of similar length, so that `Pad` adds little padding.
 
-    lengths: of every row, in their order. group: rows that come together: those of a micro-batch on all ranks, batch_size x ranks, or a
-    multiple of it. spread: so many groups are drawn at random, sorted by length, cut into groups and these shuffled; the more, the
-    more alike the lengths and the less random the groups. The group with the longest row comes first: what does not fit into memory
-    fails at once.
+    lengths: the length of every row, in order. group: rows per group: those of a micro-batch on all ranks, batch_size x ranks, or a
+    multiple of it. spread: the rows of this many groups are drawn at random, sorted by length and cut into groups; then all groups are
+    shuffled. A larger value makes the lengths in a group more similar and the groups less random. The group with the longest row is first,
+    so that a lack of memory shows at once.
 
-    Draws from torch's generator, which fabricate seeds for each epoch: the same order on every rank and after a resume, and on
-    another number of ranks too where `group` stays.
+    Draws from torch's generator, which fabricate seeds for each epoch: the order is the same on every rank, after a resume, and, if `group`
+    stays the same, on another number of ranks.
 
     >>> DataLoader(rows, batch_size=8, sampler=ByLength([len(row["input_ids"]) for row in rows], group=8), collate_fn=Pad(0))
     """
@@ -55,7 +55,7 @@ class ByLength(Sampler[int]):
             part = drawn[start : start + step]
             part = part[np.argsort(-self.lengths[part], kind="stable")]
             groups += [part[at : at + self.group] for at in range(0, len(part), self.group)]
-        # A group with fewer rows stays the last one: those after it would not begin where micro-batches do.
+        # A smaller group stays last: groups after it would not begin where micro-batches begin.
         last = [groups.pop()] if len(groups[-1]) < self.group else []
         order = torch.randperm(len(groups)).tolist()
         if groups:
@@ -70,16 +70,16 @@ class Mixture(Callback):
     """Training rows of several sources by weights, and a record of how many of each were drawn.
 
     sources: data sets with a length (`datasets.Dataset`, or any with `__len__` and `__getitem__`), by name, with the same columns.
-    weights: how often a row comes from each source, by name; they need not add up to 1. Left out: the lengths of the sources.
-    rows: those of an epoch; left out: as many as the sources have together. seed: of the drawing.
+    weights: the relative frequency of each source, by name; they need not add up to 1. Default: the lengths of the sources. rows: the rows
+    of an epoch; by default as many as the sources have together. seed: of the random draws.
 
-    An epoch has its share of each source, to the row, in random order; the rows of one source come in a random order, each once before
-    any comes again, over epochs that are read to their ends (drop_last and limit_train_batches leave rows out; set rows= instead). All of
-    it is a function of seed and epoch: equal on every rank, and a resumed run goes on in it.
+    An epoch has the share of each source exact to the row, in random order. The rows of one source are drawn in random order, each once
+    before any is drawn again, also across epochs if these are read to their ends (drop_last and limit_train_batches leave rows out; set
+    rows= instead). The order is a function of seed and epoch: it is the same on every rank, and a resumed run continues in it.
 
-    Give `loader(...)` to `fit`, and the mixture itself as a plugin for the record: the rows drawn from each source since the last line are
-    the metrics "drawn_NAME", and checkpoints hold the numbers since the beginning, also over a change of the weights, of
-    which a resume warns. `drawn` has them.
+    Give `loader(...)` to `fit`, and the mixture itself as a plugin for the record: the metrics "drawn_NAME" are the numbers of rows drawn
+    from each source since the last log boundary. `drawn` and checkpoints have the numbers since the beginning of the run, also if the
+    weights were changed, of which a resume warns.
 
     >>> mixture = Mixture({"web": web, "code": code}, {"web": 0.7, "code": 0.3})
     >>> Trainer(plugins=[mixture], max_epochs=1).fit(module, mixture.loader(batch_size=8, collate_fn=Pad(0)))
@@ -104,7 +104,7 @@ class Mixture(Callback):
         self._rows = _Rows(list(sources.values()), [float(weights[name]) for name in self._names], rows, seed)
         none = np.zeros(len(sources), dtype=np.int64)
         self._before = none
-        """What was drawn before the checkpoint from which this fit continues."""
+        """The rows drawn before the checkpoint from which this fit continues, by source."""
         self._logged = self._total = none
         self._counted = (0, 0, none)
 
@@ -120,7 +120,7 @@ class Mixture(Callback):
         num_workers: int = 0,
         **options: Any,
     ) -> DataLoader[Any]:
-        """What `fit` takes as `train`. batch_size: rows per rank and micro-batch; options: others of torch's DataLoader."""
+        """The loader for `fit(train=...)`. batch_size: rows per rank and micro-batch; options: further arguments of torch's DataLoader."""
         if options.keys() & {"shuffle", "sampler", "batch_sampler"}:
             raise ConfigurationError(
                 "Mixture.loader: the mixture orders its rows itself; leave out shuffle and samplers"
@@ -130,13 +130,13 @@ class Mixture(Callback):
     def on_step(self, trainer: Any, module: Any) -> None:
         self._total = self._before + self._until(trainer.progress)
         for name, total, before in zip(self._names, self._total, self._logged, strict=True):
-            # Progress is that of all ranks, so one of them counts.
+            # The progress is that of all ranks, so only rank 0 logs the number.
             module.log(f"drawn_{name}", int(total - before) if trainer.is_main else 0, reduce="sum")
         self._logged = self._total
 
     def _until(self, progress: Any) -> Counts:
-        """What was drawn until now by this object: only what came since the last question is counted. An epoch may end before its last
-        row, by drop_last or limit_train_batches."""
+        """The rows drawn in this fit until `progress`, by source. Counts only the rows since the last call. An epoch may end before its
+        last row (drop_last, limit_train_batches)."""
         epoch, position, counts = self._counted
         if (progress.epoch, progress.position) < (epoch, position):  # another fit
             epoch, position, counts = progress.epoch, 0, np.zeros_like(counts)
@@ -189,7 +189,7 @@ class _Rows(Dataset[Any]):
 
 @dataclass(frozen=True)
 class _Draw:
-    """Which rows of which sources the epochs have: a function of seed and epoch."""
+    """The rows and sources of each epoch, as a function of seed and epoch."""
 
     chances: tuple[float, ...]
     lengths: tuple[int, ...]
@@ -198,7 +198,7 @@ class _Draw:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019  one object for each run
     def places(self, epoch: int) -> tuple[Counts, Counts]:
-        """Of each row of an epoch the source, and its number there."""
+        """The source of each row of an epoch, and the number of the row in that source."""
         sources = self.sources(epoch)
         numbers = np.empty(self.rows, dtype=np.int64)
         for source, before in enumerate(self.before(epoch)):
@@ -208,7 +208,8 @@ class _Draw:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019
     def sources(self, epoch: int) -> Counts:
-        """Of each row of an epoch the source. Each has its share, to the row; which of them have one more is drawn."""
+        """The source of each row of an epoch. Each source has its share, rounded down; the remaining rows are assigned to sources at
+        random."""
         generator = np.random.default_rng((self.seed, 1, epoch))
         shares = np.array(self.chances) * self.rows
         counts = np.floor(shares + 1e-9).astype(np.int64)
@@ -220,15 +221,15 @@ class _Draw:
 
     @functools.cache  # noqa: B019
     def before(self, epoch: int) -> Counts:
-        """How many rows of each source come before an epoch."""
+        """The number of rows of each source in the epochs before `epoch`."""
         if not epoch:
             return np.zeros(len(self.chances), dtype=np.int64)
-        for earlier in range(epoch):  # the deepest call is of one more level
+        for earlier in range(epoch):  # fills the cache, so that the recursion is one level deep
             self.before(earlier)
         return self.before(epoch - 1) + np.bincount(self.sources(epoch - 1), minlength=len(self.chances))
 
     def _next(self, source: int, before: int, count: int) -> Counts:
-        """The next `count` rows of a source of which `before` were drawn: pass after pass, each in an order of its own."""
+        """The next `count` rows of a source of which `before` rows were drawn; every pass over the source has another random order."""
         length = self.lengths[source]
         drawn: list[Counts] = [np.empty(0, dtype=np.int64)]
         while count:

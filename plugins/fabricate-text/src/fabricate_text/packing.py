@@ -1,8 +1,8 @@
-"""Several tokenized rows in one: packing, and the collate function that makes batches of packed and of plain rows.
+"""Packing (several tokenized rows in one), and the collate function that makes batches of packed or plain rows.
 
-transformers' models attend within each packed row only (block-diagonally) where `position_ids` start anew with each, no `attention_mask`
-is given, and no cache is made: with one, which is the default in training too, they look back over the whole row. Must not know:
-tokenizers, samplers, losses.
+transformers' models attend within each packed row only (block-diagonally) if `position_ids` start at 0 in each of them, no `attention_mask`
+is given, and no cache is made. With a cache, the default in training too, they attend to the whole row. Must not know: tokenizers,
+samplers, losses.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Rows = list[torch.Tensor]
 
 
 def pack(dataset: Any, length: int, *, too_long: str = "refuse", at_once: int = 10_000) -> Any:
-    """`dataset` with several rows joined to one of at most `length` tokens, by best fit: as few rows as that finds.
+    """`dataset` with several rows joined to one of at most `length` tokens, by best fit, which makes few rows.
 
     dataset: a `datasets.Dataset` or `IterableDataset` with the column "input_ids" and, where not every token is learnt, "labels" of
-    the same lengths (-100: not learnt). Where there is an "attention_mask", tokens of 0 (padding) are left out; other columns are dropped.
+    the same lengths (-100: not learnt). Tokens with 0 in "attention_mask" (padding) are left out; other columns are dropped.
     too_long: what happens to rows of more than `length` tokens: "refuse", "split" into rows of their own, or "cut".
-    at_once: rows that are packed together; the memory it takes, and a stream is packed in parts of so many.
+    at_once: the data is packed in parts of this many rows; larger parts need more memory.
 
     Returns a data set of the same kind with lists of whole numbers, all of one length per row: "input_ids"; "labels", where the first token
     of each packed row is -100, so that it is not predicted from the row before; and "position_ids", which count from 0 in each packed row.
@@ -56,7 +56,7 @@ def pack(dataset: Any, length: int, *, too_long: str = "refuse", at_once: int = 
 
 
 def column_names(dataset: Any) -> list[str]:
-    """Of a `datasets.Dataset`, or of a stream, of which the first row may have to be read."""
+    """The column names of a `datasets.Dataset` or a stream, of which the first row may have to be read."""
     names = dataset.column_names
     return list(next(iter(dataset), {})) if names is None else list(names)
 
@@ -95,7 +95,7 @@ def _whole_rows(rows: Mapping[str, list[list[int]]]) -> list[tuple[list[int], li
 
 
 def _pieces(ids: list[int], labels: list[int], length: int, too_long: str) -> list[tuple[list[int], list[int]]]:
-    """What is packed of a row: all of it, where it is not too long. A piece of one token predicts nothing and is left out."""
+    """The pieces of a row to pack: the whole row, if it is not too long. A piece of one token predicts nothing and is left out."""
     if len(ids) > length and too_long == "refuse":
         raise ConfigurationError(
             f"pack: a row has {len(ids)} tokens, more than length={length}; pass a larger length, too_long='split' to continue in "
@@ -107,8 +107,8 @@ def _pieces(ids: list[int], labels: list[int], length: int, too_long: str) -> li
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which rows go together so that none of the groups is longer than `room`: the longest row first, each into the fullest group
-    that takes it. Groups hold indices into `lengths`, in their order, and come in the order of their first rows."""
+    """Groups of rows, none longer than `room` in total: the longest row first, each row into the fullest group with space for it. Groups
+    are sorted lists of indices into `lengths`, in the order of their first rows."""
     groups: list[list[int]] = []
     open_groups: list[tuple[int, int]] = []  # the room that is left, and the group; sorted
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -128,13 +128,13 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 class Pad:
     """A `collate_fn`: a batch of rows of tokens, padded at the end to the longest of them.
 
-    pad_token_id: of the tokenizer. multiple_of: batches get a length that this divides. flatten: one long row without padding instead,
-    which is how flash attention takes packed rows; other attention computes the same with a mask of the square of its length.
+    pad_token_id: of the tokenizer. multiple_of: the length of a batch is a multiple of this. flatten: one long row without padding instead,
+    the form of packed rows for flash attention; other attention computes the same with a mask of length x length.
 
-    Gives int64 tensors of shape (rows, longest row), of shape (1, all tokens) with `flatten`: "input_ids" and "labels" (-100 at padding;
-    the tokens themselves where rows have none, and -100 where the row's own "attention_mask" is 0), and for packed rows or `flatten`
-    "position_ids", in which padding counts as a row of its own, and "use_cache", False, without which models do not read them as packed;
-    else "attention_mask", which keeps zeros of the rows' own.
+    Returns int64 tensors of shape (rows, longest row), or (1, all tokens) with `flatten`: "input_ids" and "labels" (-100 at padding; for
+    rows without labels the tokens themselves, and -100 where their "attention_mask" is 0). For packed rows or `flatten` there are
+    "position_ids", in which padding counts as a separate row, and "use_cache", False, which models need to recognise packed rows. Otherwise
+    there is "attention_mask", which keeps the zeros of the rows' masks.
     """
 
     pad_token_id: int
@@ -168,7 +168,7 @@ class Pad:
         return batch
 
     def _joined(self, ids: Rows, labels: Rows, places: Rows, real: Rows, placed: list[bool]) -> tuple[Rows, Rows, Rows]:
-        """One row of all, without the padding that rows bring along. placed: whether a row has positions of its own."""
+        """All rows joined to one, without their padding. placed: whether each row has its own positions."""
         ids, labels = ([row[kept] for row, kept in zip(each, real, strict=True)] for each in (ids, labels))
         for each in labels:
             each[:1] = IGNORED
@@ -183,9 +183,9 @@ class Pad:
 
 
 def check_packing(model: Any) -> None:
-    """Raise `ConfigurationError` where a causal model of transformers lets packed rows see each other: not all take `position_ids` for the
-    beginnings of rows. Two rows of three tokens go through the model as `Pad` gives them, and the second must not depend on the first.
-    One process, weights built; changes neither weights nor their gradients."""
+    """Raise `ConfigurationError` if a causal model of transformers lets packed rows see each other: not all models take the beginnings of
+    rows from `position_ids`. The model computes two packed rows of three tokens, and the second must not depend on the first. For one
+    process, with the weights built; changes neither weights nor their gradients."""
     embedding = model.get_input_embeddings().weight
     embedded = embedding[:1].detach().repeat(1, 6, 1).reshape(1, 6, -1).requires_grad_()
     places = torch.tensor([[0, 1, 2, 0, 1, 2]], device=embedding.device)
