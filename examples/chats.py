@@ -1,5 +1,5 @@
-"""What sft.py and dpo.py train on: a chat model, its tokenizer, conversations. From the hub or a folder, or tiny ones that are made here
-without the network. Nothing in here is about fabricate."""
+"""The chat model, tokenizer and conversations of sft.py and dpo.py: from the hub or a folder, or tiny ones that are made here without the
+network. Nothing in here is about fabricate."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def load_model(name: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(name)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=len(load_tokenizer("tiny")), max_position_embeddings=256, pad_token_id=0)
-    with torch.random.fork_rng(devices=()), torch.device("cpu"):  # like weights of a file, wherever it is called
+    # the same weights wherever it is called, as from a file
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(0)
         return LlamaForCausalLM(config)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The model's own; that of "tiny" has a token for each byte, and a chat template."""
+    """The model's tokenizer; for "tiny" one with a token for each byte, and a chat template."""
     if name != "tiny":
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -44,7 +45,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def conversations(name: str) -> datasets.Dataset:
-    """Rows with "messages": a data set of the hub or a JSON file, or "made": who has what, one or two questions each."""
+    """Rows with "messages": a data set of the hub or a JSON file, or "made": one or two questions each about who has what."""
     if name != "made":
         return _load(name)
     rows = []
@@ -59,8 +60,8 @@ def conversations(name: str) -> datasets.Dataset:
 
 
 def preferences(name: str) -> datasets.Dataset:
-    """Rows with "prompt", "chosen" and "rejected", lists of messages: of the hub or a JSON file, or "made": short answers are liked.
-    Where no prompt is given, "chosen" and "rejected" are whole conversations, whose last message differs."""
+    """Rows with "prompt", "chosen" and "rejected", lists of messages: of the hub or a JSON file, or "made", where short answers are
+    preferred. In rows without a prompt, "chosen" and "rejected" are whole conversations, which differ in the last message."""
     if name != "made":
         dataset = _load(name)
         return dataset if "prompt" in dataset.column_names else dataset.map(_without_prompt)

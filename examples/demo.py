@@ -22,7 +22,7 @@ class LanguageModel(TrainModule):
     def __init__(self, model: str, tokenizer: transformers.PreTrainedTokenizerBase, learning_rate: float) -> None:
         super().__init__()
         self.name, self.learning_rate = model, learning_rate
-        self.tokenizer = tokenizer  # an attribute, so that it is exported next to the weights
+        self.tokenizer = tokenizer  # an attribute, so that the export includes it
 
     def configure_model(self) -> None:
         if self.name == "tiny":
@@ -32,20 +32,21 @@ class LanguageModel(TrainModule):
             self.model = transformers.GPT2LMHeadModel(config)
         else:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(self.name)
-        self.model.loss_type = "ForCausalLM"  # transformers cannot tell it from the name GPT2LMHeadModel, and warns
+        # transformers cannot derive it from the class name GPT2LMHeadModel, and warns
+        self.model.loss_type = "ForCausalLM"
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, str]:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate), "linear:warmup=0.1"
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(**batch).loss  # a mean over the labels that count, which it weighs
+        return self.model(**batch).loss  # a mean over the labels that count; fabricate weights it by their number
 
     def validation_step(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"loss": self.model(**batch).loss}
 
 
 class StopAt(Callback):
-    """Stops half way, as if the machine's time were up. Running the same command again continues from there."""
+    """Stops the fit at a step, as if the machine's time were over. The same command run again resumes it."""
 
     def __init__(self, stop_at: int | None) -> None:
         self.stop_at = stop_at
@@ -90,7 +91,7 @@ def main() -> None:
     result = trainer.fit(module, train, val, batch_size=options.batch_size)
     if trainer.is_main:
         print(f"ended at step {result.steps} ({result.stop_reason}), loss curve: {draw_losses(options.run_dir)}")
-        if (options.run_dir / "model").exists():  # a run that was interrupted has not written it yet
+        if (options.run_dir / "model").exists():  # an interrupted run has not written it yet
             print(f"a sample of {options.run_dir / 'model'}:", sample(options.run_dir / "model"), sep="\n")
         print(f"for a page about the run: fabricate report {options.run_dir} --html {options.run_dir / 'report.html'}")
 

@@ -1,6 +1,6 @@
-"""Text, tokens and the picture of the language model demo. Nothing in here is about fabricate.
+"""Texts, tokenizer and loss picture of the language model demo. Nothing in here is about fabricate.
 
-read_texts gives texts, load_tokenizer a tokenizer, to_blocks the rows that a model is trained on.
+read_texts returns texts, load_tokenizer a tokenizer, to_blocks the rows that a model is trained on.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def read_texts(name: str) -> dict[str, list[str]]:
 
 
 def load_tokenizer(model: str, texts: list[str]) -> PreTrainedTokenizerBase:
-    """The model's own. For "tiny" a byte-level BPE of 1024 tokens from `texts`, which are the same on every rank."""
+    """The model's tokenizer; for "tiny" a byte-level BPE of 1024 tokens, made from `texts`, which are the same on every rank."""
     if model != "tiny":
         tokenizer = AutoTokenizer.from_pretrained(model)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # gpt2 has no padding of its own
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # gpt2 has no padding token
         return tokenizer
     bpe, end = Tokenizer(models.BPE()), "<|endoftext|>"
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -52,7 +52,7 @@ def load_tokenizer(model: str, texts: list[str]) -> PreTrainedTokenizerBase:
 
 
 def to_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Rows of BLOCK tokens. Every text's last row is padded; padding is no label (-100), or the model would learn it."""
+    """Rows of BLOCK tokens. Every text's last row is padded; the label of padding is -100, so that the model does not learn it."""
 
     def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
         options = {"truncation": True, "max_length": BLOCK, "padding": "max_length", "return_overflowing_tokens": True}
@@ -66,7 +66,7 @@ def to_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> datasets.
 
 
 def draw_losses(run_dir: Path) -> Path:
-    """RUN_DIR/loss.png: training and validation loss over steps, from RUN_DIR/metrics.jsonl."""
+    """Draw RUN_DIR/loss.png: training and validation loss over steps, from RUN_DIR/metrics.jsonl."""
     import matplotlib
 
     matplotlib.use("Agg")

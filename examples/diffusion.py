@@ -20,7 +20,7 @@ SHADES = " .:-=+*#%@"
 
 
 class Denoiser(torch.nn.Module):
-    """Predicts the noise in images (rows, 1, 8, 8), given the digit and how far the noise has come."""
+    """Predicts the noise in images (rows, 1, 8, 8), given the digit and the step of the noise."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Denoiser(torch.nn.Module):
 
 
 class Diffusion(TrainModule):
-    """`steps` steps from an image to noise, with a linear schedule of the added variance."""
+    """A diffusion of `steps` steps from an image to noise, with a linear schedule of the added variance."""
 
     def __init__(self, width: int = 64, steps: int = 100) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Diffusion(TrainModule):
         return self._loss(batch, times, torch.randn_like(batch[0]))
 
     def validation_step(self, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        # The same noise in each validation: else the numbers could not be compared.
+        # The same noise in each validation, so that the losses can be compared.
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(batch[0].shape, generator=generator).to(self.device)
         times = torch.arange(len(noise), device=self.device) % self.steps

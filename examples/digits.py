@@ -38,7 +38,7 @@ class Digits(TrainModule):
         return cross_entropy(self.layers(images), labels)
 
     def validation_step(self, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        # Means over the batch's rows; the Trainer weighs them by rows, so that the result is exact over the whole set.
+        # Means over the batch's rows; the Trainer weights them by rows, so the result is exact over the whole set.
         images, labels = batch
         scores = self.layers(images)
         return {"loss": cross_entropy(scores, labels), "accuracy": (scores.argmax(1) == labels).float().mean()}
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--run-dir", help="write checkpoints and metrics there, and resume from there")
     parser.add_argument("--tensorboard", action="store_true", help="log for TensorBoard too; needs --run-dir")
     options = parser.parse_args()
-    seed_everything(0)  # before the module draws its weights; the order of the data follows from it too
+    seed_everything(0)  # before the module draws its weights; it also determines the order of the data
 
     train, val = data()
     trainer = Trainer(

@@ -33,7 +33,7 @@ class DPO(TrainModule):
             self.model = get_peft_model(self.model, LoraConfig(target_modules="all-linear"))
         else:
             self.reference = load_model(self.name).requires_grad_(False)
-        if self.kind == "shared":  # only the last layer and the norm after it are trained; the others exist once
+        if self.kind == "shared":  # train the last layer and the norm after it; share the others
             ours, theirs = self.model.requires_grad_(False).base_model, self.reference.base_model
             for part in (ours.layers[-1], ours.norm):
                 part.requires_grad_(True)
@@ -60,7 +60,7 @@ class DPO(TrainModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=self.lr, weight_decay=0.0)
 
-    def export(self, path: Path) -> None:  # of the two models inside
+    def export(self, path: Path) -> None:  # only the trained model
         weights = {name: self.trainer.strategy.gather(tensor) for name, tensor in self.model.state_dict().items()}
         if self.trainer.is_main:
             self.model.save_pretrained(path, state_dict=weights)
@@ -68,7 +68,7 @@ class DPO(TrainModule):
 
 
 def log_probabilities(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of the completions, shape (pairs, 2): the chosen one and the rejected one."""
+    """The log probabilities of the completions, (pairs, 2): the chosen one and the rejected one."""
     ids, mask, labels = (batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels"))
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     each = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")

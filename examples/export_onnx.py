@@ -1,4 +1,4 @@
-"""A trained model as ONNX, and whether onnxruntime computes the same numbers. Needs onnx, onnxscript and onnxruntime.
+"""Exports a trained model to ONNX, and checks that onnxruntime computes the same numbers. Needs onnx, onnxscript and onnxruntime.
 
 python examples/export_onnx.py                                  # trains a classifier of digits for a moment, and exports it
 python examples/export_onnx.py --model runs/text/model          # a classifier in transformers' layout
@@ -19,7 +19,7 @@ from fabricate import Trainer, seed_everything
 
 
 class Scores(torch.nn.Module):
-    """A transformers classifier that takes tensors and gives one, which is what ONNX has."""
+    """A transformers classifier that takes tensors and returns one, as ONNX needs."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -30,7 +30,8 @@ class Scores(torch.nn.Module):
 
 
 def export(model: torch.nn.Module, inputs: dict[str, torch.Tensor], dynamic: tuple[str, ...], file: Path) -> None:
-    """Write `file`. inputs: by name; dynamic: the names of their leading dimensions whose sizes may differ later ("rows", ...)."""
+    """Write `file`. inputs: example tensors by name. dynamic: names of their leading dimensions that may have other sizes later ("rows",
+    ...)."""
     shapes = tuple({place: torch.export.Dim(name) for place, name in enumerate(dynamic)} for _ in inputs)
     torch.onnx.export(
         model.eval(),
@@ -45,7 +46,7 @@ def export(model: torch.nn.Module, inputs: dict[str, torch.Tensor], dynamic: tup
 
 
 def difference(model: torch.nn.Module, inputs: dict[str, torch.Tensor], file: Path) -> float:
-    """The greatest difference between what onnxruntime and torch compute from `inputs`; an error where it is more than rounding."""
+    """The greatest difference between the outputs of onnxruntime and torch for `inputs`; an error if it is more than rounding."""
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     (output,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
     with torch.inference_mode():
@@ -62,7 +63,7 @@ def main() -> None:
     if options.model:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         model: torch.nn.Module = Scores(AutoModelForSequenceClassification.from_pretrained(options.model))
-        # Two rows of each: a size of 1 would be taken for a constant.
+        # At least two rows: torch.export takes a size of 1 for a constant.
         few, other = (
             dict(tokenizer(t, padding=True, return_tensors="pt")) for t in (["a b c", "d"], ["one", "b c", "d"])
         )

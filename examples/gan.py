@@ -33,7 +33,7 @@ class GAN(TrainModule):
         return pairs
 
     def training_step(self, batch: list[torch.Tensor], optimizer: str) -> torch.Tensor:
-        # Called for each optimizer in turn, on the same batch; the other network is frozen meanwhile.
+        # Called for one optimizer after the other on the same batch; the other network is frozen meanwhile.
         (real,) = batch
         fake = self.generate(len(real))
         if optimizer == "discriminator":
@@ -45,11 +45,11 @@ class GAN(TrainModule):
         return loss
 
     def generate(self, rows: int) -> torch.Tensor:
-        """`rows` points, (rows, 2)."""
+        """`rows` generated points, shape (rows, 2)."""
         return self.generator(torch.randn(rows, self.noise, device=self.device))
 
     def penalty(self, real: torch.Tensor) -> torch.Tensor:
-        """Mean squared gradient of the discriminator at real points (R1): without it the two go round in circles."""
+        """Mean squared gradient of the discriminator at real points (R1), without which the training does not converge."""
         real = real.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(self.discriminator(real).sum(), real, create_graph=True)
         return gradient.square().sum(1).mean() / 2
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-steps", type=int, default=1500)
     options = parser.parse_args()
-    seed_everything(0)  # before the module draws its weights; the order of the data follows from it too
+    seed_everything(0)  # before the module draws its weights; it also determines the order of the data
 
     points = MEAN + STD * torch.randn(4096, 2, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(max_steps=options.max_steps, log_every="500 steps")

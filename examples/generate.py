@@ -1,4 +1,4 @@
-"""Reads an exported RUN_DIR/model/ with transformers alone, and lets it write. fabricate is not needed, nor imported.
+"""Generates text with an exported RUN_DIR/model/, using transformers alone; fabricate is neither needed nor imported.
 
 python examples/generate.py runs/demo/model --prompt "import "
 """
@@ -18,17 +18,17 @@ PROMPT = "def __init__(self"
 
 
 def hush_libraries() -> None:
-    """No progress bars, and no warnings of optional libraries that transformers looks for and this example does not use."""
+    """Turn off progress bars, and warnings about optional libraries of transformers that this example does not use."""
     disable_progress_bar()
     for name in ("torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
         logging.getLogger(name).addFilter(
             lambda record: record.levelno >= logging.ERROR
-        )  # DeepSpeed sets its own level
+        )  # DeepSpeed sets its level itself
 
 
 def sample(folder: Path, prompt: str = PROMPT, tokens: int = 80) -> str:
-    """`prompt` and what the model in `folder` writes after it; the same text each time."""
+    """`prompt` with the continuation by the model in `folder`; the same text each time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A classifier with LoRA: adapters in the attention of a pretrained encoder, and a new head, trained whole beside them.
+"""A classifier with LoRA: adapters in the attention of a pretrained encoder, and a new head that is trained as a whole.
 
 python examples/lora_classifier.py
 fabricate run examples/lora_classifier.py --nproc 2 -- --model FacebookAI/roberta-base --dataset stanfordnlp/sst2 --text sentence
@@ -33,12 +33,12 @@ class Classifier(TrainModule):
 
     def configure_model(self) -> None:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(self.name, num_labels=self.num_labels)
-        # task_type also makes the head trainable, which is new and has random values.
+        # task_type also makes the head trainable, which has random initial values.
         adapter = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"], task_type="SEQ_CLS")
         self.model = peft.get_peft_model(model, adapter)
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, str]:
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate), "linear"  # what is frozen is left out
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate), "linear"  # frozen parameters are left out
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.model(**batch).loss
@@ -50,7 +50,7 @@ class Classifier(TrainModule):
 
 
 def read_rows(name: str | None, text: str) -> dict[str, datasets.Dataset]:
-    """Columns "text" and "label" for "train" and "validation"."""
+    """Rows with the columns "text" and "label", for "train" and "validation"."""
     if name is not None:
         dataset = datasets.load_dataset(name)
         return {split: dataset[split].rename_column(text, "text") for split in ("train", "validation")}
@@ -63,7 +63,7 @@ def read_rows(name: str | None, text: str) -> dict[str, datasets.Dataset]:
 
 
 def save_tiny_model(folder: Path, texts: list[str]) -> str:
-    """A BERT of two layers with random weights and its tokenizer, in `folder` as a download would be."""
+    """Save a BERT of two layers with random weights and its tokenizer in `folder`, in the layout of a download."""
     tokenizer = load_tokenizer("tiny", texts)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.BertConfig(vocab_size=len(tokenizer), max_position_embeddings=LENGTH, **sizes)

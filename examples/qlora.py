@@ -28,7 +28,7 @@ class QLoRA(TrainModule):
     def __init__(self, model: str, learning_rate: float) -> None:
         super().__init__()
         self.name, self.learning_rate = model, learning_rate
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)  # RUN_DIR/model/ has it beside the adapter
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)  # the export has it next to the adapter
 
     def configure_model(self) -> None:
         four_bits = transformers.BitsAndBytesConfig(
@@ -40,13 +40,14 @@ class QLoRA(TrainModule):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             self.name, quantization_config=four_bits, device_map={"": str(self.device)}
         )
-        # What is not in 4 bits becomes float32. Trainer(activation_checkpointing=True) is how activations are saved here.
+        # Makes parameters that are not in 4 bits float32. Use Trainer(activation_checkpointing=True) to save memory of
+        # activations.
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         adapter = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = peft.get_peft_model(model, adapter)
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, str]:
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate), "cosine"  # what is frozen is left out
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate), "cosine"  # frozen parameters are left out
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.model(**batch).loss
@@ -56,7 +57,7 @@ class QLoRA(TrainModule):
 
 
 def save_tiny_model(folder: Path, texts: list[str]) -> str:
-    """A Llama of two layers with random weights and its tokenizer, in `folder` as a download would be."""
+    """Save a Llama of two layers with random weights and its tokenizer in `folder`, in the layout of a download."""
     tokenizer = load_tokenizer("tiny", texts)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--max-epochs", type=int, default=30)
     parser.add_argument("--run-dir", help="write checkpoints and metrics there, and resume from there")
     options = parser.parse_args()
-    seed_everything(0)  # before the module draws its weights; the order of the data follows from it too
+    seed_everything(0)  # before the module draws its weights; it also determines the order of the data
 
     train = DataLoader(data(100, seed=1), batch_size=8, shuffle=True)
     val = DataLoader(data(50, seed=2), batch_size=8)

@@ -1,4 +1,4 @@
-"""A page in the browser for a trained model, with Gradio: a language model continues what is written, a classifier says which label.
+"""A page in the browser for a trained model, with Gradio: a language model continues a text, a classifier shows the labels.
 
 python examples/serve.py runs/demo/model
 python examples/serve.py user/name --port 7861
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 
 def chat(model: Any, tokenizer: Any, tokens: int) -> gradio.Blocks:
-    """What the model writes after the conversation so far, by the tokenizer's chat template where it has one."""
+    """A page that shows the model's answer to the conversation so far, with the tokenizer's chat template if it has one."""
 
     def answer(message: str, history: list[dict[str, Any]]) -> str:
         if tokenizer.chat_template:
@@ -38,12 +38,12 @@ def chat(model: Any, tokenizer: Any, tokens: int) -> gradio.Blocks:
 
 
 def _text(content: Any) -> str:
-    """A turn's text; Gradio gives a list of parts."""
+    """The text of a turn, which Gradio may give as a list of parts."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def classify(model: Any, tokenizer: Any) -> gradio.Blocks:
-    """The probability of each label."""
+    """A page that shows the probability of each label."""
 
     def answer(text: str) -> dict[str, float]:
         with torch.inference_mode():
@@ -55,7 +55,7 @@ def classify(model: Any, tokenizer: Any) -> gradio.Blocks:
 
 
 def page(folder: str, tokens: int = 80) -> gradio.Blocks:
-    """The page for the model in `folder` (or of that name on the hub), which its config.json chooses."""
+    """The page for the model in `folder` (or of that name on the hub); its config.json determines the kind."""
     architecture = next(iter(AutoConfig.from_pretrained(folder).architectures or ()), "")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a chat model: the assistant's words are learnt, packed rows, NEFTune and label smoothing if asked for.
+"""Supervised fine-tuning of a chat model: only the assistant's words are learnt, from packed rows; NEFTune and label smoothing are options.
 
 python examples/sft.py
 fabricate run examples/sft.py --nproc 8 --precision bf16 -- --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --length 2048 --learn all
@@ -23,7 +23,7 @@ class SFT(TrainModule):
     def __init__(self, model: str = "tiny", learning_rate: float = 2e-5, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.name, self.learning_rate, self.label_smoothing = model, learning_rate, label_smoothing
-        self.tokenizer = load_tokenizer(model)  # RUN_DIR/model/ gets it too
+        self.tokenizer = load_tokenizer(model)  # included in RUN_DIR/model/
 
     def configure_model(self) -> None:
         self.model = load_model(self.name)
@@ -31,7 +31,7 @@ class SFT(TrainModule):
     def training_step(self, batch: dict[str, Any]) -> Any:
         if self.label_smoothing:
             return next_token_loss(self.model(**batch).logits, batch["labels"], self.label_smoothing)
-        return self.model(**batch).loss  # the mean over the labels that count; fabricate weighs it by their number
+        return self.model(**batch).loss  # the mean over the labels that count; fabricate weights it by their number
 
     def validation_step(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"loss": self.model(**batch).loss}

@@ -1,4 +1,4 @@
-"""A search with Optuna: every trial is one fit in this process, and trials that do worse than the median end early.
+"""A search with Optuna: every trial is one fit in this process, and trials that are worse than the median end early.
 
 pip install optuna
 python examples/sweep.py --trials 12 --study sqlite:///sweep.db    (again: the study goes on)
@@ -35,7 +35,7 @@ class Digits(TrainModule):
 
 
 class Prune(Callback):
-    """Reports each validation to Optuna and ends the fit where Optuna gives the trial up."""
+    """Reports each validation to Optuna, and ends the fit if Optuna prunes the trial."""
 
     def __init__(self, trial: optuna.Trial) -> None:
         self.trial, self.pruned = trial, False
@@ -48,7 +48,7 @@ class Prune(Callback):
 
 
 def accuracy(trial: optuna.Trial, train: TensorDataset, val: TensorDataset, epochs: int) -> float:
-    """Of one fit."""
+    """The validation accuracy of one fit."""
     seed_everything(0)
     width = trial.suggest_int("width", 8, 128, log=True)
     module = Digits(width, trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True))

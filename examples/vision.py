@@ -4,7 +4,7 @@ python examples/vision.py
 fabricate run examples/vision.py --nproc 2 --precision bf16 -- --model timm/resnet18.a1_in1k --dataset uoft-cs/cifar10 --image img
 
 Without --model a small ResNet is made here and saved, then loaded as any other; without --dataset the images are handwritten digits. Names
-that begin with timm/ are those of timm.create_model, others those of transformers.
+that begin with timm/ are passed to timm.create_model, others to transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import AutoModelForImageClassification, ResNetConfig, ResNetFo
 
 from fabricate import Trainer, TrainModule, UnfreezeAt, seed_everything
 
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as most pretrained models expect
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which most pretrained models expect
 
 
 class Vision(TrainModule):
@@ -37,12 +37,13 @@ class Vision(TrainModule):
         self.head = [name for name, layer in self.named_modules() if isinstance(layer, torch.nn.Linear)][-1]
 
     def stages(self) -> dict[str, str]:
-        """When the parameters below the head begin to be trained. Names of layers do as well: {"model.layer4": "1 epoch"}."""
+        """The time at which each parameter below the head begins to be trained. Names of layers are possible: {"model.layer4": "1
+        epoch"}."""
         body = [name for name, _ in self.named_parameters() if not name.startswith(self.head)]
         return {name: "1 epoch" if place >= len(body) // 2 else "2 epochs" for place, name in enumerate(body)}
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, str]:
-        # What is frozen gets no update. The head is new: a larger learning rate.
+        # Frozen parameters get no update. The head is new, so its learning rate is larger.
         groups = self.parameter_groups({f"^{re.escape(self.head)}": {"lr": 5 * self.learning_rate}})
         return torch.optim.AdamW(groups, lr=self.learning_rate), "cosine"
 
@@ -59,7 +60,7 @@ class Vision(TrainModule):
 
 
 def load_model(name: str, num_labels: int) -> torch.nn.Module:
-    """Pretrained, with a new head."""
+    """The pretrained model with a new head."""
     if name.startswith("timm/"):
         import timm
 
@@ -68,7 +69,7 @@ def load_model(name: str, num_labels: int) -> torch.nn.Module:
 
 
 def read_rows(name: str | None) -> datasets.DatasetDict:
-    """Images and labels, in two parts."""
+    """The images and labels, in two parts."""
     if name is not None:
         return datasets.load_dataset(name)
     digits = load_digits()
@@ -77,7 +78,7 @@ def read_rows(name: str | None) -> datasets.DatasetDict:
 
 
 def save_tiny_model(folder: Path) -> str:
-    """A ResNet of three blocks with random weights, in `folder` as a download would be."""
+    """Save a ResNet of three blocks with random weights in `folder`, in the layout of a download."""
     config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64], depths=[1, 1, 1], layer_type="basic")
     ResNetForImageClassification(config).save_pretrained(folder)
     return str(folder)

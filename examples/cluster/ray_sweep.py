@@ -1,6 +1,6 @@
 """A sweep of four trials with Ray Tune, two at a time: `python examples/cluster/ray_sweep.py --folder /shared/sweep`.
 
-Each trial is a process with one fit, whose metrics and checkpoints go to Ray Tune; it resumes where its process was lost. For a trial of
+Each trial is a process with one fit, which reports metrics and checkpoints to Ray Tune, and resumes if its process is lost. For a trial of
 several ranks, let the trial start a `TorchTrainer` with `RunConfig(callbacks=[TuneReportCallback()])`: the same plugin reports from there.
 """
 

@@ -1,9 +1,9 @@
-"""What Accelerate's examples/by_feature add to a training loop, with fabricate: an argument, a callback, or a few lines around `fit`.
+"""Accelerate's examples/by_feature, with fabricate: each feature is an argument, a callback, or a few lines around `fit`.
 
 python examples/transformers/by_feature.py gradient_accumulation
 fabricate run examples/transformers/by_feature.py --nproc 2 -- multi_process_metrics --model google-bert/bert-base-cased --glue nyu-mll/glue
 
-Each of them fine-tunes BERT on MRPC; without a name of the hub both are tiny ones, built here.
+Each example fine-tunes BERT on MRPC; without names of the hub, a tiny model and data set are built here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Paraphrases(TrainModule):
 
 
 def scores(predicted: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """GLUE's for MRPC."""
+    """GLUE's scores for MRPC."""
     hits = ((predicted == 1) & (labels == 1)).sum()
     f1 = 2 * hits / ((predicted == 1).sum() + (labels == 1).sum()).clamp(min=1)
     return {"accuracy": (predicted == labels).double().mean().item(), "f1": f1.double().item()}
@@ -71,7 +71,7 @@ class Writer(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=2e-5)
 
     def training_step(self, batch: Any) -> dict[str, Any]:
-        # As Accelerate's example counts; `return self.model(**batch).loss` is enough.
+        # Accelerate's example counts labels in this way; `return self.model(**batch).loss` is enough.
         labels = (batch["labels"] != -100).sum()
         return {"loss": self.model(**batch, use_cache=False, num_items_in_batch=labels).loss, "weight": labels}
 
@@ -90,7 +90,7 @@ class StopWhenFlat(Callback):
 
 
 class Feature:
-    """One method for each of Accelerate's examples, under its name. `run`: where runs are written."""
+    """One method for each of Accelerate's examples, with its name. `options.run`: the folder of the runs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.run, self.shuffle = options.run, options.shuffle
@@ -115,7 +115,7 @@ class Feature:
         )
 
     def fit(self, rows: int = 16, **arguments: Any) -> dict[str, float]:
-        """Three epochs; the metrics of the last validation."""
+        """Train for three epochs; return the metrics of the last validation."""
         module = Paraphrases(self.name, self.tokenizer, self.warmup)
         train, val = self.loader(self.rows["train"], rows, self.shuffle), self.loader(self.rows["validation"], 32)
         return Trainer(max_epochs=3, seed=42, **arguments).fit(module, train, val).metrics
@@ -127,7 +127,7 @@ class Feature:
         train = find_executable_batch_size(self._in_parts, starting_batch_size=256)
         return train()
 
-    def _in_parts(self, batch_size: int) -> dict[str, float]:  # half as many rows after each error for want of memory
+    def _in_parts(self, batch_size: int) -> dict[str, float]:  # half as many rows after each out-of-memory error
         return self.fit(batch_size, global_batch_size=256)
 
     def memory(self) -> dict[str, float]:
@@ -149,7 +149,7 @@ class Feature:
         return self.fit(run_dir=self.run / "profiler", plugins=[Profiler()])
 
     def cross_validation(self) -> dict[str, float]:
-        """Three models, each validated on a third of the training set; the metrics of their mean on the validation set."""
+        """Train three models, each validated on a third of the training set; return the metrics of their mean on the validation set."""
         rows, test, logits = self.rows["train"], self.rows["validation"], []
         for train, val in StratifiedKFold(3).split(numpy.zeros(len(rows)), rows["labels"]):
             module, trainer = Paraphrases(self.name, self.tokenizer), Trainer(max_epochs=3, seed=42)
@@ -176,7 +176,7 @@ class Feature:
 
 
 def to_batch(tokenizer: Any, rows: list[Any]) -> dict[str, torch.Tensor]:
-    """As Accelerate's example does it: labels are shifted here already, and what ends a text is no label."""
+    """A batch as in Accelerate's example: labels are already shifted, and the end of a text is not a label."""
     tokenizer.pad_token = tokenizer.eos_token
     longest = max(len(row["input_ids"]) for row in rows)
     batch = tokenizer.pad(rows, padding="max_length", max_length=longest + 1, return_tensors="pt")

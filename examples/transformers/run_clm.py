@@ -46,7 +46,8 @@ class LanguageModel(TrainModule):
 
 
 def to_blocks(raw: datasets.DatasetDict, tokenizer: Any, block_size: int | None) -> datasets.DatasetDict:
-    """Rows of `block_size` tokens, cut from all texts one after the other; the rest of each thousand texts is left out."""
+    """Rows of `block_size` tokens, cut from all texts one after the other; the last, incomplete block of each thousand texts is left
+    out."""
     size = min(block_size or 1024, tokenizer.model_max_length)
 
     def cut(tokens: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:

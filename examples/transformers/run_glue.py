@@ -25,7 +25,7 @@ from transformers import (
 from fabricate import Trainer, TrainModule, from_training_arguments
 
 COLUMNS = {"mnli": ("premise", "hypothesis"), "qnli": ("question", "sentence"), "qqp": ("question1", "question2")}
-"""Of tasks that do not call them sentence1 and sentence2, or sentence."""
+"""The columns of tasks that do not name them sentence1 and sentence2, or sentence."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Classifier(TrainModule):
 
 
 def to_rows(raw: datasets.DatasetDict, tokenizer: Any, options: Options) -> datasets.DatasetDict:
-    """Tokens of the sentence, or of both, and the label."""
+    """Rows with the tokens of the sentence or the pair, and the label."""
     names = raw["train"].column_names
     columns = COLUMNS.get(options.task_name or "", [name for name in names if name.startswith("sentence")])
 
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.do_train:
         metrics = trainer.fit(module, train, val, resume=settings.resume).metrics
     if args.do_eval:
-        metrics = trainer.validate(module, val)  # of the best weights with --load_best_model_at_end
+        metrics = trainer.validate(module, val)  # with --load_best_model_at_end, those of the best weights
         module.print(f"accuracy {metrics['val_accuracy']:.4f}, F1 {metrics['val_f1']:.4f}")
     return metrics
 

@@ -49,11 +49,12 @@ class MaskedLanguageModel(TrainModule):
     def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
         output, masked = self.model(**batch), batch["labels"] != -100
         right = output.logits.argmax(-1)[masked] == batch["labels"][masked]
-        return {"loss": output.loss, "accuracy": right.float().mean()}  # both weigh the masked tokens
+        return {"loss": output.loss, "accuracy": right.float().mean()}  # both are weighted by the masked tokens
 
 
 def to_blocks(raw: datasets.DatasetDict, tokenizer: Any, max_seq_length: int | None) -> datasets.DatasetDict:
-    """Rows of `max_seq_length` tokens, cut from all texts one after the other; the rest of each thousand texts is left out."""
+    """Rows of `max_seq_length` tokens, cut from all texts one after the other; the last, incomplete block of each thousand texts is left
+    out."""
     size = min(max_seq_length or 1024, tokenizer.model_max_length)
 
     def cut(tokens: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:

@@ -33,7 +33,8 @@ class Options(Source):
 
 
 class Reader(TrainModule):
-    """`rows`: the validation set as `to_rows` made it, `answers`: what may be answered, by the id of the question."""
+    """A model that finds answers in a text. rows: the validation set made by `to_rows`. answers: the correct answers, by the id of the
+    question."""
 
     def __init__(
         self, name: str, tokenizer: Any, settings: Any, rows: Any, answers: dict[str, Any], longest: int
@@ -56,11 +57,11 @@ class Reader(TrainModule):
         return {"loss": output.loss, "outputs": (output.start_logits, output.end_logits)}
 
     def compute_metrics(self, outputs: list[Any]) -> dict[str, float]:
-        """Of all windows of a text the span with the highest score is the answer."""
+        """The answer is the span with the highest score in all windows of a text."""
         best: dict[str, tuple[float, str]] = {}
         for (start, end), row in zip(
             outputs, self.rows, strict=False
-        ):  # the check before training reads the first ones only
+        ):  # the check before training reads only the first rows
             scores = start[:, None] + end[None, :]
             inside = torch.tensor([at >= 0 for at, _ in row["offsets"]])
             allowed = torch.ones_like(scores, dtype=torch.bool).triu().tril(self.longest - 1) & inside[:, None] & inside
@@ -76,14 +77,14 @@ class Reader(TrainModule):
 
 
 def overlap(answer: str, wanted: str) -> float:
-    """F1 of the words of two answers."""
+    """The F1 score of the words of two answers."""
     left, right = answer.lower().split(), wanted.lower().split()
     return 2 * sum((Counter(left) & Counter(right)).values()) / max(len(left) + len(right), 1)
 
 
 def to_rows(raw: Any, tokenizer: Any, options: Options) -> datasets.Dataset:
-    """A row for each window of a text: its tokens, where the answer is, and what is needed to cut it out. The answer is the first
-    token where the window does not have it; the offsets of what is not of the text are -1."""
+    """A row for each window of a text: its tokens, the positions of the answer, and the offsets to cut it out. If the window does not
+    contain the answer, its position is the first token. Tokens outside the text have the offsets -1."""
     size = min(options.max_seq_length, tokenizer.model_max_length)
     windows = {"max_length": size, "stride": min(options.doc_stride, size // 2), "padding": "max_length"}
     windows |= {"truncation": "only_second", "return_overflowing_tokens": True, "return_offsets_mapping": True}

@@ -58,7 +58,7 @@ class Summarizer(TrainModule):
         return {"loss": loss, "outputs": list(zip(self.texts(tokens), self.texts(batch["labels"]), strict=True))}
 
     def texts(self, tokens: torch.Tensor) -> list[str]:
-        """The text of each row; -100, which fills up labels, is left out."""
+        """The text of each row, without -100, the padding of labels."""
         filled = torch.where(tokens < 0, self.tokenizer.pad_token_id, tokens)
         return self.tokenizer.batch_decode(filled, skip_special_tokens=True)
 
@@ -68,7 +68,7 @@ class Summarizer(TrainModule):
 
 
 def rouge_l(generated: str, wanted: str) -> float:
-    """F1 of the longest common subsequence of words."""
+    """The F1 score of the longest common subsequence of words."""
     left, right = generated.lower().split(), wanted.lower().split()
     line = [0] * (len(right) + 1)
     for word in left:
@@ -79,7 +79,7 @@ def rouge_l(generated: str, wanted: str) -> float:
 
 
 def to_rows(raw: datasets.DatasetDict, tokenizer: Any, options: Options) -> datasets.DatasetDict:
-    """Tokens of the text, and of the summary as labels."""
+    """Rows with the tokens of the text, and those of the summary as labels."""
     names = raw["train"].column_names
     text, summary = options.text_column or names[0], options.summary_column or names[1]
 

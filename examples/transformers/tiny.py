@@ -1,7 +1,7 @@
-"""Where the scripts of this folder take model and data from: the hub, files, or tiny ones built here, without the network.
+"""Models and data for the scripts of this folder: from the hub, from files, or tiny ones built here without the network.
 
-`open_source` gives both. The tiny models have random weights and no dropout; the tiny data is made of sentences such as
-"anna has a red cat .", the same ones each time.
+`open_source` returns both. The tiny models have random weights and no dropout; the tiny data is made of sentences such as "anna has a red
+cat .", the same ones each time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIZES = {
 
 @dataclass
 class Source:
-    """Arguments that all scripts have, under the names of transformers' own."""
+    """Arguments of all scripts, with the names that transformers uses."""
 
     model_name_or_path: str = field(default="tiny", metadata={"help": "a hub name, a folder, or tiny: built here"})
     dataset_name: str | None = field(default=None, metadata={"help": "on the hub; without it and a file: built here"})
@@ -67,11 +67,12 @@ class Source:
 def open_source(
     source: Source, args: transformers.TrainingArguments, kind: str, task: str
 ) -> tuple[str, datasets.DatasetDict]:
-    """The model to load, and the data sets "train" and "validation". `kind` and `task` of tiny ones: see below."""
+    """The model to load, and the data sets "train" and "validation". kind, task: of tiny models and data, see `tiny_model` and
+    `tiny_rows`."""
     model, folder = source.model_name_or_path, Path(args.output_dir).with_name("tiny")
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
-    with args.main_process_first():  # the others find what it wrote
+    with args.main_process_first():  # the other processes find its files
         if model == "tiny":
             model = tiny_model(folder / kind, kind)
         if source.dataset_name is not None:
@@ -79,12 +80,13 @@ def open_source(
         files = {"train": source.train_file, "validation": source.validation_file}
         if source.train_file is None:
             files = {split: write_rows(folder / f"{task}-{split}.json", task, split) for split in files}
-        inside = {"field": "data"} if task == "questions" else {}  # as SQuAD has it
+        inside = {"field": "data"} if task == "questions" else {}  # the layout of SQuAD
         return model, datasets.load_dataset(str(files["train"]).rpartition(".")[2], data_files=files, **inside)
 
 
 def tiny_model(folder: Path, kind: str) -> str:
-    """Writes a Llama, a GPT-2, a BERT or a T5 (`kind`: its class) with its tokenizer into `folder`, if it is not there; the folder."""
+    """Write a Llama, a GPT-2, a BERT or a T5 (`kind`: its class) with its tokenizer into `folder`, unless it is there; return the
+    folder."""
     if (folder / "config.json").exists():
         return str(folder)
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
@@ -94,7 +96,7 @@ def tiny_model(folder: Path, kind: str) -> str:
         words.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
     special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
     options = {**special, "bos_token": "[CLS]", "eos_token": "[SEP]", "model_max_length": 64}
-    own = folder.with_name(f"{folder.name}-{os.getpid()}")  # several processes may write it
+    own = folder.with_name(f"{folder.name}-{os.getpid()}")  # several processes may write at once
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options).save_pretrained(own)
     torch.manual_seed(0)
     model = getattr(transformers, kind)
@@ -107,7 +109,8 @@ def tiny_model(folder: Path, kind: str) -> str:
 
 
 def tiny_rows(task: str, split: str, number: int | None = None) -> list[dict[str, Any]]:
-    """`number` rows, else 100 ("train") or 36, of the `task` "text", "pairs" (with a label), "questions" (as SQuAD's) or "summaries"."""
+    """`number` rows (default: 100 for "train", else 36) of the `task` "text", "pairs" (with a label), "questions" (as in SQuAD) or
+    "summaries"."""
     draw = random.Random(f"{task} {split}")
     rows = []
     for place in range(number or (100 if split == "train" else 36)):
@@ -130,7 +133,7 @@ def tiny_rows(task: str, split: str, number: int | None = None) -> list[dict[str
 
 
 def write_rows(path: Path, task: str, split: str, number: int | None = None) -> str:
-    """Writes `tiny_rows` as a JSON file; its name."""
+    """Write `tiny_rows` to a JSON file; return its name."""
     rows = tiny_rows(task, split, number)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"data": rows}) if task == "questions" else "".join(json.dumps(row) + "\n" for row in rows)
