@@ -1,1 +1,1 @@
-"""What fabricate costs, measured against a hand-written loop and against other frameworks. `make bench` runs everything."""
+"""The overhead of fabricate, measured against a hand-written loop and other frameworks. `make bench` runs everything."""

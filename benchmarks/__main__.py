@@ -1,10 +1,10 @@
-"""Runs every benchmark, one after another, and writes what they found: JSON, and the tables of docs/benchmarks.md.
+"""Runs every benchmark, one after another, and writes the results: JSON, and the tables of docs/benchmarks.md.
 
     python -m benchmarks              # all of it, about twenty minutes on an idle machine
     python -m benchmarks overhead     # one part; the tables of the others stay as they are
     python -m benchmarks --tables     # measures nothing: the page again from benchmarks/results.json
 
-A part that fails leaves its earlier figures alone; the others go on, and the exit code says that one failed.
+If a part fails, its earlier figures are kept, the other parts run, and the exit code is not 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = ("overhead", "sections", "startup", "compiling", "scaling", "ranks", "ch
 
 
 def measured(part: str) -> dict[str, Any] | None:
-    """What `part` found, from a process of its own, and the tables that it printed; None if it found nothing."""
+    """The figures of `part`, run in a separate process, and the tables that it printed; None if it wrote no figures."""
     before, began = machine(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")

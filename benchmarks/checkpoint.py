@@ -1,9 +1,9 @@
-"""Checkpoints against plain files of the same bytes, in one run: what the loop waits for, what is durable when, what loads how fast.
+"""Checkpoints against plain files of the same bytes, in one run: the time that the loop waits, until a save is durable, and for loading.
 
     python -m benchmarks.checkpoint [--size MIB] [--rounds N] [--directory DIR] [--json FILE]
 
-Everything happens inside a fit, in turn: after an update a hook writes the state with `safetensors.torch.save_file` and makes it
-durable, copies it within memory, and the loop saves its checkpoint. Figures are medians of the rounds, [best] beside them.
+All measurements are inside a fit, one after another: after an update, a hook writes the state with `safetensors.torch.save_file`, makes it
+durable and copies it in memory; then the loop saves its checkpoint. Figures are medians of the rounds, [best] beside them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = 24
 
 
 class Wide(TrainModule):
-    """`LAYERS` square layers; with AdamW the state is three times the weights. A step costs little beside it."""
+    """`LAYERS` square layers; with AdamW the state is three times the weights. The time of a step is small in comparison."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Wide(TrainModule):
 
 
 class Measures(Callback):
-    """Stamps around the boundary of each second update, which saves. plain: files and copies of the same tensors before it.
-    pause: seconds in the updates between, so that what is written beside the training is done before the next save."""
+    """Records times around the boundary of each second update, which saves. plain: write files and copies of the same tensors before it.
+    pause: seconds to wait in the updates between, so that asynchronous writing is complete before the next save."""
 
     def __init__(self, directory: Path, plain: bool, pause: float) -> None:
         self.directory, self.plain, self.pause = directory, plain, pause
@@ -89,7 +89,7 @@ class Measures(Callback):
             fresh = not self._copies
             if fresh:
                 self._copies = {name: torch.empty_like(value) for name, value in state.items()}
-            for _ in range(1 + fresh):  # the first time the memory is new
+            for _ in range(1 + fresh):  # the first copy writes to new memory
                 began = time.perf_counter()
                 for name, value in state.items():
                     self._copies[name].copy_(value)
@@ -108,12 +108,12 @@ def durable(file: Path) -> None:
 
 
 def settle() -> None:
-    """Let the disk come to rest, so that nobody pays for what another wrote."""
+    """Flush all writes to the disk, so that no measurement includes those of another."""
     os.sync()
 
 
 def fit(directory: Path, size: int, rounds: int, save: str, pause: float = 0.0) -> tuple[Measures, list[float]]:
-    """`rounds` saves after a first one that is not counted; what was measured, and seconds until each was durable."""
+    """Save `rounds` times after a first save that is not counted; return the measurements, and the seconds until each save was durable."""
     width = int((size * 2**20 / (3 * 4 * LAYERS)) ** 0.5)
     measures = Measures(directory, save == "sync", pause)
     run_dir = directory / save
@@ -171,7 +171,7 @@ class Small(TrainModule):
 
 
 class FirstBatch(Callback):
-    """When the restored state is there, and when the first batch has gone through."""
+    """The time at which the first backward after a resume has ended."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -181,7 +181,7 @@ class FirstBatch(Callback):
 
 
 def resuming(directory: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds from the call of `fit` to the end of its first backward, by the share of a shuffled epoch that is behind it."""
+    """Seconds from the call of `fit` to the end of its first backward, by the share of a shuffled epoch that was read before."""
     rows = TensorDataset(torch.randn(EPOCH, 4))
     updates = EPOCH // BATCH
     times: dict[str, list[float]] = {}
@@ -201,7 +201,7 @@ def resuming(directory: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def measure(directory: Path, size: int, rounds: int) -> dict[str, Any]:
-    """Everything, in seconds, and the bytes of the state."""
+    """All measurements, in seconds, and the bytes of the state."""
     sync, until = fit(directory, size, rounds, "sync")
     beside, until_beside = fit(directory, size, rounds, "async", pause=3 * max(until))
     seconds = {name: values[1:] for name, values in sync.seconds.items()}

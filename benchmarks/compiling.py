@@ -1,4 +1,4 @@
-"""What torch.compile gains: the small language model, eager and compiled, by hand and by fabricate; all alternate in one process.
+"""The gain of torch.compile: the small language model, eager and compiled, by hand and by fabricate; all alternate in one process.
 
 python -m benchmarks.compiling [--rounds N] [--json FILE]
 """

@@ -1,12 +1,12 @@
-"""What a hook point costs: fabricate's hook calls beside stock pluggy, in one process, rounds interleaved.
+"""The cost of a hook point: fabricate's hook calls and those of pluggy, in one process, with alternating rounds.
 
     python -m benchmarks.dispatch
     python -m benchmarks.dispatch --rounds 51 --json dispatch.json
 
-A step has fifteen hook points: `on_accumulate` for each of twelve micro-batches, `on_before_step`, `on_step`, `on_log`. They
-are written as the loop writes them, `if calls.on_step is not None: calls.on_step(...)`, and `manager.hook.on_step(...=...)`
-for pluggy. Both call the same listeners, of which the first takes no argument, the second one, the third two. Counted is CPU
-time of the thread, less that of the same loop without hook points.
+A step has fifteen hook points: `on_accumulate` for each of twelve micro-batches, `on_before_step`, `on_step`, `on_log`. They are written as
+in the loop, `if calls.on_step is not None: calls.on_step(...)`, and as `manager.hook.on_step(...=...)` for pluggy. Both call the same
+listeners: the first takes no argument, the second one argument, the third two. The figures are CPU time of the thread, minus that of the
+same loop without hook points.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TakesTwo(Callback):
 
 LISTENERS = (TakesNothing, TakesOne, TakesTwo)
 Step = Callable[[int], None]
-"""Runs that many steps."""
+"""A function that runs the given number of steps."""
 
 
 def managed(count: int) -> Manager:
@@ -71,7 +71,7 @@ def nothing(steps: int) -> None:
 
 
 def prepared(calls: Calls) -> Step:
-    """Fifteen hook points as the loop has them."""
+    """A function that runs the fifteen hook points as the loop does."""
     trainer = module = batch = loss = optimizer = norm = metrics = object()
 
     def run(steps: int) -> None:
@@ -90,7 +90,7 @@ def prepared(calls: Calls) -> Step:
 
 
 def stock(manager: Manager) -> Step:
-    """The same by pluggy's own calls."""
+    """A function that runs the fifteen hook points with pluggy's calls."""
     hook: Any = manager.hook
     trainer = module = batch = loss = optimizer = norm = metrics = object()
 
@@ -121,7 +121,7 @@ def _microseconds(run: Step, steps: int) -> float:
 
 
 def measure(rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Per number of listeners: medians over the rounds of microseconds per step, less the empty loop of the same round."""
+    """Microseconds per step by number of listeners: medians over the rounds, minus the empty loop of the same round."""
     managers = {count: managed(count) for count in COUNTS}
     ways: dict[tuple[int, str], Step] = {}
     for count, manager in managers.items():
@@ -146,7 +146,7 @@ def measure(rounds: int, steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print the table, write JSON if asked; exit code 1 when a target is missed."""
+    """Measure, print the table, and write JSON with --json; the exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--steps", type=int, default=2000, help="per round and way")

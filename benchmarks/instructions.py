@@ -3,9 +3,8 @@
     python -m benchmarks.instructions                      # quiet, accumulation, output; needs valgrind
     python -m benchmarks.instructions quiet --micro-batches 100
 
-A clock also sees caches and branch prediction, which this does not: a loop that runs through more different code takes longer
-with as many instructions. System calls are not in it either. Each loop runs in a process of its own, and what comes before its
-60th micro-batch is not counted.
+Caches and branch prediction are not included: a loop that runs more different code takes longer with the same number of instructions.
+System calls are not included either. Each loop runs in a separate process, and everything before its 60th micro-batch is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BEFORE = 60
 
 
 class Counter(Clock):
-    """Lets valgrind count from the forward `BEFORE` to the one `count` later."""
+    """A clock that makes valgrind count from the forward `BEFORE` to the one `count` later."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ def _control(order: str) -> None:
 
 
 def train(loop: str, case: str, count: int) -> None:
-    """The process that valgrind watches."""
+    """Train with `loop`, in the process that valgrind runs."""
     import torch
 
     torch.set_num_threads(1)
@@ -79,7 +78,7 @@ def counted(loop: str, case: str, count: int) -> float:
 
 
 def main() -> None:
-    """Count and print the table, or be the process that is watched."""
+    """Count and print the table, or train in the process that valgrind runs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(WORKS)}; {', '.join(CASES)}")
     parser.add_argument("--micro-batches", type=int, default=500, help="that are counted")

@@ -1,7 +1,7 @@
-"""The loops that are compared and always there: a hand-written one, raw Accelerate, fabricate.
+"""The compared loops that need no further packages: a hand-written one, raw Accelerate, fabricate.
 
-Each trains `work` and returns the model. Options are those an experienced user of each would take. A framework is
-imported when its loop runs, so that a fresh process measures what that one needs.
+Each trains `work` and returns the model. The options are those that an experienced user of each framework would choose. A framework is
+imported when its loop runs, so that a fresh process measures only the imports of this loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.works import Clock, Work
 
 
 def bare(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
-    """Plain PyTorch, by hand; with output: tqdm, TensorBoard and torch.save at the same moments."""
+    """A loop in plain PyTorch, by hand; with output: tqdm, TensorBoard and torch.save at the same moments."""
     model = work.build(clock)
     if work.compile:
         for block in model.gpt.transformer.h:
@@ -56,7 +56,7 @@ def bare(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
 
 
 def raw_accelerate(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
-    """Accelerate's own idiom; with output: tqdm, its TensorBoard tracker and save_state at the same moments."""
+    """A loop as in Accelerate's documentation; with output: tqdm, its TensorBoard tracker and save_state at the same moments."""
     from accelerate import Accelerator
 
     forget_accelerator()
@@ -97,7 +97,7 @@ def raw_accelerate(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
 
 
 def forget_accelerator() -> None:
-    """Accelerate keeps its state for the whole process: the next loop needs a fresh one."""
+    """Reset Accelerate's state, which it keeps for the whole process, for the next loop."""
     import accelerate
 
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -105,12 +105,13 @@ def forget_accelerator() -> None:
 
 
 def work_model(model: Any) -> torch.nn.Module:
-    """The model below a framework's wrappers of one process."""
+    """The model inside a framework's wrappers."""
     return getattr(model, "module", model)
 
 
 def fabricated(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
-    """fabricate; quiet: no progress bar, nothing written; with output: everything it offers, at the same moments."""
+    """A fit with fabricate; quiet: no progress bar and no files; with output: its progress bar, metrics and checkpoints at the same
+    moments."""
     from benchmarks.module import MicroBatches, Module, Steps
     from fabricate import Trainer
 
@@ -137,4 +138,4 @@ def fabricated(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
 
 
 LOOPS = {"bare PyTorch": bare, "Accelerate": raw_accelerate, "fabricate": fabricated}
-"""By the name that tables show; the first is what the others are compared with."""
+"""The loops by their names in the tables; the others are compared with the first."""

@@ -1,4 +1,4 @@
-"""The compared work as a TrainModule, and listeners that do next to nothing."""
+"""The compared work as a TrainModule, and listeners that do almost nothing."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.overhead quiet --rounds 15
 
-In every round each loop trains the same work once, in an order that rotates; what is reported is the median, over
-rounds, of the difference to the bare loop of the same round, with quartiles. Counted is CPU time of the process, from
-the 40th forward to the last one, so that what comes at log boundaries and in other threads counts too.
+In every round each loop trains the same work once, in an order that rotates. The figures are the median and quartiles, over rounds, of the
+difference to the bare loop of the same round. They are CPU time of the process from the 40th forward to the last one, so they include log
+boundaries and other threads.
 
-The heap keeps what is freed (see `hold_heap`), for all loops alike.
+The heap keeps freed memory (see `hold_heap`), for all loops.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ROUNDS = {"quiet": 15, "rows": 15, "listeners": 15, "accumulation": 15, "output"
 
 
 def hold_heap() -> None:
-    """Let glibc keep freed memory. Else it gives the top of the heap back whenever that gets large, and a step of the language
-    model pays for up to 2700 page faults, or for none, by where its blocks happen to lie: 10 per cent from run to run."""
+    """Make glibc keep freed memory. Otherwise it returns the top of the heap to the system when it gets large. A step of the language model
+    then has between 0 and 2700 page faults, depending on the addresses of its blocks: 10 per cent from run to run."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest: blocks come from the heap
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
@@ -48,7 +48,7 @@ def hold_heap() -> None:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[None]:
-    """stdout and stderr on a pseudo-terminal that another process empties: progress bars are drawn as for a person."""
+    """Put stdout and stderr on a pseudo-terminal that another process reads, so that progress bars are drawn."""
     master, slave = pty.openpty()
     with subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
         os.close(master)
@@ -59,7 +59,7 @@ def terminal() -> Iterator[None]:
 
 
 def train(loop: Loop, work: Work) -> tuple[Clock, torch.Tensor]:
-    """Run once; the clock, and the final weights as one vector."""
+    """Run `loop` once; return the clock, and the final weights as one vector."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, terminal(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -76,7 +76,7 @@ def measure(work: Work, loops: dict[str, Loop], rounds: int) -> dict[str, Any]:
     equal: dict[str, str] = {}
     names = list(loops)
     reference = train(loops[names[0]], work)[1]
-    for name in names:  # once without counting: lazy imports
+    for name in names:  # one run that is not counted, for lazy imports
         clock, weights = train(loops[name], work)
         difference = float((weights - reference).abs().max())
         if len(clock.stamps) != work.steps or difference > 1e-5:
@@ -85,7 +85,7 @@ def measure(work: Work, loops: dict[str, Loop], rounds: int) -> dict[str, Any]:
             )
         equal[name] = "bit-identical" if difference == 0 else f"within {difference:.0e}"
     gc.collect()
-    gc.freeze()  # what frameworks imported is not walked again by each collection
+    gc.freeze()  # garbage collections skip the objects of imported frameworks
     for number in range(rounds):
         shift = number % len(names)
         order = names[shift:] + names[:shift]
@@ -113,7 +113,7 @@ def measure(work: Work, loops: dict[str, Loop], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the cases named, print a line for each loop."""
+    """Measure the named cases, and print a line for each loop."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("cases", nargs="*", default=list(WORKS), help=f"of {', '.join(WORKS)}; all")
     parser.add_argument("--rounds", type=int, help="rounds of each case")

@@ -1,6 +1,6 @@
-"""The same training in other frameworks, as far as they can be imported here (see docs/benchmarks.md for an environment).
+"""The same training in other frameworks, if they are installed (see docs/benchmarks.md for an environment).
 
-Each is set up as quietly as it can be; with output: its own progress bar, TensorBoard and checkpoints at the same moments.
+Each has as little output as possible; with output: its own progress bar, TensorBoard and checkpoints at the same moments.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def lightning_fabric(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
 
 
 def pytorch_accelerated(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
-    """pytorch-accelerated; it clips by value only, so the norm is clipped in an override; it has no TensorBoard."""
+    """pytorch-accelerated. It clips by value only, so an override clips the norm. It has no TensorBoard logger."""
     from pytorch_accelerated import Trainer
     from pytorch_accelerated.callbacks import ProgressBarCallback
 
@@ -185,7 +185,7 @@ def pytorch_accelerated(work: Work, clock: Clock, folder: Path) -> torch.nn.Modu
 
 
 def ignite(work: Work, clock: Clock, folder: Path) -> torch.nn.Module:
-    """Ignite's Engine around a hand-written step, as its documentation does it."""
+    """Ignite's Engine around a hand-written step, as in its documentation."""
     from ignite.contrib.handlers import ProgressBar
     from ignite.engine import Engine, Events
     from ignite.handlers import Checkpoint, DiskSaver

@@ -1,11 +1,12 @@
-"""What several ranks cost over torch's own DistributedDataParallel and fully_shard by hand: all loops of a case alternate in one
-process group, on this machine's ranks.
+"""The overhead on several ranks over torch's DistributedDataParallel and fully_shard by hand: all loops of a case alternate in one process
+group, on this machine's ranks.
 
     python -m benchmarks.ranks                       # every case, two ranks
     python -m benchmarks.ranks quiet --rounds 21 --nproc 2
 
-Milliseconds of the clock, because a rank that waits for another uses no processor: run it on a quiet machine with a core for each
-rank. The rows of a micro-batch are each rank's; after every update fabricate's ranks agree whether to log, validate, save or stop.
+The figures are milliseconds of wall-clock time, because a rank that waits for another uses no CPU time: run it on an idle machine with a
+core for each rank. The rows of a micro-batch are per rank. After every update, fabricate's ranks agree whether to log, validate, save or
+stop.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from benchmarks.tables import table
 from benchmarks.works import WORKS, Clock, Work
 
 ROUNDS = {"quiet": 11, "gpt": 7, "gpt-fsdp": 7}
-"""By case: the work, and after a dash what divides it."""
+"""The rounds of each case: the work, and after a dash the strategy."""
 
 
 class Wall(Clock):
-    """Counts seconds that pass, not those of the processor."""
+    """A clock of wall-clock time instead of CPU time."""
 
     def stamp(self) -> None:
         self.stamps.append(time.perf_counter_ns())
 
 
 def by_hand(work: Work, model: torch.nn.Module) -> None:
-    """torch's own idiom."""
+    """Train as in torch's documentation."""
     optimizer = work.optimizer(model)
     rows = work.dataset()
     model.train()
@@ -60,14 +61,14 @@ def by_hand(work: Work, model: torch.nn.Module) -> None:
 
 
 def replicated(work: Work, clock: Clock) -> torch.nn.Module:
-    """Replicas by hand."""
+    """Train replicas by hand."""
     model = work.build(clock)
     by_hand(work, torch.nn.parallel.DistributedDataParallel(model))
     return model
 
 
 def sharded(work: Work, clock: Clock) -> torch.nn.Module:
-    """Shards by hand: each block, then the rest."""
+    """Train shards by hand: each block, then the rest."""
     model: Any = work.build(clock)
     for block in model.gpt.transformer.h:
         fully_shard(block)
@@ -77,7 +78,7 @@ def sharded(work: Work, clock: Clock) -> torch.nn.Module:
 
 
 def raw_accelerate(work: Work, clock: Clock) -> torch.nn.Module:
-    """Accelerate's own idiom."""
+    """Train as in Accelerate's documentation."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -92,7 +93,7 @@ def raw_accelerate(work: Work, clock: Clock) -> torch.nn.Module:
 
 
 def fabricated(work: Work, clock: Clock, strategy: str = "ddp") -> torch.nn.Module:
-    """fabricate with strategy="ddp"."""
+    """Train with fabricate."""
     from benchmarks.module import Module
     from fabricate import Trainer
 
@@ -113,7 +114,7 @@ LOOPS: dict[str, dict[str, Callable[[Work, Clock], torch.nn.Module]]] = {
     },
     "fsdp": {"fully_shard": sharded, "fabricate": functools.partial(fabricated, strategy="fsdp")},
 }
-"""A module that leaves a parameter out is an error for all of them, unless they are asked to look for it."""
+"""The loops by strategy. An unused parameter is an error for all of them, except with find_unused_parameters."""
 
 
 def train(loop: Callable[[Work, Clock], torch.nn.Module], work: Work) -> tuple[float, torch.Tensor]:
@@ -129,7 +130,7 @@ def train(loop: Callable[[Work, Clock], torch.nn.Module], work: Work) -> tuple[f
 
 
 def rank(cases: list[str], rounds: int | None, micro_batches: int | None, path: Path) -> None:
-    """Be one rank; rank 0 leaves the figures in the file `path`."""
+    """Run one rank; rank 0 writes the figures to the file `path`."""
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     for case in cases:
@@ -140,7 +141,7 @@ def rank(cases: list[str], rounds: int | None, micro_batches: int | None, path: 
         names = list(loops)
         reference = train(loops[names[0]], work)[1]
         apart = {name: float((train(loops[name], work)[1] - reference).abs().max()) for name in names}
-        # DistributedSampler deals the rows of a step out otherwise, which rounds otherwise.
+        # DistributedSampler assigns the rows of a step to ranks differently, so that sums round differently.
         if max(apart.values()) > 1e-4:
             raise SystemExit(f"{case}: the loops trained different weights: {apart}")
         times: dict[str, list[float]] = {name: [] for name in names}

@@ -1,12 +1,12 @@
-"""Weak and strong scaling over the ranks of this machine, with where the time goes, as fabricate itself measures it.
+"""Weak and strong scaling over the ranks of this machine, with the shares of time that fabricate measures.
 
     python -m benchmarks.scaling [--ranks 1 2] [--json FILE]
 
-Weak: 8 rows per rank whatever the number of ranks. Strong: 16 rows in all. Wall-clock time: run it on a quiet machine.
+Weak: 8 rows per rank on any number of ranks. Strong: 16 rows in all. The figures are wall-clock time: run it on an idle machine.
 
-"On paper" continues from the weak ddp run of two ranks to more, each pair of them like the two measured: what is computed takes as
-long, and a ring all-reduce over n ranks sends 2 (n - 1) / n of the gradients' bytes, twice what it sends over two when n is large
-(Patarasuk and Yuan, 2009: bandwidth optimal all-reduce algorithms). Latency and what a network shares are not in it.
+"On paper" extrapolates the weak ddp run of two ranks to more ranks: the computation takes as long, and a ring all-reduce over n ranks sends
+2 (n - 1) / n of the gradients' bytes, for large n twice as many as over two ranks (Patarasuk and Yuan, 2009: bandwidth optimal all-reduce
+algorithms). Latency and shared networks are not included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ON_PAPER = (4, 8, 64)
 
 
 def train(strategy: str, rows: int, folder: Path) -> None:
-    """One rank of a fit; what is measured ends up in `folder`/metrics.jsonl."""
+    """Run one rank of a fit, which writes the measurements to `folder`/metrics.jsonl."""
     import torch
 
     from benchmarks.module import Module
@@ -48,7 +48,7 @@ def train(strategy: str, rows: int, folder: Path) -> None:
 
 
 def torchrun(ranks: int, module: str, *arguments: str) -> None:
-    """Run `module` on some ranks of this machine, one thread each; what they print is shown when one of them fails."""
+    """Run `module` on `ranks` ranks of this machine, one thread each; their output is shown if one of them fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
@@ -57,7 +57,7 @@ def torchrun(ranks: int, module: str, *arguments: str) -> None:
 
 
 def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
-    """Medians over the log intervals of one fit but the first."""
+    """The medians over the log intervals of one fit, without the first."""
     with tempfile.TemporaryDirectory() as folder:
         torchrun(ranks, "benchmarks.scaling", "--train", strategy, str(rows), folder)
         lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
@@ -66,7 +66,7 @@ def measure(strategy: str, ranks: int, rows: int) -> dict[str, float]:
 
 
 def on_paper(alone: dict[str, Any], pair: dict[str, Any]) -> list[dict[str, Any]]:
-    """`pair`, the weak ddp run of two ranks, carried on to more; `alone` is that of one."""
+    """The extrapolation of `pair`, the weak ddp run of two ranks, to more ranks. alone: the run of one rank."""
     communicated = pair["seconds_per_step"] * pair["communication_share"]
     rows = []
     for ranks in ON_PAPER:
@@ -88,7 +88,7 @@ def on_paper(alone: dict[str, Any], pair: dict[str, Any]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Measure and print the table, or be one rank."""
+    """Measure and print the table, or run one rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--json", type=Path, help="write the figures there too")

@@ -1,11 +1,11 @@
-"""Where a micro-batch's time goes: the same marks in the hand-written loop and in fabricate's, in one run.
+"""The time of the sections of a micro-batch: the same marks in the hand-written loop and in fabricate's, in one run.
 
     python -m benchmarks.sections                    # quiet and accumulation
     python -m benchmarks.sections quiet --rounds 5
 
-Marks are set by what both loops run: the data set, the network, hooks of autograd, the optimizer. Between two marks there is either
-work of theirs, which has to take as long in both loops, or a loop's own. Microseconds of the clock, medians of medians; a neighbour on
-the machine is in them.
+The data set, the network, hooks of autograd and the optimizer set the marks in both loops. Between two marks is either their work, which
+has to take equally long in both loops, or the work of a loop. The figures are microseconds of wall-clock time, medians of medians; other
+load on the machine is included.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ MARKS = ("fetch", "fetched", "forward", "loss", "backward", "gradients", "step",
 
 
 class Marks(Clock):
-    """What was reached when."""
+    """The times at which marks were reached."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reached: list[tuple[str, int]] = []
 
     def mark(self, name: str) -> None:
-        """`name` is reached."""
+        """Record that `name` is reached."""
         self.reached.append((name, time.perf_counter_ns()))
 
     def stamp(self) -> None:
-        """One forward begins."""
+        """Record that a forward begins."""
         self.stamps.append(0)
         self.mark("forward")
 
     def sections(self) -> dict[tuple[str, str], float]:
-        """Microseconds between neighbouring marks, medians without the first micro-batches."""
+        """Median microseconds between successive marks, without the first micro-batches."""
         begin = [at for at, (name, _) in enumerate(self.reached) if name == "forward"][WARMUP]
         durations = collections.defaultdict(list)
         for (name, began), (following, ended) in itertools.pairwise(self.reached[begin:]):
@@ -69,7 +69,7 @@ class Marked(Network):
 
     def __init__(self, clock: Marks) -> None:
         super().__init__(clock)
-        first = next(self.parameters())  # the last to get its gradient
+        first = next(self.parameters())  # its gradient is computed last
         first.register_post_accumulate_grad_hook(lambda parameter: clock.mark("gradients"))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -136,9 +136,9 @@ def trained(loop: str, case: str) -> dict[tuple[str, str], float]:
 
 
 def measure(case: str, rounds: int) -> list[dict[str, Any]]:
-    """Each section's microseconds by loop, in the order in which they come."""
+    """Each section's microseconds by loop, in the order of the sections."""
     runs: dict[str, list[dict[tuple[str, str], float]]] = {loop: [] for loop in COMPARED}
-    for loop in COMPARED:  # once without counting: lazy imports
+    for loop in COMPARED:  # one run that is not counted, for lazy imports
         trained(loop, case)
     gc.freeze()
     for number in range(rounds):

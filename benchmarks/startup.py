@@ -1,8 +1,8 @@
-"""What comes before and around the steps: imports, the first step, memory, frames above a step, resuming far into an epoch.
+"""The cost before and around the steps: imports, the first step, memory, stack frames above a step, resuming far into an epoch.
 
     python -m benchmarks.startup --json FILE
 
-Every figure of a framework comes from fresh processes of its own; what is shown is the median of several.
+Every figure of a framework is the median of several fresh processes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ print(json.dumps({{"cpu_seconds": seconds, "modules": len(sys.modules), "peak_mi
 
 
 def _fresh(arguments: list[str], times: int) -> dict[str, Any]:
-    """The JSON objects that `times` processes print last, reduced to the median of each number."""
+    """The median of each number in the JSON objects that `times` processes print last."""
     runs = []
     for _ in range(times):
         process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
@@ -72,7 +72,7 @@ def imports(times: int) -> dict[str, Any]:
 
 
 def first_steps(times: int) -> dict[str, Any]:
-    """By loop: CPU seconds from the start of a process to the end of its first step, peak memory, frames above a step."""
+    """CPU seconds from the start of a process to the end of its first step, peak memory, and stack frames above a step, by loop."""
     from benchmarks.loops import LOOPS
     from benchmarks.peers import available
 
@@ -84,7 +84,7 @@ def first_steps(times: int) -> dict[str, Any]:
 
 
 def _first_step(name: str, case: str) -> None:
-    """Runs in a process of its own: one whole case; the second forward begins when the first step is done."""
+    """Run one whole case, in a separate process. The first step ends when the second forward begins."""
     import resource
 
     import torch
@@ -160,7 +160,7 @@ def main() -> None:
     if options.first_step:
         _first_step(*options.first_step)
         return
-    # As pip does for what it installs; an editable checkout may have none.
+    # Write bytecode, as pip does for installed packages; an editable checkout may have none.
     compileall.compile_dir(Path(__file__).parents[1] / "fabricate", quiet=1)
     results = {"imports": imports(options.times), "first_step": first_steps(options.times), "resume": resuming()}
     text = json.dumps(results, indent=1)

@@ -1,4 +1,4 @@
-"""From figures to Markdown tables, and what is to be said of the machine they come from."""
+"""Markdown tables of the figures, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERSIONS = (
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, load when the measurement began, versions."""
+    """The processor, cores, memory, present load, and versions of packages."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; the first column is text, the others are numbers."""
+    """A Markdown table; the first column is text, the others are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -118,8 +118,8 @@ def _startup(figures: dict[str, Any]) -> dict[str, str]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Markdown by the name of its marker in docs/benchmarks.md. `results`: by part its "found" figures, the "text" that it
-    printed, the "machine"."""
+    """The Markdown tables by the names of their markers in docs/benchmarks.md. results: for each part, its figures ("found"), the printed
+    "text" and the "machine"."""
     texts: dict[str, str] = {}
     for part, result in results.items():
         measurements = result["found"]

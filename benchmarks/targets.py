@@ -1,4 +1,4 @@
-"""What the figures are held against: each promise, what was measured, whether it is kept."""
+"""The targets: each promise, the measured figure, and whether it is kept."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from benchmarks.tables import table
 
 Measurements = dict[str, Any]
-"""Figures of every part that was measured, by its name."""
+"""The figures of every measured part, by its name."""
 
 
 class Target(NamedTuple):
-    """`part`: whose figures `measure` needs; it returns them as text, and whether they keep the promise."""
+    """A promise about the figures of `part`. measure: returns the figure as text, and whether it keeps the promise."""
 
     name: str
     promise: str
@@ -103,7 +103,7 @@ TARGETS = (
 
 
 def targets_table(results: dict[str, Any]) -> str:
-    """Every target as a Markdown row; those whose part was not measured say so."""
+    """A Markdown table with a row for every target; targets whose part was not measured are marked."""
     rows = []
     for name, promise, part, measure in TARGETS:
         if part in results:

@@ -1,6 +1,6 @@
-"""What is trained: the same model, data, optimizer and seeds for every loop that is compared.
+"""The trained work: the same model, data, optimizer and seeds for every compared loop.
 
-Every forward stamps the process's CPU clock, so that all that happens between two forwards is charged to the loop.
+Every forward records the process's CPU time, so that everything between two forwards counts for the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARMUP = 40
 
 
 class Network(torch.nn.Module):
-    """10 -> 16 -> 1 and the squared error: as little work as a step can be."""
+    """A network 10 -> 16 -> 1 with the squared error: as little work as possible in a step."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Network(torch.nn.Module):
 
 
 class Language(torch.nn.Module):
-    """A GPT-2 of two layers, 128 wide, over 64 tokens of 4096."""
+    """A GPT-2 of two layers of width 128, on 64 tokens from a vocabulary of 4096."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -56,13 +56,14 @@ class Language(torch.nn.Module):
 
 @dataclass
 class Clock:
-    """CPU nanoseconds of this process (all its threads) at each forward; `frames`: the files on the stack at the first."""
+    """CPU nanoseconds of this process (all its threads) at each forward; frames: the files and functions on the stack at the first
+    forward."""
 
     stamps: list[int] = field(default_factory=list)
     frames: list[str] = field(default_factory=list)
 
     def stamp(self) -> None:
-        """One forward begins."""
+        """Record that a forward begins."""
         self.stamps.append(time.process_time_ns())
         if not self.frames:
             frame: Any = sys._getframe(1)
@@ -71,12 +72,12 @@ class Clock:
                 frame = frame.f_back
 
     def typical(self) -> float:
-        """CPU microseconds of the median micro-batch: what comes every n steps does not show."""
+        """CPU microseconds of the median micro-batch, which does not include work that is done every n steps."""
         counted = self.stamps[WARMUP:]
         return statistics.median(after - before for before, after in itertools.pairwise(counted)) / 1000
 
     def mean(self) -> float:
-        """CPU microseconds per micro-batch over the whole run: what comes every n steps counts too."""
+        """CPU microseconds per micro-batch over the whole run, which includes work that is done every n steps."""
         counted = self.stamps[WARMUP:]
         return (counted[-1] - counted[0]) / (len(counted) - 1) / 1000
 
@@ -96,8 +97,8 @@ class Rows(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Work:
-    """One case. `steps` are micro-batches; `output`: progress bar, metrics file, TensorBoard and checkpoints are on;
-    `row_by_row`: the data set is of the user's own class, so that no framework reads a batch with one index."""
+    """One case. steps: micro-batches. output: progress bar, metrics file, TensorBoard and checkpoints are on. row_by_row: the data set is
+    of a user's class, so that no framework reads a batch with one index."""
 
     name: str
     network: Callable[[Clock], torch.nn.Module]
@@ -115,7 +116,7 @@ class Work:
     workers: int = 0
 
     def build(self, clock: Clock) -> torch.nn.Module:
-        """A fresh model, the same every time."""
+        """A new model, with the same weights every time."""
         torch.manual_seed(0)
         return self.network(clock)
 
@@ -130,7 +131,7 @@ class Work:
         return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
     def loader(self) -> DataLoader[Any]:
-        """Not shuffled, so that every framework sees the same order."""
+        """A loader that does not shuffle, so that every framework reads the same order."""
         return DataLoader(self.dataset(), batch_size=self.batch_size, num_workers=self.workers)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -141,11 +142,11 @@ class Work:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates in all."""
+        """The total number of updates."""
         return self.steps // self.accumulation
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR | None:
-        """A cosine over all updates, where the case has one."""
+        """A cosine schedule over all updates, or None if the case has none."""
         if not self.cosine:
             return None
         updates = self.updates
