@@ -1,8 +1,8 @@
-"""Every public name of `accelerate.Accelerator`, read or called on `trainer.accelerator` in a fit, against the truth.
+"""Every public name of `accelerate.Accelerator`, read or called on `trainer.accelerator` in a fit, and compared with the expected value.
 
-A cell says "right" where the answer was compared with what is known from elsewhere (weights and norms from the same updates by hand in
-plain torch, rows from the data, ranks from the launcher), and "error" where an error said what to use instead. Anything else is
-wrong. The table under "Every name" in `docs/accelerator.md` is written here.
+A cell is "right" if the value equals one from another source (weights and norms from the same updates in plain torch, rows from the data,
+ranks from the launcher), and "error" if an error names what to use instead. Anything else is wrong. This script writes the table under
+"Every name" in `docs/accelerator.md`.
 
     python -m campaigns.accelerator --out docs/accelerator.md
 """
@@ -37,9 +37,9 @@ from fabricate import Callback, FabricateError, Trainer, TrainModule
 from fabricate.testing import close_pools, run_ranks
 
 CASES = (("single", 1), *((strategy, ranks) for strategy in ("ddp", "fsdp", "zero2", "zero3") for ranks in (1, 2)))
-"""Strategies with numbers of ranks."""
+"""The strategies with their numbers of ranks."""
 ROWS, WINDOW, RATE = 9, 8, 0.1
-"""Of two ranks with two micro-batches of two rows: one whole window, and one row, beside which a stand-in runs."""
+"""On two ranks with two micro-batches of two rows: one whole window, and one further row, with which the other rank runs a stand-in."""
 TYPES = {"single": "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 RIGHT, ABSENT = "right", "absent"
 HEADING = "## Every name\n"
@@ -55,7 +55,7 @@ Each name was read or called in `on_step`, unless the row names another place.
 
 
 def public_names() -> set[str]:
-    """Methods and properties of Accelerate's class, and what its code assigns to itself."""
+    """The public methods and properties of Accelerate's class, and the attributes that its code assigns to `self`."""
     code = ast.parse(inspect.getsource(sys.modules[Accelerator.__module__]))
     (own,) = [node for node in code.body if isinstance(node, ast.ClassDef) and node.name == "Accelerator"]
     stores = [n for n in ast.walk(own) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
@@ -64,7 +64,7 @@ def public_names() -> set[str]:
 
 
 def net() -> torch.nn.Sequential:
-    """The same values each time."""
+    """A small network, with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(600, 4), torch.nn.Linear(4, 1))
@@ -79,7 +79,7 @@ def data() -> TensorDataset:
 
 
 class Reference:
-    """The same updates by hand: weights after the first, and the gradient's norm in the second."""
+    """The same two updates by hand: the weights after the first, and the gradient's norm in the second."""
 
     def __init__(self) -> None:
         x, y, _ = data().tensors
@@ -114,7 +114,7 @@ class Recorder(GeneralTracker):  # type: ignore[misc]
 
 @dataclass
 class Context:
-    """What a check may compare with."""
+    """The values that a check may use."""
 
     strategy: str
     rank: int
@@ -137,17 +137,17 @@ class Context:
 
     @property
     def hidden(self) -> bool:
-        """Whether gradients are the engine's."""
+        """Whether the strategy's engine hides the gradients."""
         return self.strategy.startswith("zero")
 
 
 Check = Callable[[Context], None]
 CHECKS: dict[str, dict[str, Check]] = {}
-"""By moment and name."""
+"""The checks by moment and name."""
 
 
 def check(moment: str, *names: str) -> Callable[[Check], Check]:
-    """The function below looks at `names`."""
+    """Register the decorated function as the check of `names` at `moment`; without names, of its own name."""
 
     def keep(function: Check) -> Check:
         CHECKS.setdefault(moment, {}).update(dict.fromkeys(names or (function.__name__,), function))
@@ -157,7 +157,7 @@ def check(moment: str, *names: str) -> Callable[[Check], Check]:
 
 
 def same(actual: object, expected: object) -> None:
-    """An AssertionError that says what was found."""
+    """Raise AssertionError with `actual` unless it equals `expected`."""
     assert actual == expected, f"{actual!r} instead of {expected!r}"
 
 
@@ -165,7 +165,7 @@ def same(actual: object, expected: object) -> None:
 
 
 def value(name: str, expected: Callable[[Context], object]) -> None:
-    """`name` has the value that `expected` says."""
+    """Register a check that `name` has the value that `expected` returns."""
     CHECKS.setdefault("on_step", {})[name] = lambda context: same(getattr(context.accelerator, name), expected(context))
 
 
@@ -329,7 +329,7 @@ def first(context: Context) -> None:
             assert context.rank == 0 or file.exists(), "rank 1 did not wait"
             file.touch()
         context.accelerator.wait_for_everyone()
-        with getattr(accelerate.PartialState(), method)():  # Accelerate's own, beside it
+        with getattr(accelerate.PartialState(), method)():  # Accelerate's own method, for comparison
             pass
 
 
@@ -372,7 +372,7 @@ def print_(context: Context) -> None:
 
 
 def close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Weights, up to rounding."""
+    """Raise AssertionError unless the weights are equal up to rounding."""
     same(sorted(weights), sorted(expected))
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name].float(), weight, rtol=1e-5, atol=1e-6)
@@ -382,7 +382,7 @@ def close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 @check("validation_step")
 @check("training_step")
 def get_state_dict(context: Context) -> None:
-    """Rank 0 has everything; the others too, or nothing."""
+    """Rank 0 gets all weights; the other ranks get all or none."""
     weights = context.accelerator.get_state_dict(context.module)
     of_part = context.accelerator.get_state_dict(context.module.net[0])
     if context.rank > 0 and context.strategy in ("fsdp", "zero3"):
@@ -464,7 +464,7 @@ def autocast(context: Context) -> None:
 
 @check("on_step", "prepare", "prepare_data_loader")
 def prepare(context: Context) -> None:
-    """A loader of the user's own; each row once."""
+    """`prepare` of a user's loader: each row is read once."""
     accelerator = context.accelerator
     for make in (accelerator.prepare, accelerator.prepare_data_loader):
         loader = make(DataLoader(data(), batch_size=2))
@@ -512,7 +512,7 @@ def profile(context: Context) -> None:
 
 @check("on_step")
 def maybe_context_parallel(context: Context) -> None:
-    """Without context parallelism it changes nothing, as Accelerate says."""
+    """Without context parallelism it changes nothing, as in Accelerate."""
     whole = torch.ones(2, 4)
     with context.accelerator.maybe_context_parallel(buffers=[whole], buffer_seq_dims=[1]):
         same(tuple(whole.shape), (2, 4))
@@ -524,7 +524,7 @@ def verify_device_map(context: Context) -> None:
 
 
 def called(name: str, *arguments: Callable[[Context], Any]) -> None:
-    """A call that has no right answer in a fit."""
+    """Register a check that `name` raises an error, because it has no meaning in a fit."""
 
     def call(context: Context) -> None:
         attribute = getattr(context.accelerator, name)
@@ -572,7 +572,7 @@ called("deepspeed_engine_wrapped")
 called("step")
 
 
-# -- the fit that looks ---------------------------------------------------------------------------------------------------
+# -- the fit with the checks ----------------------------------------------------------------------------------------------
 
 
 class Net(TrainModule):
@@ -636,7 +636,7 @@ class Look(Callback):
 
 
 class LookAtGradients(Look):
-    """With the hook that strategies with an engine of their own refuse."""
+    """`Look` with the hook that strategies with their own engine refuse."""
 
     def on_before_step(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
         if trainer.step == 1:
@@ -644,7 +644,7 @@ class LookAtGradients(Look):
 
 
 def outcome(function: Check, context: Context) -> str:
-    """ "right", "absent", "error: what it says" or "wrong: what was found"."""
+    """The result of a check: "right", "absent", "error: MESSAGE" or "wrong: MESSAGE"."""
     try:
         function(context)
     except FabricateError as exc:
@@ -657,12 +657,12 @@ def outcome(function: Check, context: Context) -> str:
 
 
 def rank_of(answer: str) -> int:
-    """How bad an outcome is."""
+    """The severity of an outcome; a larger number is worse."""
     return ("right", "absent", "error", "wrong").index(answer.partition(":")[0])
 
 
 def observe_here(strategies: Iterable[str], folder: str) -> dict[str, dict[str, str]]:
-    """By strategy and name what came out on this rank. Runs on each rank; one fit for each strategy."""
+    """The outcomes on this rank by strategy and name. All ranks; one fit for each strategy."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     by_strategy = {}
     for strategy in strategies:
@@ -685,7 +685,7 @@ def observe_here(strategies: Iterable[str], folder: str) -> dict[str, dict[str, 
 
 
 def observe(cases: Iterable[tuple[str, int]] = CASES) -> dict[tuple[str, int], dict[str, str]]:
-    """By case and name the worst outcome of its ranks. A case that a strategy refuses is left out."""
+    """The worst outcome of the ranks by case and name. A case that a strategy refuses is left out."""
     by_case: dict[tuple[str, int], dict[str, str]] = {}
     cases = list(cases)
     with tempfile.TemporaryDirectory() as folder:
@@ -700,7 +700,7 @@ def observe(cases: Iterable[tuple[str, int]] = CASES) -> dict[tuple[str, int], d
 
 
 def rows(by_case: dict[tuple[str, int], dict[str, str]]) -> list[str]:
-    """The lines of the table: a name, at which moment, what each case gave, and what the errors say."""
+    """The lines of the table: the name, the moment, the outcome of each case, and the error messages."""
     lines = []
     keys = list(dict.fromkeys(key for outcomes in by_case.values() for key in outcomes))
     for key in sorted(keys, key=str.lower):
@@ -716,7 +716,7 @@ def rows(by_case: dict[tuple[str, int], dict[str, str]]) -> list[str]:
 
 
 def main() -> int:
-    """Write the page; 1 when an answer is wrong."""
+    """Write the page; return 1 if an outcome is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Invariance: the same global batches of 12 rows under every split, against one loop written by hand in float64.
+"""Invariance: the same global batches of 12 rows under every split, compared with one loop written by hand in float64.
 
-12 = ranks x micro-batch x accumulation, in every way with 1, 2 and 3 ranks, under every strategy that runs there. Rows have unequal
-numbers of labels, some none; the last window of an epoch has 7 rows. Two modules: a tagger (AdamW, clipping, a schedule) and
-transformers' GPT-2 with its own loss (SGD with momentum), the latter under raw Accelerate and transformers.Trainer too.
+12 = ranks x micro-batch x accumulation, in every way with 1, 2 and 3 ranks, under every strategy that runs there. Rows have unequal numbers
+of labels, some none; the last window of an epoch has 7 rows. Two modules: a tagger (AdamW, clipping, a schedule) and transformers' GPT-2
+with its own loss (SGD with momentum), the latter also with raw Accelerate and transformers.Trainer.
 
     python -m campaigns.invariance             # --out FILE writes the tables in Markdown
     python -m campaigns.invariance --strategies ddp --no-peers
@@ -32,7 +32,7 @@ from fabricate.testing import close_pools, run_ranks
 
 GLOBAL_BATCH, ROWS, TOKENS, KINDS, EPOCHS, TOLERANCE = 12, 31, 6, 16, 2, 1e-5
 STRATEGIES = {"single": (1,), **dict.fromkeys(("ddp", "fsdp", "zero1", "zero2", "zero3"), (2, 3))}
-"""By name, the numbers of ranks it runs on."""
+"""The numbers of ranks of each strategy."""
 PEERS = ("Accelerate", "transformers.Trainer")
 
 PAGE = f"""# Invariance: the same update for every split of the global batch
@@ -71,7 +71,7 @@ labels of the whole window. Its result is exact except for the repeated rows.
 
 
 class Tagger(TrainModule):
-    """A class for each of `TOKENS` tokens, of those that have a label."""
+    """A model that predicts a class for each of `TOKENS` tokens; the loss is over those with a label."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Tagger(TrainModule):
 
 
 class Causal(TrainModule):
-    """GPT-2 with random weights. Its loss is over the labels but the first of each row."""
+    """GPT-2 with random weights. Its loss is over the labels without the first of each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ MAX_GRAD_NORM = {"tagger": 0.1, "gpt2": None}
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
-    """Rows 4 to 7 have no label, which is a whole micro-batch of 1, 2 or 4 rows."""
+    """The rows. Rows 4 to 7 have no label, so that a whole micro-batch of 1, 2 or 4 rows has none."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, KINDS, (ROWS, TOKENS), generator=generator)
     lengths = torch.randint(0, TOKENS + 1, (ROWS,), generator=generator)
@@ -126,11 +126,11 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 Result = tuple[list[float], dict[str, torch.Tensor]]
-"""The loss of every update, and the weights at the end, whole."""
+"""The loss of every update, and the whole weights at the end."""
 
 
 def by_hand(name: str) -> Result:
-    """Whole global batches in float64: logits of the module, everything else written out."""
+    """Train whole global batches in float64, with the module's logits and the rest written by hand."""
     module = copy.deepcopy(MODULES[name]()).double()
     losses: list[float] = []
     starts = [*range(0, ROWS, GLOBAL_BATCH)] * EPOCHS
@@ -159,7 +159,7 @@ def by_hand(name: str) -> Result:
 
 
 class Recorder(Callback):
-    """The losses that `on_step` gets, and the whole weights at the end. All ranks gather."""
+    """Records the losses of `on_step`, and the whole weights at the end, gathered on all ranks."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -181,7 +181,7 @@ class Split:
     accumulation: int
 
     def cells(self) -> list[str]:
-        """For a table."""
+        """The cells of a table."""
         return [str(self.ranks), str(self.micro_batch), str(self.accumulation)]
 
 
@@ -192,7 +192,7 @@ def splits(ranks: int) -> Iterator[Split]:
 
 
 def train(strategy: str, name: str, split: Split, precision: str = "fp32") -> Result:
-    """One fit. All ranks."""
+    """Run one fit. All ranks."""
     recorder = Recorder()
     trainer = Trainer(
         strategy=strategy,
@@ -211,7 +211,7 @@ def train(strategy: str, name: str, split: Split, precision: str = "fp32") -> Re
 
 
 class Bare(torch.nn.Module):
-    """The same GPT-2 without fabricate around it, its parameters under the same names."""
+    """The same GPT-2 without fabricate, with the same parameter names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Bare(torch.nn.Module):
 
 
 def by_accelerate(split: Split) -> dict[str, torch.Tensor]:
-    """As Accelerate's documentation shows it."""
+    """Train as in Accelerate's documentation; return the weights."""
     accelerator = Accelerator(gradient_accumulation_steps=split.accumulation, cpu=True)
     bare = Bare()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
@@ -238,7 +238,7 @@ def by_accelerate(split: Split) -> dict[str, torch.Tensor]:
 
 
 def by_transformers(split: Split) -> dict[str, torch.Tensor]:
-    """As transformers' documentation shows it, with what it does besides turned off: clipping, another order."""
+    """Train as in transformers' documentation, without its clipping and shuffling; return the weights."""
     bare = Bare()
     with tempfile.TemporaryDirectory() as directory:
         arguments = transformers.TrainingArguments(
@@ -269,7 +269,7 @@ def by_transformers(split: Split) -> dict[str, torch.Tensor]:
 
 
 def by_peer(peer: str, split: Split) -> dict[str, torch.Tensor]:
-    """The weights at the end; nothing of Accelerate's shared state is left."""
+    """The weights at the end; Accelerate's shared state is reset."""
     try:
         return (by_accelerate if peer == "Accelerate" else by_transformers)(split)
     finally:
@@ -281,7 +281,7 @@ def by_peer(peer: str, split: Split) -> dict[str, torch.Tensor]:
 
 
 def distance(name: str, weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """How far apart the weights are, relative to the way that they went in training."""
+    """The distance of the weights, relative to the distance between the initial and the `wanted` weights."""
     first = {n: p.detach() for n, p in MODULES[name]().named_parameters()}
 
     def norm(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
@@ -291,7 +291,7 @@ def distance(name: str, weights: dict[str, torch.Tensor], wanted: dict[str, torc
 
 
 def compare(strategy: str, split: Split, precision: str = "fp32") -> dict[str, tuple[float, float]]:
-    """By module, the largest relative difference of a loss and the distance of the weights."""
+    """The largest relative difference of a loss and the distance of the weights, by module."""
     distances = {}
     for name in MODULES:
         wanted_losses, wanted = by_hand(name)
@@ -306,7 +306,7 @@ def compare(strategy: str, split: Split, precision: str = "fp32") -> dict[str, t
 
 
 def beside(split: Split) -> dict[str, float]:
-    """By peer, the distance of GPT-2's weights."""
+    """The distance of GPT-2's weights, by peer."""
     wanted = by_hand("gpt2")[1]
     distances = {}
     for peer in PEERS:
@@ -316,13 +316,13 @@ def beside(split: Split) -> dict[str, float]:
 
 
 def markdown(lines: Iterable[list[str]]) -> str:
-    """Lines of cells, the first of them the heads, as a table."""
+    """A Markdown table of lines of cells; the first line is the header."""
     heads, *others = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *others]) + "\n"
 
 
 def main() -> int:
-    """Print the tables; 1 when something of fabricate's is further away than the tolerance."""
+    """Print the tables; return 1 if a figure of fabricate is above the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--no-peers", action="store_true")

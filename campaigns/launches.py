@@ -1,8 +1,8 @@
-"""Nothing is silent, the second table: every launcher with every strategy, as it was told and as the script asks.
+"""The second table of campaigns.matrix: every launcher with every strategy, from the launcher and from the script.
 
-A launcher tells its ranks by environment variables. Those of `accelerate launch` are made here by Accelerate's own code from its
-flags, those of `fabricate run` by fabricate's; a plan is then made as rank 0 of two would make it. A row says what is in effect,
-or why it is refused. That the launchers start real ranks is what tests/extras/test_launchers.py shows. `campaigns.matrix` prints it.
+A launcher passes settings to its ranks in environment variables. Accelerate's code makes those of `accelerate launch` from its flags, and
+fabricate's code those of `fabricate run`; then a plan is made as on rank 0 of two. A row has the effective strategy, or the reason of the
+refusal. tests/extras/test_launchers.py starts real ranks with the launchers. `campaigns.matrix` prints the table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REFUSED = "refused"
 SAYS_NOTHING = ""
 TWO = "--num_processes 2"
 MESH = f"--use_fsdp {TWO} --use_parallelism_config --parallelism_config"
-# How it is started, and the strategy that this tells: none, one, or what nobody does.
+# The start, and the strategy that it sets: none, one, or a refused one.
 STARTS = (
     ("python train.py", SAYS_NOTHING),
     ("torchrun --nproc-per-node 2 train.py", SAYS_NOTHING),
@@ -73,7 +73,7 @@ ASKED = ("auto", "ddp", "fsdp", "zero3")
 
 @dataclass(frozen=True)
 class Start:
-    """One row: how the script was started, what it asks for, and what came of it."""
+    """One row: the start of the script, the strategy in the script, and the result."""
 
     how: str
     request: str
@@ -86,7 +86,7 @@ class Start:
 
 
 def variables(how: str) -> dict[str, str]:
-    """What rank 0 finds in its environment when it was started so."""
+    """The environment variables of rank 0 after this start."""
     words = how.split()
     if words[0] == "torchrun":
         return ELASTIC
@@ -136,7 +136,7 @@ class Net(TrainModule):
 
 
 def plans() -> list[Start]:
-    """Every row. Starts no process; the environment is as before afterwards."""
+    """All rows. Starts no process, and restores the environment."""
     others = {
         k: v
         for k, v in os.environ.items()
@@ -158,7 +158,7 @@ def plans() -> list[Start]:
 
 
 def wrong(row: Start) -> str:
-    """What is neither in effect nor refused; empty when it is as it should be."""
+    """The fault of a row that is neither in effect nor refused; empty if it is correct."""
     if row.instruction == REFUSED:
         return "" if row.refused else f"{row.strategy} runs instead of a refusal"
     alone = row.how.startswith("python") or row.how == "accelerate launch train.py"

@@ -1,9 +1,9 @@
-"""Nothing is silent, as tables: every strategy and option with every precision either takes effect, seen in a fit, or is refused;
-and so does what launchers tell (campaigns.launches).
+"""Tables which show that no setting is silently ignored: every strategy and option with every precision takes effect in a fit or is
+refused, and so do the settings of launchers (campaigns.launches).
 
-A cell of what runs says what was observed in the second update on rank 0: the dtype that comes out of a linear layer, the
-dtype of the parameters it computed with, the share of parameters and of optimizer state that this rank keeps between
-updates, the optimizer that steps. A refused cell says why, and no step ran.
+A cell that runs has the values observed in the second update on rank 0: the output dtype of a linear layer, the dtype of its parameters,
+the share of parameters and of optimizer state that this rank keeps between updates, and the optimizer. A refused cell has the reason, and
+no step ran.
 
     python -m campaigns.matrix --out docs/matrix.md
 """
@@ -53,10 +53,10 @@ STRATEGIES = (
 )
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8:emulate=true")
 COMPUTES_IN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""What comes out of a linear layer; float8 exists only inside of one."""
+"""The output dtype of a linear layer; float8 exists only inside the layer."""
 WHOLE, SHARDED = ("single", "ddp", "diloco"), ("fsdp", "zero1", "zero2", "zero3")
 NOWHERE = ("tp=2", "cp=2")
-"""What no strategy does."""
+"""Options that every strategy refuses."""
 PAGE = """# Which strategies run with which precisions
 
 `python -m campaigns.matrix --out docs/matrix.md` wrote this page from real fits on CPU ranks. If a combination ran, its
@@ -82,7 +82,7 @@ sets. The cell gives the resulting strategy, precision, device and number of ran
 
 @dataclass
 class Cell:
-    """What one fit showed. refused: the error before the first step, else empty."""
+    """The observations of one fit. refused: the error before the first step, else empty."""
 
     strategy: str
     precision: str
@@ -98,7 +98,7 @@ class Cell:
 
 
 def name(dtype: torch.dtype) -> str:
-    """As users write it."""
+    """The name of the dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -110,7 +110,7 @@ def local_elements(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Observed(TrainModule):
-    """A small net that writes down what it is trained with."""
+    """A small net that records dtypes, shares and the optimizer in its cell."""
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Observed(TrainModule):
         self.whole = sum(p.numel() for p in self.parameters())
 
     def on_fit_start(self) -> None:
-        self.blocks[0].register_forward_hook(self.computed, prepend=True)  # before the parameters are freed again
+        self.blocks[0].register_forward_hook(self.computed, prepend=True)  # while the parameters are gathered
 
     def computed(self, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
         self.cell.parameters = name(next(layer.parameters()).dtype)
@@ -144,7 +144,7 @@ class Observed(TrainModule):
 
 
 def fits(world_size: int, pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-    """A fit per strategy and precision, in one process group; runs on each rank."""
+    """Run a fit for each strategy and precision, in one process group. All ranks."""
     rows = TensorDataset(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
     cells = [Cell(strategy, precision, world_size) for strategy, precision in pairs]
     for cell in cells:
@@ -157,7 +157,7 @@ def fits(world_size: int, pairs: Iterable[tuple[str, str]]) -> list[dict[str, An
 
 
 def wrong(cell: Cell) -> str:
-    """What of a cell is neither in effect nor refused; empty when it is as it should be."""
+    """The fault of a cell that is neither in effect nor refused; empty if it is correct."""
     if cell.refused:
         return "refused after a step had run" if cell.steps else ""
     if cell.strategy in NOWHERE:
@@ -177,7 +177,7 @@ def wrong(cell: Cell) -> str:
 
 
 def observe() -> list[Cell]:
-    """All cells, as rank 0 saw them. On one rank "single" is there in every precision, the others in fp32."""
+    """All cells, as observed on rank 0. On one rank, "single" runs in every precision, the other strategies in fp32."""
     everything = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
     alone = [(strategy, precision) for strategy, precision in everything if "single" in strategy or precision == "fp32"]
     cells: list[Cell] = []
@@ -197,7 +197,7 @@ def text(cell: Cell) -> str:
 
 
 def main() -> int:
-    """Print the table; 1 when a cell is neither in effect nor refused."""
+    """Print the table; return 1 if a cell is neither in effect nor refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Parity: every strategy on 1, 2 and 3 ranks against a loop written by hand in plain PyTorch, in the same run.
+"""Parity: every strategy on 1, 2 and 3 ranks, compared with a loop written by hand in plain PyTorch, in the same run.
 
 Two models (a transformer, a convolutional net), AdamW and SGD with momentum, 20 updates of 24 rows in two micro-batches,
 the global gradient clipped. Prints the largest relative difference of a loss and of a weight; above `TOLERANCE` it fails.
@@ -27,7 +27,7 @@ from fabricate.testing import close_pools, run_ranks
 
 ROWS, UPDATES, ACCUMULATION, MAX_GRAD_NORM, TOLERANCE = 24, 20, 2, 0.5, 1e-5
 STRATEGIES = {"single": (1,), **dict.fromkeys(("ddp", "fsdp", "zero1", "zero2", "zero3"), (1, 2, 3))}
-"""By name, the numbers of ranks it runs on."""
+"""The numbers of ranks of each strategy."""
 
 PAGE = f"""# Parity: every strategy trains like a loop written by hand
 
@@ -42,8 +42,8 @@ relative to the largest value of the tensor.
 
 
 class Transformer(TrainModule):
-    """Two blocks over 8 tokens of 12 kinds; the loss is the mean over all tokens. No biases: that of a key has a gradient of
-    zero, of which AdamW would make steps out of rounding noise."""
+    """Two blocks over 8 tokens from a vocabulary of 12; the loss is the mean over all tokens. There are no biases: the gradient of a key's
+    bias is zero, and AdamW would make steps from its rounding noise."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Transformer(TrainModule):
 
 
 class Convolutional(Transformer):
-    """Two convolutions with group normalisation (batch statistics are each rank's own) over 8 x 8 images of 12 classes."""
+    """Two convolutions with group normalisation (batch statistics are each rank's own) on 8 x 8 images of 12 classes."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
@@ -93,7 +93,7 @@ MODELS: dict[str, type[Transformer]] = {"transformer": Transformer, "convolution
 
 
 def rows(model: str) -> TensorDataset:
-    """The same `ROWS * UPDATES` rows wherever it is called."""
+    """The `ROWS * UPDATES` rows, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     number = ROWS * UPDATES
     if model == "transformer":
@@ -104,21 +104,21 @@ def rows(model: str) -> TensorDataset:
 
 
 def build(model: str, optimizer: str) -> Transformer:
-    """The same initial weights wherever it is called."""
+    """A new module, with the same initial weights in every call."""
     torch.manual_seed(1)
     return MODELS[model](optimizer)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """losses: of each update, over all of its rows. weights: at the end, by name."""
+    """losses: of each update, over all its rows. weights: at the end, by name."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
 
 
 def by_hand(model: str, optimizer: str) -> Outcome:
-    """The loop that every strategy has to equal: whole batches, one process, nothing but PyTorch."""
+    """Train in one process with plain PyTorch on whole batches: the reference for every strategy."""
     module, data = build(model, optimizer), rows(model)
     chosen = module.configure_optimizers()
     losses = []
@@ -133,7 +133,7 @@ def by_hand(model: str, optimizer: str) -> Outcome:
 
 
 class Losses(Callback):
-    """Every update's loss."""
+    """Records every update's loss."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -143,7 +143,7 @@ class Losses(Callback):
 
 
 def by_trainer(folder: str, strategy: str, world_size: int, cases: list[tuple[str, str]]) -> list[list[float]]:
-    """The losses of the cases under `strategy`; runs on each of `world_size` ranks. Weights are exported to `folder`."""
+    """The losses of the cases under `strategy`. All `world_size` ranks. Weights are exported to `folder`."""
     recorders = [Losses() for _ in cases]
     for (model, optimizer), losses in zip(cases, recorders, strict=True):
         trainer = Trainer(
@@ -166,7 +166,8 @@ def difference(one: Iterable[float], other: Iterable[float]) -> float:
 
 
 def compare(strategies: Iterable[str], ranks: Iterable[int]) -> Iterator[tuple[str, int, str, str, float, float]]:
-    """Strategy, ranks, model, optimizer, then the largest relative differences of losses and (to the largest) of weights."""
+    """The lines (strategy, ranks, model, optimizer, largest relative difference of a loss, largest difference of a weight relative to the
+    largest weight)."""
     cases = [(model, optimizer) for model in MODELS for optimizer in ("adamw", "sgd")]
     expected = [by_hand(*case) for case in cases]
     for strategy in strategies:
@@ -181,7 +182,7 @@ def compare(strategies: Iterable[str], ranks: Iterable[int]) -> Iterator[tuple[s
 
 
 def main() -> int:
-    """Print the table; 1 when something lies further apart than `TOLERANCE`."""
+    """Print the table; return 1 if a difference is above `TOLERANCE`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3])

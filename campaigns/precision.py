@@ -1,7 +1,7 @@
-"""Precision: the same training in every precision, how far each loss is from float32's, and the dtypes that were observed.
+"""Precision: the same training in every precision, the distance of each loss from float32's, and the observed dtypes.
 
-A small transformer on sequences that it can learn, optimi's AdamW throughout (in bfloat16 it makes up for rounding). A loss
-further from float32's than its bound fails. fp8 is emulated where the device has none.
+A small transformer on sequences that it can learn, always with optimi's AdamW (in bfloat16 it compensates rounding). A loss that differs
+from float32's by more than its bound fails. fp8 is emulated if the device does not have it.
 
     python -m campaigns.precision              # --out FILE writes the table in Markdown, --updates N shortens it
 """
@@ -42,7 +42,7 @@ fails. The dtypes are those observed in the first update, which every fit writes
 
 
 class Next(TrainModule):
-    """The next of `KINDS` tokens; sizes are multiples of 16, as float8 wants them."""
+    """A model that predicts the next of `KINDS` tokens; its sizes are multiples of 16, as float8 needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Next(TrainModule):
 
 
 def sequences() -> TensorDataset:
-    """Each token follows from the one before it, but for one in eight, which is drawn anew."""
+    """Sequences in which each token is a function of the previous one, except one in eight, which is random."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(0, KINDS, (ROWS, TOKENS), generator=generator)
     keep = torch.rand(ROWS, TOKENS, generator=generator) < 0.125
@@ -86,7 +86,7 @@ class Line:
     observed: dict[str, Any]
 
     def cells(self) -> list[str]:
-        """One row of the table."""
+        """The cells of a line of the table."""
         layers = ", ".join(f"{dtype} ({', '.join(kinds)})" for dtype, kinds in self.observed["activations"].items())
         dtypes = [", ".join(self.observed[topic]) for topic in ("parameters", "gradients", "optimizer_state")]
         return [self.precision, f"{self.loss:.4f}", f"{self.difference:.2%}", f"{self.bound:.1%}", layers, *dtypes]
@@ -96,7 +96,7 @@ COLUMNS = ["precision", "loss", "from fp32", "bound", "activations", "parameters
 
 
 def train(precision: str, updates: int) -> tuple[list[float], dict[str, Any]]:
-    """The losses of all updates, and what was observed in the first."""
+    """The losses of all updates, and the dtypes observed in the first."""
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
             precision=precision,
@@ -115,7 +115,7 @@ def train(precision: str, updates: int) -> tuple[list[float], dict[str, Any]]:
 
 
 def table(names: Iterable[str], updates: int) -> list[Line]:
-    """One line per precision; float32 is always trained, to compare with."""
+    """One line per precision; float32 is always trained, as the reference."""
     last = max(1, updates // 10)
     runs = {name: train(PRECISIONS[name], updates) for name in dict.fromkeys(("fp32", *names))}
     wanted = sum(runs["fp32"][0][-last:]) / last
@@ -127,7 +127,7 @@ def table(names: Iterable[str], updates: int) -> list[Line]:
 
 
 def main() -> int:
-    """Print the table; 1 when a loss is further away than its bound."""
+    """Print the table; return 1 if a loss differs by more than its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--updates", type=int, default=UPDATES)

@@ -1,8 +1,8 @@
-"""Scale: what ranks send each other, read and write when a run starts, agrees, logs, saves and resumes, by the number of ranks.
+"""Scale: the messages, reads and writes of ranks when a run starts, agrees, logs, saves and resumes, by the number of ranks.
 
-A small fit on real ranks (gloo, one process each), whose messages, store requests and file operations are counted where they
-leave fabricate. What is counted is a constant, something per other rank and something that ranks share; these three give 1,024 and 10,000.
-`bytes` are those of the messages, and of what is read of the checkpoint.
+A small fit on real ranks (gloo, one process each), whose messages, store requests and file operations are counted where they leave
+fabricate. A count is the sum of a constant, a term per other rank and a term that the ranks share; from these three follow the figures for
+1,024 and 10,000 ranks. `bytes` are those of the messages, and those read from the checkpoint.
 
     python -m campaigns.scale                       # 2, 4, 8 and 16 ranks; --ranks 2 4 8 16 32 for others, --out FILE writes the page
 """
@@ -121,7 +121,7 @@ class Net(TrainModule):
 
 
 class Counts:
-    """What one rank did, by phase."""
+    """The counts of one rank, by phase."""
 
     def __init__(self) -> None:
         self.phase = "start"
@@ -142,7 +142,7 @@ class Counts:
 
 @contextlib.contextmanager
 def counting(counts: Counts, rank: int, world_size: int) -> Iterator[None]:
-    """While inside, messages, store requests and file operations of this rank count."""
+    """While the context is open, count messages, store requests and file operations of this rank."""
     peers = world_size - 1
 
     def message(original: Any, to_all: bool) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ def counting(counts: Counts, rank: int, world_size: int) -> Iterator[None]:
 
 
 class Phases(Callback):
-    """Says which phase it is, and does what a fit does now and then."""
+    """Sets the phase, and does the work that a fit does only sometimes."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
@@ -210,7 +210,7 @@ class Phases(Callback):
 
 
 def fits(folder: Path, strategy: str) -> dict[str, Any]:
-    """A fit that saves once, and one that resumes from there. On every rank."""
+    """Run a fit that saves once, and one that resumes from its checkpoint. All ranks."""
 
     launch = detect(os.environ)
     counts, answers = Counts(), {}
@@ -238,7 +238,8 @@ def fits(folder: Path, strategy: str) -> dict[str, Any]:
 
 
 def measured(ranks: Sequence[int], strategy: str, timeout: float) -> dict[int, list[dict[str, Any]]]:
-    """By number of ranks, what rank 0 and the last rank counted. Ends with the first number that this machine does not manage in time."""
+    """The counts of rank 0 and of the last rank, by number of ranks. Ends before the first number of ranks that this machine does not
+    complete in time."""
     every = {}
     for number in ranks:
         try:
@@ -259,7 +260,8 @@ def value(answers: list[dict[str, Any]], place: int, phase: str, what: str) -> i
 
 
 def model(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:
-    """A constant, something per other rank and something that ranks share, none of them negative: what is nearest to the points."""
+    """The function of the number of ranks that fits the points best: a constant, a term per other rank and a term that the ranks share,
+    none of them negative."""
     terms: list[Callable[[int], float]] = [lambda n: 1.0, lambda n: n - 1.0, lambda n: 1.0 / n]
     numbers, values = np.array([n for n, _ in points]), np.array([float(y) for _, y in points])
     best: tuple[float, Callable[[int], int]] = (math.inf, round)
@@ -278,8 +280,8 @@ def _sum(terms: Sequence[Callable[[int], float]], factors: Any, n: int) -> int:
 
 
 def far(phase: str, what: str, points: Sequence[tuple[int, int]], ranks: int) -> str:
-    """What the model says of `ranks`; "-" where it says nothing: the store is read while a rank waits, and the first way of a log boundary
-    is that of few ranks."""
+    """The model's count for `ranks`; "-" where it does not apply: the store is read repeatedly while a rank waits, and a log boundary works
+    differently on few ranks."""
     if what == "store" or (phase == "log" and ranks > group._FEW):
         return "-"
     return f"{model(points)(ranks):,}"
@@ -308,7 +310,7 @@ def tables(every: dict[int, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """See the module."""
+    """Count, and print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--strategy", default="fsdp")

@@ -1,8 +1,8 @@
-"""Offload to files next to offload to host memory, whose updates it has to equal bit by bit, on two ranks.
+"""Offload to files, whose updates have to equal those of offload to host memory bit for bit, on two ranks.
 
-The parts of the model are so large that DeepSpeed swaps them, of odd sizes, and one layer is used by every other window
-only. Both train, in float32 and bf16; then each continues from the other's checkpoint. Needs libaio with its headers; the
-first time DeepSpeed compiles its asynchronous input and output, which takes minutes.
+The parts of the model have odd sizes and are so large that DeepSpeed swaps them, and one layer is used only in every other window. Both
+train, in float32 and bf16; then each continues from the other's checkpoint. Needs libaio with its headers; the first time DeepSpeed
+compiles its asynchronous input and output, which takes minutes.
 
     python -m campaigns.swapping               # --folder: on which disk; the system's temporary folder
 """
@@ -51,7 +51,7 @@ class Odd(TrainModule):
 
 
 class Counting(Callback):
-    """Tells the module how many updates there were."""
+    """Sets the number of updates in the module."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
@@ -88,7 +88,7 @@ def fits(jobs: list[tuple[str, str, str, str]]) -> list[list[float]]:
 
 
 def main() -> int:
-    """Print the largest difference of each pair; 1 when there is one."""
+    """Print the largest difference of each pair; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()

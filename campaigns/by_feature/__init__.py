@@ -1,4 +1,4 @@
-"""Accelerate's examples/by_feature, unmodified, beside examples/transformers/by_feature.py; see `__main__`.
+"""A comparison of Accelerate's examples/by_feature, unmodified, with examples/transformers/by_feature.py; see `__main__`.
 
-cases: what is run. sides: how each side is run. recorder: what is noted of Accelerate's.
+`cases` has the examples, `sides` runs both sides, `recorder` records Accelerate's losses and weights.
 """

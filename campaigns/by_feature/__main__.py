@@ -1,9 +1,9 @@
-"""Runs Accelerate's examples/by_feature, unmodified, beside the methods of examples/transformers/by_feature.py.
+"""Compares Accelerate's examples/by_feature, unmodified, with the methods of examples/transformers/by_feature.py.
 
     python -m campaigns.by_feature --source CHECKOUT                               # of the repository of Accelerate
     python -m campaigns.by_feature --source CHECKOUT --out docs/from-accelerate.md
 
-The exit code is 1 where a loss, the weights or a metric differ that are not known to.
+The exit code is 1 if a loss, the weights or a metric differ without a known reason.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """name: of the example, or what was done with it. losses: how far apart they are at most, relatively, as far as they are to be equal;
-    then over all. weights: the distance at the end, relative to the way from the start."""
+    """A line of the table. name: of the example or its variant. losses: the largest relative difference among those expected to be equal.
+    all_losses: the same over all losses. weights: the distance at the end, relative to the distance from the start."""
 
     name: str
     count: str
@@ -46,7 +46,7 @@ def apart(ours: list[float], theirs: list[float]) -> float:
 
 
 def compared(name: str, label: str, ours: Outcome, theirs: Outcome, first: dict[str, torch.Tensor]) -> Row:
-    """The figures of a case."""
+    """The line of the table for a case."""
     case, shared = CASES[name], min(len(ours.losses), len(theirs.losses))
     equal = shared if case.equal is None else case.equal
     near, far = apart(ours.losses[:equal], theirs.losses[:equal]), apart(ours.losses[:shared], theirs.losses[:shared])
@@ -76,7 +76,7 @@ def _norm(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> floa
 
 
 def observe(name: str, source: Path) -> Iterator[Row]:
-    """The rows of a case."""
+    """The lines of the table for a case."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_hub(folder, CASES[name].rows)
@@ -107,7 +107,7 @@ def table(rows: list[tuple[str, Row]]) -> str:
 
 
 def section(text: str, source: Path) -> str:
-    """The text of the page below `HEADING`."""
+    """The text below `HEADING` of the page."""
     init = (source / "src" / "accelerate" / "__init__.py").read_text(encoding="utf-8")
     version = (re.findall(r'__version__ = "(.+)"', init) or ["?"])[0]
     return f"""

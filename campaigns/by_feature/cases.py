@@ -1,4 +1,4 @@
-"""The examples that docs/from-accelerate.md names, how each is run, and what is known to differ."""
+"""The examples in docs/from-accelerate.md, how each is run, and the known differences."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Case:
     """An example of Accelerate and its method in examples/transformers/by_feature.py.
 
-    does: for the page. arguments: of Accelerate's script. rows: of the training set. ranks: on a CPU, over gloo. warmup: of fabricate's
-    schedule, in updates. equal: up to which loss the two are the same, None for all. reason: why they differ then.
+    does: description for the page. arguments: for Accelerate's script. rows: size of the training set. ranks: on a CPU, over gloo. warmup:
+    updates of warmup in fabricate's schedule. equal: number of first losses that are the same, None for all. reason: why later ones differ.
     """
 
     does: str

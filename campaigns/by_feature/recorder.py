@@ -1,8 +1,7 @@
-"""Runs one of Accelerate's examples as `python SCRIPT ARGUMENTS` would, and notes what came of it.
+"""Runs one of Accelerate's examples like `python SCRIPT ARGUMENTS`, and records losses and weights.
 
-A `RandomSampler` gives rows in the order of the data, because the order that a seed gives is not the same on both sides.
-FILE-RANK.json gets the loss of every `Accelerator.backward`, FILE-RANK.safetensors the weights of the last model that was prepared, at the
-end.
+A `RandomSampler` returns rows in the order of the data, because a seed gives different orders on the two sides. FILE-RANK.json contains the
+loss of every `Accelerator.backward`, FILE-RANK.safetensors the final weights of the last prepared model.
 
     python -m campaigns.by_feature.recorder FILE SCRIPT ARGUMENTS
 """
@@ -25,7 +24,7 @@ models: list[torch.nn.Module] = []
 
 
 def record() -> None:
-    """From now on."""
+    """Record the losses and models from now on, and make samplers sequential."""
     torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self.data_source)))  # type: ignore[method-assign]
     backward, prepare_model = Accelerator.backward, Accelerator.prepare_model
 

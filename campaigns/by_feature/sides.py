@@ -1,4 +1,4 @@
-"""How Accelerate's example and fabricate's are run, and what came of each."""
+"""Runs of Accelerate's example and of fabricate's, and their outcomes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _UPDATE = re.compile(r"update step \d+:: grad norm: (\S+) ::train loss: (\S+)")
 
 @dataclass(frozen=True)
 class Outcome:
-    """losses: of every micro-batch, the mean over ranks; of the language model of every update, then its gradient's norm. weights: at the
-    end. metrics: of the last validation, or what the script returns."""
+    """losses: of every micro-batch, the mean over ranks; for the language model, of every update, each followed by the gradient's norm.
+    weights: at the end. metrics: of the last validation, or as returned by the script."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def write_hub(folder: Path, rows: int) -> None:
-    """Under the names of the hub that the examples use, a tiny model and data, which are found in the working directory."""
+    """Write a tiny model and data under the hub names that the examples use, which are found relative to the working directory."""
     tiny = load("tiny")
     tiny.tiny_model(folder / "bert-base-cased", "BertForSequenceClassification")
     (folder / "HuggingFaceTB").mkdir()
@@ -65,7 +65,7 @@ def write_hub(folder: Path, rows: int) -> None:
 
 
 def by_accelerate(name: str, folder: Path, source: Path, *more: str) -> Outcome:
-    """Accelerate's script, unmodified, in processes of its own."""
+    """The outcome of Accelerate's script, unmodified, in separate processes."""
     case, script = CASES[name], source / "examples" / "by_feature" / f"{name}.py"
     path = f"{STAND_INS}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -98,7 +98,7 @@ def by_accelerate(name: str, folder: Path, source: Path, *more: str) -> Outcome:
 
 
 class Recorder(Callback):
-    """The losses of a rank, and the weights at the end of a fit. `stop_after`: epochs, as if the machine's time were up."""
+    """The losses of a rank, and the weights at the end of a fit. stop_after: epochs after which the fit stops, to be resumed."""
 
     def __init__(self, name: str, stop_after: int | None = None) -> None:
         self.by_update, self.stop_after = name == LANGUAGE, stop_after
@@ -122,7 +122,7 @@ class Recorder(Callback):
 
 
 def fitted(name: str, folder: str, stop_after: int | None = None) -> Outcome:
-    """The method of by_feature.py, on this rank."""
+    """The outcome of the method of by_feature.py, on this rank."""
     script, recorder = load("by_feature"), Recorder(name, stop_after)
 
     def recording(**arguments: Any) -> Trainer:
@@ -141,7 +141,7 @@ def fitted(name: str, folder: str, stop_after: int | None = None) -> Outcome:
 
 
 def by_fabricate(name: str, folder: Path, stop_after: int | None = None) -> Outcome:
-    """The method of by_feature.py on all ranks of the case."""
+    """The outcome of the method of by_feature.py on all ranks of the case."""
     case = CASES[name]
     if case.ranks == 1:
         return fitted(name, str(folder), stop_after)

@@ -1,6 +1,6 @@
-"""Campaigns against checkpoints: crashes at every operation, real kills, altered bytes, and checks taken out one by one.
+"""Campaigns against checkpoints: crashes at every operation, real kills, altered bytes, and checks removed one by one.
 
-Each prints what it did and ends with exit code 1 at the first thing that was lost or went unnoticed. Seeds are fixed.
+Each prints what it did, and ends with exit code 1 at the first checkpoint that is lost or damage that is not noticed. Seeds are fixed.
 
     python -m campaigns.checkpoints crash      every operation of a save as the end of a process or machine, unsynced data lost
     python -m campaigns.checkpoints corrupt    altered, swapped and forged checkpoints

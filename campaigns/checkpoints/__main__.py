@@ -14,21 +14,21 @@ from fabricate.testing import close_pools
 
 
 def crash(long: bool, seed: int) -> dict[str, Any]:
-    """Every operation as the last one, in process."""
+    """Crash after every operation, in this process."""
     from campaigns.checkpoints import crashes
 
     return {"system calls": crashes.system_calls(), "ends": crashes.run(40 if long else 4, seed)}
 
 
 def corrupt(long: bool, seed: int) -> dict[str, Any]:
-    """Altered and forged checkpoints."""
+    """Load altered and forged checkpoints."""
     from campaigns.checkpoints import corruption, refusals
 
     return {"refusals": refusals.run(), "mutations": corruption.run(100_000 if long else 4_000, seed)}
 
 
 def mutants(long: bool, seed: int) -> dict[str, Any]:
-    """One line taken out at a time."""
+    """Run the code with one line removed at a time."""
     from campaigns.checkpoints import mutants
 
     by_site = mutants.run(mutants.VITAL)
@@ -39,7 +39,7 @@ def mutants(long: bool, seed: int) -> dict[str, Any]:
 
 
 def kill(long: bool, seed: int) -> dict[str, Any]:
-    """Real kills."""
+    """Kill and resume real runs."""
     from campaigns.checkpoints.kills import Kind, run
 
     modes = ("sync", "async")
@@ -53,14 +53,14 @@ def kill(long: bool, seed: int) -> dict[str, Any]:
 
 
 def pairs(long: bool, seed: int) -> dict[str, Any]:
-    """Every checkpoint under every strategy."""
+    """Load every checkpoint under every strategy."""
     from campaigns.checkpoints import pairs
 
     return pairs.run(long)
 
 
 def memory(long: bool, seed: int) -> dict[str, Any]:
-    """What a save and a resume cost."""
+    """Measure the memory of a save and a resume."""
     from campaigns.checkpoints import memory
 
     return memory.run(("sync", "async") if long else ("sync",))
@@ -72,7 +72,7 @@ CAMPAIGNS: dict[str, Callable[[bool, int], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run those that are named, or all."""
+    """Run the named campaigns, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("campaigns", nargs="*", metavar="campaign", help=f"{', '.join(CAMPAIGNS)}; default: all")
     parser.add_argument("--long", action="store_true", help="the full number: an hour on two cores")

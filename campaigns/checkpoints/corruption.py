@@ -1,7 +1,7 @@
 """Altered, truncated, swapped and forged checkpoints: every one has to be refused with a `CheckpointError`.
 
-Altered bytes are those of a disk or a network; forged manifests have the right digest and say something impossible, as only
-somebody who means it would write them. What comes out of a mutation unchanged by chance has to read as before.
+Altered bytes are as from a fault of a disk or a network. Forged manifests have the right digest and impossible content, which only an
+attacker would write. A checkpoint that a mutation leaves unchanged by chance has to be read as before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Memory(Files):
         return len(data)
 
     def close_source(self, source: Source) -> None:
-        """Nothing is open."""
+        """Nothing to do: no file is open."""
 
     def size(self, path: Path) -> int:
         if path.name not in self.files:
@@ -160,14 +160,14 @@ def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _free(path: tuple[Any, ...]) -> bool:
-    """Whether any JSON may stand here; what the writer says there is his."""
+    """Whether any JSON is allowed at this place: values of the writer that are not checked."""
     return path[:1] in (("topology",), ("versions",), ("progress",)) and len(path) > 1
 
 
 def _sizes(rng: random.Random, body: Any) -> None:
-    """A number becomes huge, negative or a little different."""
+    """Make a number huge, negative or slightly different."""
     places = [p for p in _places(body) if p[:1] in (("files",), ("tensors",)) and type(_get(body, p)) is int]
-    # Of a file with one block the size of a block says nothing.
+    # In a file with one block, the size of a block has no effect.
     places = [p for p in places if p[-1] != "block_size" or len(body["files"][p[1]]["block_xxh3_128"]) > 1]
     place = rng.choice(places)
     value = _get(body, place)
@@ -175,13 +175,13 @@ def _sizes(rng: random.Random, body: Any) -> None:
 
 
 def _gap(rng: random.Random, body: Any) -> None:
-    """A chunk goes, and with it the bytes after it in its file are somebody else's."""
+    """Remove a chunk, so that the bytes after it in its file belong to other tensors."""
     file = rng.choice([f for f in body["files"] if f["chunks"]])
     del file["chunks"][rng.randrange(len(file["chunks"]))]
 
 
 def _overlap(rng: random.Random, body: Any) -> None:
-    """A range is held twice, begins elsewhere or belongs to another tensor."""
+    """Store a range twice, or change its start, its tensor or its length."""
     file = rng.choice([f for f in body["files"] if f["chunks"]])
     chunk = rng.choice(file["chunks"])
     way = rng.randrange(4)
@@ -197,7 +197,7 @@ def _overlap(rng: random.Random, body: Any) -> None:
 
 
 def _types(rng: random.Random, body: Any) -> None:
-    """A dtype or shape is another, in one place or in all."""
+    """Change a dtype or shape, in one place or in all."""
     name = rng.choice(sorted(name for name, each in body["tensors"].items() if 0 not in each["shape"]))
     record = body["tensors"][name]
     size = math.prod(record["shape"])
@@ -216,7 +216,7 @@ def _types(rng: random.Random, body: Any) -> None:
 
 
 def _names(rng: random.Random, body: Any) -> None:
-    """A file or a tensor is called what would lead elsewhere, or as another one is."""
+    """Give a file or a tensor a name that leads to another place, or the name of another one."""
     file = rng.choice(body["files"])
     bad = ["../state.json", "/etc/passwd", "a/../b.json", "manifest.json", ".x.json", "x.pkl", "", "a\0.json", "CON"]
     way = rng.randrange(3)
@@ -229,7 +229,7 @@ def _names(rng: random.Random, body: Any) -> None:
 
 
 def _fields(rng: random.Random, body: Any) -> None:
-    """A field goes, comes or changes its kind."""
+    """Remove or add a field, or change its type."""
     place = rng.choice([p for p in _places(body) if p and not _free(p) and p[0] not in ("metrics", "aliases")])
     holder = _get(body, place[:-1])
     way = rng.randrange(3)
@@ -244,7 +244,7 @@ def _fields(rng: random.Random, body: Any) -> None:
 
 
 def _digests(rng: random.Random, body: Any) -> None:
-    """Digests are exchanged, of other blocks, too few or too many."""
+    """Exchange or change digests, or make them too few or too many."""
     file = rng.choice(body["files"])
     digests = file["block_xxh3_128"]
     way = rng.randrange(4)
@@ -275,7 +275,7 @@ FORGERIES: dict[str, Callable[[random.Random, Any], None]] = {
 
 
 def _duplicate_key(rng: random.Random, text: bytes) -> bytes:
-    """A key occurs twice in an otherwise sealed manifest."""
+    """A manifest with a valid digest in which a key occurs twice."""
     body = json.loads(text)["manifest"]
     inner = json.dumps(body, sort_keys=True, separators=(",", ":"))
     key = rng.choice(sorted(body))
@@ -284,7 +284,7 @@ def _duplicate_key(rng: random.Random, text: bytes) -> bytes:
 
 
 def mutate(rng: random.Random, files: Folder, other: Folder) -> tuple[str, Folder]:
-    """One mutation of `files`, and what it is called."""
+    """The name and the result of one random mutation of `files`."""
     kind = rng.choice([*BYTES, *FILES, *FORGERIES, "duplicate key"])
     if kind in FILES:
         return kind, FILES[kind](rng, files, other)
@@ -300,7 +300,7 @@ def mutate(rng: random.Random, files: Folder, other: Folder) -> tuple[str, Folde
 
 
 def run(number: int, seed: int = 0) -> dict[str, int]:
-    """`number` mutations; returns how many of each kind were refused. Raises AssertionError with the one that was not."""
+    """Make `number` mutations; return how many of each kind were refused. Raises AssertionError for one that was not."""
     good = expected(STEP)
     caught: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:

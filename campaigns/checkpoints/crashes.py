@@ -1,7 +1,7 @@
-"""Every operation of saving, deleting and setting aside as the last one of a process or of a machine.
+"""A crash of the process or the machine after every operation of saving, deleting and setting aside.
 
-What has to hold whenever it ends: every checkpoint that is listed is whole; the newest from before is there until a newer
-one is; a save that has returned is there for good; and the next run cleans up and saves as if nothing had happened.
+At every point: each listed checkpoint is complete; the newest earlier checkpoint exists until a newer one does; a save that has returned is
+durable; and the next run cleans up and saves as usual.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ROOT = Path("run") / "checkpoints"
 
 
 def first(files: Recording) -> None:
-    """The first save of a run, which also makes its directories."""
+    """Make the first save of a run, which also makes its directories."""
     save(files.root / ROOT, 1, files)
     files.mark("1 is durable")
 
 
 def next_one(files: Recording) -> None:
-    """A save, and the deletion of the one before it."""
+    """Save, and delete the previous checkpoint."""
     save(files.root / ROOT, 2, files)
     files.mark("2 is durable")
     prune([files.root / ROOT / "step-00000001"], files)
@@ -38,14 +38,14 @@ def next_one(files: Recording) -> None:
 
 
 def after_a_kill(files: Recording) -> None:
-    """The start of a run that finds what a killed one left, and its first save."""
+    """Start a run after a killed one, and make its first save."""
     clean(files.root / ROOT, files)
     save(files.root / ROOT, 2, files)
     files.mark("2 is durable")
 
 
 def after_damage(files: Recording) -> None:
-    """The start of a run whose newest checkpoint is damaged."""
+    """Start a run whose newest checkpoint is damaged."""
     set_aside(files.root / ROOT / "step-00000003", "torn", files)
     files.mark("3 is gone")
     save(files.root / ROOT, 2, files)
@@ -53,7 +53,7 @@ def after_damage(files: Recording) -> None:
 
 
 def _nothing(root: Path) -> None:
-    """No run yet."""
+    """Nothing to prepare: there is no run yet."""
 
 
 def _one(root: Path) -> None:
@@ -78,12 +78,12 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Recording], None], 
     "a start after a kill": (_one_and_a_leftover, after_a_kill, {1}),
     "a start after damage": (_one_and_a_damaged, after_damage, {1}),
 }
-"""What is there before, what is done, and the steps that are safe before it."""
+"""By name: the preparation, the work, and the steps whose checkpoints exist before the work."""
 
 
 def run(states: int, seed: int = 0) -> dict[str, int]:
-    """Every scenario, ended after each of its operations: killed, killed in the middle of a write, and stopped in the least
-    and in `states` further ways. Returns how many ends there were, by scenario. Raises AssertionError with the end that was
+    """Run every scenario with a crash after each of its operations: a kill, a kill in the middle of a write, and a machine stop with the
+    least durable state and with `states` random ones. Returns the number of crashes by scenario. Raises AssertionError for a crash that was
     not survived."""
     counts = {}
     for name, (before, work, safe) in SCENARIOS.items():
@@ -106,7 +106,7 @@ def run(states: int, seed: int = 0) -> dict[str, int]:
 
 
 def system_calls() -> dict[str, int]:
-    """The file system's methods really ask the system. Returns how often, by call; AssertionError where one does not."""
+    """Check that the methods of `Files` make the system calls. Returns their number by call; AssertionError if one is missing."""
     calls: Counter[str] = Counter()
     real = {name: getattr(os, name) for name in ("fsync", "rename")}
 
@@ -136,7 +136,7 @@ def system_calls() -> dict[str, int]:
 
 
 def next_one_after_first(files: Recording) -> None:
-    """Two saves and a deletion."""
+    """Make two saves and a deletion."""
     first(files)
     next_one(files)
 
@@ -168,7 +168,7 @@ def _check(
         try:
             contents = content(path)
         except CheckpointError as exc:
-            if step == 3:  # it was damaged before, and the start is about to set it aside
+            if step == 3:  # damaged before; the start will set it aside
                 continue
             raise AssertionError(f"{where}: step {step} is listed and damaged: {exc}") from exc
         assert contents == expected(step), f"{where}: step {step} holds something else"

@@ -1,8 +1,8 @@
-"""A disk that can be stopped after any operation: what was done is recorded, and replayed as it may be found after the end.
+"""A disk that can be stopped after any operation: operations are recorded, and replayed to a state that may be found after a crash.
 
-Two ends are told apart. A process that is killed leaves everything it did, a write perhaps in part. A machine that
-stops leaves, besides what was made durable, any part of the rest: of each file some of its unsynced bytes, of each
-directory its changes up to some point. Only fsync of the file makes bytes durable, only fsync of the directory names.
+There are two kinds of crash. A killed process leaves everything that it did, the last write perhaps in part. A stopped machine leaves what
+was made durable and any part of the rest: some of the unsynced bytes of each file, and the changes of each directory up to some point. Only
+fsync of a file makes its bytes durable, and only fsync of a directory its names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _PAGE = 512
 
 @dataclass
 class File:
-    """Bytes as the process sees them, as they are durable, and the writes in between."""
+    """The bytes of a file for the process, the durable bytes, and the writes that are not durable."""
 
     data: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
 
     def after_stop(self, rng: random.Random | None) -> bytes:
-        """What is there after the machine stopped; None: the least that must be."""
+        """Random content after the machine stopped; with rng=None, only what is durable."""
         data = bytearray(self.durable)
         if rng is None:
             return bytes(data)
@@ -45,7 +45,8 @@ class File:
 
 @dataclass
 class Directory:
-    """Names as the process sees them, as they are durable, and the changes in between: old name or none, new name or none."""
+    """The names in a directory for the process, the durable names, and the changes that are not durable: (old name or None, new name or
+    None, node)."""
 
     names: dict[str, File | Directory] = field(default_factory=dict)
     durable: dict[str, File | Directory] = field(default_factory=dict)
@@ -78,7 +79,7 @@ Operation = tuple[str, Path, Path | bytes | None]
 
 
 class Recording(Files):
-    """The local file system, with every change below `root` written down in `operations`."""
+    """The local file system, which records every change below `root` in `operations`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -86,7 +87,7 @@ class Recording(Files):
         self.marks: dict[str, int] = {}
 
     def mark(self, name: str) -> None:
-        """Remember how many operations were done so far."""
+        """Store the number of operations so far under `name`."""
         self.marks[name] = len(self.operations)
 
     def _note(self, kind: str, path: Path, more: Path | bytes | None = None) -> None:
@@ -130,7 +131,7 @@ class Recording(Files):
 
 
 class Hasty(Files):
-    """The local file system for what need not last: nothing is waited for."""
+    """The local file system without fsync, for files that need not be durable."""
 
     def fsync(self, writer: Writer) -> None:
         """Left out."""
@@ -180,11 +181,11 @@ class Disk:
         return node
 
     def after_a_kill(self) -> dict[Path, bytes | None]:
-        """Everything that was done, as path to bytes; directories as None."""
+        """The content after a kill, path to bytes, with all operations; directories as None."""
         return dict(_walk(self.top, Path(), lambda node: node.names, lambda file: bytes(file.data)))
 
     def after_a_stop(self, rng: random.Random | None) -> dict[Path, bytes | None]:
-        """What the machine may find when it starts again; None: the least."""
+        """A random content after a stop of the machine; with rng=None, only what is durable."""
         return dict(_walk(self.top, Path(), lambda node: node.after_stop(rng), lambda file: file.after_stop(rng)))
 
 
@@ -209,7 +210,7 @@ def _load(path: Path) -> Directory:
 
 
 def put(state: dict[Path, bytes | None], root: Path) -> None:
-    """Make `root`, which is empty, hold `state`."""
+    """Write `state` into the empty directory `root`."""
     for path, data in state.items():
         if data is None:
             (root / path).mkdir()

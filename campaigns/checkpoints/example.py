@@ -12,7 +12,7 @@ from fabricate.checkpoint.format.directory import Chunk, FileRecord, Manifest, R
 from fabricate.checkpoint.format.files import LOCAL, Files
 
 BLOCK = 4096
-"""The smallest that the format allows, so that a file of some kilobytes has several."""
+"""The smallest block size of the format, so that a file of some kilobytes has several blocks."""
 RANKS = 2
 _CODES = {"float32": "F32", "float16": "F16", "int64": "I64", "uint8": "U8"}
 
@@ -31,7 +31,7 @@ def tensors(step: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def save(root: Path, step: int, files: Files = LOCAL) -> Path:
-    """Write it as `RANKS` ranks do, one after the other, and commit."""
+    """Write the checkpoint of `step` as `RANKS` ranks do, one after the other, and commit it."""
     nonce = f"{step:04x}"
     staging = directory.stage(root, step, nonce, files)
     records: list[FileRecord] = []
@@ -63,7 +63,7 @@ def save(root: Path, step: int, files: Files = LOCAL) -> Path:
 
 
 def content(path: Path, files: Files = LOCAL) -> dict[str, bytes]:
-    """All tensors and values, every block verified. Raises `CheckpointError` for damage."""
+    """All tensors and values of a checkpoint, with every block verified. Raises `CheckpointError` for damage."""
     with Reader(path, files) as reader:
         reader.verify()
         contents = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
@@ -74,7 +74,7 @@ def content(path: Path, files: Files = LOCAL) -> dict[str, bytes]:
 
 
 def expected(step: int) -> dict[str, bytes]:
-    """What `content` of the checkpoint of `step` is."""
+    """The correct `content` of the checkpoint of `step`."""
     contents = {name: tensor.tobytes() for name, tensor in tensors(step).items()}
     return contents | {
         "state.json": repr({"lr": [0.1, {"$": "tuple"}], "step": step}).encode(),

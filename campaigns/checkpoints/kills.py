@@ -1,9 +1,8 @@
-"""Real SIGKILLs of whole runs, which are then started again until they are done: they have to end bit by bit as if unharmed.
+"""Real SIGKILLs of whole runs, which are then started again until they complete: they have to end bit for bit like an undisturbed run.
 
-Every rank is forked from this process, which has imported everything and stays single-threaded; nothing is shared with it.
-Kills come by the clock, at a random moment from the first instruction to beyond the end, or by operation: before the n-th
-call of the file system by a save, a deletion or a resume, after half of it where it is a write. One rank or all are hit; of the
-others some live to see it, some do not. Some runs are killed again while they resume.
+Every rank is forked from this process, which has imported everything and stays single-threaded; nothing is shared with it. A kill is at a
+random time from the first instruction to after the end, or at an operation: before the n-th call of the file system by a save, a deletion
+or a resume, or in the middle of it if it is a write. A kill hits one rank or all ranks. Some runs are killed again while they resume.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _OPERATIONS = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What is run: a strategy on so many ranks, how it saves, with so many worker processes for data."""
+    """A kind of run: the strategy, the number of ranks, how it saves, and the number of worker processes for data."""
 
     strategy: str
     ranks: int
@@ -50,7 +49,8 @@ class Kind:
 
 @dataclass
 class Ended:
-    """How the ranks of one start ended: "done", "failed" or "killed", and how often those that are done called the file system."""
+    """How the ranks of one start ended: "done", "failed" or "killed", and the number of calls of the file system by each rank, if all are
+    done."""
 
     ways: list[str]
     operations: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Ended:
 
 
 def warm(strategies: Iterable[str]) -> None:
-    """Import what the runs need, so that a fork of this process begins at once."""
+    """Import the modules that the runs need, so that a fork of this process starts at once."""
     import accelerate
     import torch
     import torch.distributed.fsdp
@@ -119,8 +119,8 @@ def _be_a_rank(kind: Kind, run_dir: Path, rank: int, port: int, at: int) -> None
         if code == 0 and kind.ranks > 1:
             import torch.distributed as dist
 
-            with contextlib.suppress(RuntimeError):  # another one is killed meanwhile
-                dist.barrier()  # whoever leaves first breaks the connection of the others
+            with contextlib.suppress(RuntimeError):  # another rank may be killed meanwhile
+                dist.barrier()  # a rank that leaves first breaks the connections of the others
         os._exit(code)
 
 
@@ -149,8 +149,8 @@ def _count(at: int) -> list[int]:
 
 
 def wait(run_dir: Path, children: list[int], killed_at: float | None = None, victims: list[int] | None = None) -> Ended:
-    """Wait for the ranks, killing `victims` (process ids) after `killed_at` seconds. Once one was killed or failed the others
-    get a moment, as a launcher gives it, and are killed too."""
+    """Wait for the ranks, killing `victims` (process ids) after `killed_at` seconds. After one rank was killed or failed, the others get a
+    short time, as from a launcher, and are then killed."""
     began, ways = time.monotonic(), [""] * len(children)
     deadline = began + _MOST_SECONDS
     while not all(ways):
@@ -183,7 +183,7 @@ def wait(run_dir: Path, children: list[int], killed_at: float | None = None, vic
 
 @dataclass
 class Straight:
-    """A run of a kind that nothing disturbed: what it left, how long it took, the calls of the file system of each rank."""
+    """An undisturbed run of a kind: its outcome, its duration, and the calls of the file system of each rank."""
 
     outcome: dict[str, Any]
     seconds: float
@@ -191,7 +191,7 @@ class Straight:
 
 
 def straight(kind: Kind, root: Path) -> Straight:
-    """Run one of a kind to its end."""
+    """Run `kind` without kills."""
     from campaigns.checkpoints import runs
 
     run_dir = root / "straight"
@@ -213,7 +213,7 @@ def _attempt(
     victim: int = 0,
     all_of_them: bool = False,
 ) -> Ended:
-    """Start the ranks and wait for their end. Again where another program took their port in the meantime."""
+    """Start the ranks and wait for their end. Repeated if another program took their port in the meantime."""
     while True:
         children = start(kind, run_dir, at)
         ended = wait(run_dir, children, moment, children if all_of_them else [children[victim]])
@@ -222,8 +222,8 @@ def _attempt(
 
 
 def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, plan: list[int]) -> int:
-    """One run, killed as `plan` says (0: by the clock, n: before operation n of a random rank), then started until it is
-    done. Returns how many kills hit. Raises AssertionError for anything lost or different."""
+    """Kill one run by `plan` (0: at a random time, n: before operation n of a random rank), then start it until it is done. Returns the
+    number of kills that hit. Raises AssertionError if anything is lost or different."""
     from campaigns.checkpoints import runs
 
     run_dir = root / "run"
@@ -261,8 +261,8 @@ def trial(kind: Kind, root: Path, rng: random.Random, undisturbed: Straight, pla
 
 
 def run(kinds: dict[Kind, int], seed: int = 0, every: int = 0, say: Callable[[str], None] = print) -> dict[str, int]:
-    """As many kills as `kinds` asks for, by kind; with `every`, each `every`-th operation of a whole run besides. Returns how
-    many hit. Raises AssertionError as `trial`."""
+    """Make the number of kills that `kinds` gives for each kind; with `every`, also one at each `every`-th operation of a run. Returns the
+    number of kills that hit, by kind. Raises AssertionError as `trial`."""
     warm(kind.strategy for kind in kinds)
     hits: Counter[str] = Counter()
     for kind, wanted in kinds.items():

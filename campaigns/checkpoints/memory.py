@@ -1,7 +1,7 @@
-"""What a save and a resume cost in memory where the state is in shards: no rank may ever hold the whole of it.
+"""The memory that a save and a resume need if the state is in shards: no rank may ever hold the whole state.
 
-Measured is by how much the resident memory of a rank rises above what it was before, at most: by the kernel's own mark, after
-what was freed has been given back to it.
+The figure is the largest increase of a rank's resident memory, by the kernel's high-water mark, after freed memory was returned to the
+kernel.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LAYERS, WIDTH, RANKS = 24, 1024, 2
 WHOLE = LAYERS * WIDTH * WIDTH * 4 * 3
 """Bytes of the weights and of AdamW's two moments."""
 STRATEGIES = ("fsdp", "zero3")
-"""Those that shard the weights too: under the others every rank holds all of them at any time."""
+"""The strategies that also shard the weights: under the others every rank always holds all weights."""
 
 
 class Big(TrainModule):
-    """Layers that are sharded as they are built, where the strategy can."""
+    """A module of large layers, which are sharded while they are built if the strategy supports it."""
 
     def configure_model(self) -> None:
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
@@ -42,11 +42,11 @@ class Big(TrainModule):
 
 
 class Peak:
-    """How far resident memory has risen since this was made."""
+    """The largest increase of resident memory since this object was made."""
 
     def __init__(self) -> None:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the mark becomes what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # sets the mark to the present resident memory
         self._before = self._mark()
 
     @staticmethod
@@ -55,12 +55,12 @@ class Peak:
         return int(line.split()[1]) * 1024
 
     def rise(self) -> int:
-        """In bytes."""
+        """The increase in bytes."""
         return self._mark() - self._before
 
 
 class Measure(Callback):
-    """The rise during a save, and from before the state is read to before the first update."""
+    """Measures the increase during a save, and from before the state is read until before the first update."""
 
     def __init__(self) -> None:
         self.saving, self.loading = 0, 0
@@ -98,7 +98,7 @@ def measured(strategy: str, save: str, run_dir: str) -> tuple[int, int]:
 
 
 def run(saves: Sequence[str] = ("sync", "async")) -> dict[str, dict[str, float]]:
-    """MiB by strategy. AssertionError where a rank held more than its own part of the state, beside a little."""
+    """The increase in MiB, by strategy. AssertionError if it is more than the bound, a share of a rank's own part of the state."""
     rises: dict[str, dict[str, float]] = {}
     own = WHOLE // RANKS
     for strategy in STRATEGIES:

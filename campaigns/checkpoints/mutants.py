@@ -1,9 +1,8 @@
-"""The code of the checkpoint format with one line taken out: do the campaigns notice?
+"""The code of the checkpoint format with one line removed, to test whether the campaigns notice it.
 
-Taken out are, one at a time, every call that makes something durable or gives it its name, and every check: calls of
-checking functions, and `if ...: raise`. Each variant runs in a process of its own, in which the changed module takes the
-place of the real one, and goes through a short form of the other campaigns; then, if nothing was noticed, through the
-tests of the format.
+One at a time, this removes every call that makes data durable or gives a file its name, and every check: calls of checking functions, and
+`if ...: raise`. Each variant runs in a separate process, with the changed module in place of the real one: first a short form of the other
+campaigns, then, if nothing was noticed, the tests of the format.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CHECKS = {
     "_check_range",
 }
 COVERAGE = {"_prove_coverage", "_check_directory", "tensors_of"}
-"""Functions whose every check is about what is there, once and whole; calls of them too."""
+"""Functions whose checks, and calls of which, all belong to the kind "coverage": every tensor is there completely, and only once."""
 DIGEST = ("digest", "sealed", "_is_content")
 VITAL = ("durable", "digest", "coverage")
 KINDS = (*VITAL, "check")
@@ -45,7 +44,7 @@ _SECONDS = 300
 
 @dataclass(frozen=True)
 class Site:
-    """A statement that can be taken out, of one of the `KINDS`."""
+    """A statement that can be removed, of one of the `KINDS`."""
 
     module: str
     line: int
@@ -57,7 +56,7 @@ class Site:
 
 
 def sites(module: str) -> list[Site]:
-    """What can be taken out of a module of fabricate, in order."""
+    """The statements that can be removed from a module of fabricate, in order."""
     places = []
     tree = ast.parse(_source(module))
     inside = {
@@ -134,7 +133,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def probe() -> None:
-    """The short form of the campaigns, and what they do not reach: what a commit has to refuse. Raises what it finds."""
+    """Run the short form of the campaigns, and the cases that a commit has to refuse. Raises the first error found."""
     from campaigns.checkpoints import corruption, crashes, refusals
 
     crashes.system_calls()
@@ -144,7 +143,7 @@ def probe() -> None:
 
 
 def run(kinds: Sequence[str] = KINDS, modules: Sequence[str] = MODULES, jobs: int | None = None) -> dict[Site, str]:
-    """What each variant was noticed by, the last line of its end; empty where it was not noticed."""
+    """The last line of the error by which each variant was noticed; empty if it was not noticed."""
     wanted = [site for module in modules for site in sites(module) if site.kind in kinds]
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         return dict(zip(wanted, pool.map(_noticed, wanted), strict=True))
@@ -156,7 +155,7 @@ def _noticed(site: Site) -> str:
 
 def _end_of(what: str, site: Site) -> str:
     command = [sys.executable, "-m", "campaigns.checkpoints.mutants", what, site.module, str(site.line)]
-    with tempfile.TemporaryDirectory() as folder:  # files of a variant that does not clean up
+    with tempfile.TemporaryDirectory() as folder:  # for files that a variant leaves behind
         environment = os.environ | {"TMPDIR": folder}
         try:
             process = subprocess.run(

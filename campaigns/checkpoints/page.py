@@ -1,4 +1,4 @@
-"""What the campaigns found, as a page of the documentation."""
+"""The page of the documentation with the results of the campaigns."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ async save copies the rank's part. Strategies that do not shard the weights are 
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page of `results`."""
+    """The text of the page for `results`."""
     parts = [HEAD.format(seed=results["seed"])]
     if kill := results.get("kill"):
         rows = [[name, f"{number:,}"] for name, number in kill["kills"].items()]

@@ -1,9 +1,9 @@
-"""Every checkpoint under every strategy: written by one topology, read by another, which continues as if it had written it.
+"""Every checkpoint under every strategy: written by one topology, and read by another, which continues as if it had written it.
 
-For each pair of topologies (a strategy on so many ranks): what the reader holds after loading is saved again and has to be
-equal to what was read, bit by bit; then it trains on, and its losses and the order of its samples have to be those of one process
-that never stopped. The module has tied weights, a frozen layer, a buffer, sizes that no number of ranks divides, two parameter
-groups and a schedule; the checkpoint is taken in the middle of an epoch.
+For each pair of topologies (a strategy and a number of ranks), the reader saves its state again after loading, and the result has to equal
+the checkpoint bit for bit. Then it continues to train, and its losses and the order of its samples have to be those of one process that
+never stopped. The module has tied weights, a frozen layer, a buffer, sizes that no number of ranks divides, two parameter groups and a
+schedule; the checkpoint is saved in the middle of an epoch.
 
     python -m campaigns.checkpoints pairs
 """
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Topology:
-    """A strategy on so many ranks."""
+    """A strategy with a number of ranks."""
 
     strategy: str
     ranks: int
@@ -47,7 +47,7 @@ TOPOLOGIES = (SINGLE, *(Topology(name, ranks) for name in ("ddp", *SHARDED) for 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, where not, and how far losses may lie apart: in narrow dtypes strategies round in different places."""
+    """The training, the strategies without it, and the tolerance of losses: in narrow dtypes, strategies round at different places."""
 
     optimizer: str = "adamw"
     precision: str = "fp32"
@@ -55,25 +55,26 @@ class Case:
     without: tuple[str, ...] = ()
 
     def topologies(self) -> list[Topology]:
-        """Those that take the optimizer."""
+        """The topologies that accept the optimizer."""
         return [each for each in TOPOLOGIES if each.strategy not in self.without]
 
 
-_WHOLE_TENSORS = ("zero1", "zero2", "zero3")  # refuse what looks at more than an element at a time
+_WHOLE_TENSORS = ("zero1", "zero2", "zero3")  # refuse optimizers that are not elementwise
 CASES = {
     "adamw": Case(),
     "momentum": Case("momentum"),
     "lion": Case("lion", without=_WHOLE_TENSORS),
-    "adafactor": Case("adafactor", without=("fsdp", *_WHOLE_TENSORS)),  # torch's takes no sharded parameters either
+    # torch's does not accept sharded parameters either
+    "adafactor": Case("adafactor", without=("fsdp", *_WHOLE_TENSORS)),
     "bf16": Case(precision="bf16", tolerance=0.02),
     "fp16": Case(
         precision="fp16:init_scale=256", tolerance=0.02
-    ),  # no update is skipped: which are depends on the ranks
+    ),  # a scale at which no update is skipped, because the skipped updates depend on the ranks
 }
 
 
 class Rows(Dataset[Any]):
-    """Rows with their number in front."""
+    """Rows that begin with their number."""
 
     def __init__(self) -> None:
         self.tokens = torch.randint(0, 12, (ROWS, 5), generator=torch.Generator().manual_seed(3))
@@ -86,7 +87,7 @@ class Rows(Dataset[Any]):
 
 
 class Net(TrainModule):
-    """See the module. It writes down which rows went into each micro-batch."""
+    """The module that the docstring above describes. It records the rows of each micro-batch."""
 
     scale: torch.Tensor
 
@@ -134,7 +135,7 @@ class Net(TrainModule):
 
 
 class Watch(Callback):
-    """Every update's loss and where the next one's rows begin; what was loaded is saved again, before the first update."""
+    """Records every update's loss and the end of its rows; saves the loaded state again before the first update."""
 
     def __init__(self, again: Path | None) -> None:
         self.again = again
@@ -153,11 +154,11 @@ class Watch(Callback):
 
 
 LossesAndRows = tuple[list[float], list[list[list[int]]]]
-"""Losses, and rows by update and micro-batch."""
+"""The losses, and the rows by update and micro-batch."""
 
 
 def fit(topology: Topology, case: Case, run_dir: Path, steps: int, resume: Path | None = None) -> LossesAndRows:
-    """A run, or the rest of one, on one of the ranks."""
+    """Run a fit, or the rest of one, on this rank."""
     torch.manual_seed(7)
     module = Net(case.optimizer)
     watch = Watch(None if resume is None else run_dir / "again")
@@ -170,12 +171,12 @@ def fit(topology: Topology, case: Case, run_dir: Path, steps: int, resume: Path 
 
 
 def write(topology: Topology, case: Case, root: str) -> LossesAndRows:
-    """The whole run of a topology; runs on each of its ranks."""
+    """Run the whole fit of a topology. All its ranks."""
     return fit(topology, case, Path(root, str(topology)), STEPS)
 
 
 def read(topology: Topology, case: Case, root: str, writers: Sequence[Topology]) -> list[LossesAndRows]:
-    """The second half of runs that others began; runs on each of the ranks."""
+    """Run the second half of fits that `writers` began. All ranks of the topology."""
     fits = []
     for writer in writers:
         saved = Path(root, str(writer), "checkpoints", f"step-{SAVED:08d}")
@@ -184,7 +185,7 @@ def read(topology: Topology, case: Case, root: str, writers: Sequence[Topology])
 
 
 def order(ranks: Iterable[LossesAndRows]) -> list[list[int]]:
-    """The rows of each update in their global order: of each micro-batch, those of rank 0 first."""
+    """The rows of each update in their global order: in each micro-batch, those of rank 0 first."""
     updates = zip(*(rows for _, rows in ranks), strict=True)
     return [[row for step in zip(*update, strict=True) for rows in step for row in rows] for update in updates]
 
@@ -197,14 +198,14 @@ def state(path: Path) -> dict[str, Any]:
         shared = reader.json("state.json")
         assert isinstance(shared, dict)
         shared["progress"].pop("seconds")
-        for counter in ("clean", "hysteresis"):  # DeepSpeed's own, beside what every loss scale counts
+        for counter in ("clean", "hysteresis"):  # only DeepSpeed's loss scale has these counters
             (shared["scaler"] or {}).pop(counter, None)
         return values | {name: shared[name] for name in ("optimizers", "schedulers", "scaler", "progress")}
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same to the last bit. Of two widths the narrower counts: under ZeRO in half precision
-    frozen weights have it, because DeepSpeed keeps float32 copies of what it trains only."""
+    """Whether two values are the same bit for bit. Different dtypes are compared in the narrower one: under ZeRO in half precision frozen
+    weights have it, because DeepSpeed keeps float32 copies of trained weights only."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return bool(one == other)
     narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
@@ -213,7 +214,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """A pair: the largest relative difference of a loss, and what was not as it should be."""
+    """The result of a pair: the largest relative difference of a loss, and the faults."""
 
     case: str
     writer: Topology
@@ -223,7 +224,7 @@ class Result:
 
 
 def observe(name: str, pairs: Iterable[tuple[Topology, Topology]]) -> Iterator[Result]:
-    """The pairs of (writer, reader), reader by reader."""
+    """The results of the pairs (writer, reader), reader by reader."""
     case, wanted = CASES[name], list(pairs)
     with tempfile.TemporaryDirectory() as root:
         for topology in dict.fromkeys((SINGLE, *(writer for writer, _ in wanted))):
@@ -250,8 +251,8 @@ def observe(name: str, pairs: Iterable[tuple[Topology, Topology]]) -> Iterator[R
 
 
 def pairs(name: str, long: bool) -> list[tuple[Topology, Topology]]:
-    """Which pairs of a case are looked at: all of them with AdamW in float32, else a ring, in which each topology writes once
-    and reads once. The short form: a ring with AdamW in float32, else a ring of five."""
+    """The pairs of a case. Long form: all pairs with AdamW in float32, otherwise a ring, in which each topology writes once and reads once.
+    Short form: a ring with AdamW in float32, otherwise a ring of five."""
     every = CASES[name].topologies()
     if long and name == "adamw":
         return [(writer, reader) for writer in every for reader in every]
@@ -262,8 +263,7 @@ def pairs(name: str, long: bool) -> list[tuple[Topology, Topology]]:
 
 
 def run(long: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """Every case: by writer and reader, how far losses lay apart at most. AssertionError for pairs that were not as they have
-    to be."""
+    """The largest difference of a loss, by case, writer and reader. AssertionError if a pair has faults."""
     results = [result for name in CASES for result in observe(name, pairs(name, long))]
     faults = [f"{r.case}, {r.writer} to {r.reader}: {'; '.join(r.faults)}" for r in results if r.faults]
     if faults:

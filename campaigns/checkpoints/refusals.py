@@ -1,4 +1,4 @@
-"""What the format refuses to write, commit or open, one case each. Raises AssertionError for what it let through."""
+"""Cases that the format refuses to write, commit or open. Raises AssertionError for a case that is not refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _pipe(root: Path, name: str) -> None:
 
 def _too_long(root: Path) -> None:
     path = save(root, 2, _HASTY)
-    os.truncate(path / "manifest.json", 2**40)  # a hole: no byte of it is on the disk
+    os.truncate(path / "manifest.json", 2**40)  # a hole, which takes no space on the disk
     content(path)
 
 
@@ -79,7 +79,7 @@ def _write(root: Path, *chunks: Chunk, name: str = "data.safetensors", plain: bo
 
 
 class _NoRename(Hasty):
-    """Renames fail."""
+    """A file system whose renames fail."""
 
     def rename(self, source: Path, target: Path) -> None:
         raise OSError(5, "Input/output error")
@@ -90,7 +90,7 @@ def _not_renamed(root: Path) -> None:
 
 
 def _header(root: Path) -> None:
-    """The digest is right, the length of the header is not."""
+    """Write a file with a right digest and a wrong length of the header."""
     staging = directory.stage(root, 1, "a", _HASTY)
     file = staging / "data.safetensors"
     record = directory.write_tensors(file, [_chunk()], _HASTY)
@@ -180,7 +180,7 @@ CASES: dict[str, Callable[[Path], object]] = {
 
 
 def run() -> int:
-    """Every case; returns how many there are."""
+    """Run every case; return their number."""
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             try:

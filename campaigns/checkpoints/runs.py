@@ -1,4 +1,4 @@
-"""A short run with everything that has to come back after a kill, and what it leaves behind, to be compared bit by bit."""
+"""A short run with all kinds of state that a resume restores, and its outcome, to be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, ROWS, GLOBAL_BATCH = 14, 22, 8
 
 
 class Noisy(Dataset[Any]):
-    """Rows changed a little by every random generator there is."""
+    """Rows with small changes drawn from every random generator."""
 
     def __init__(self) -> None:
         self.x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ class Noisy(Dataset[Any]):
 
 
 class Net(TrainModule):
-    """Dropout, running statistics, a schedule, a metric that is collected over several steps."""
+    """A module with dropout, running statistics, a schedule, and a metric that is collected over several steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(TrainModule):
 
 
 class History(Callback):
-    """A plugin with state of its own."""
+    """A plugin with its own state."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[int, float]] = []
@@ -75,9 +75,10 @@ class History(Callback):
 
 
 def fit(run_dir: Path, strategy: str, save: str, workers: int = 0) -> None:
-    """The run, or the rest of it."""
+    """Run the fit, or the rest of it."""
     torch.manual_seed(11)
-    if strategy == "ddp":  # the last batch of an epoch is one row, which leaves out the layer of running statistics
+    # the last batch of an epoch is one row, with which the layer of running statistics is not used
+    if strategy == "ddp":
         strategy = "ddp:find_unused_parameters=true"
     trainer = Trainer(
         max_steps=STEPS, strategy=strategy, save=save, run_dir=run_dir, seed=5, save_every=2, keep=2, log_every=3,
@@ -88,12 +89,12 @@ def fit(run_dir: Path, strategy: str, save: str, workers: int = 0) -> None:
 
 
 def saved(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints that are there."""
+    """The steps of the checkpoints in `run_dir`."""
     return [int(path.name[5:]) for path in committed(run_dir / "checkpoints")]
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """All that a finished run leaves, without what depends on the clock."""
+    """Everything that a finished run leaves, without values that depend on the clock."""
     contents: dict[str, Any] = {"checkpoints": saved(run_dir)}
     for path in committed(run_dir / "checkpoints"):
         with Reader(path) as reader:
@@ -105,7 +106,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
                     contents[f"{path.name}/{file.name}"] = reader.json(file.name)
         state = contents[f"{path.name}/state.json"]
         state["progress"].pop("seconds")
-        state.pop("metrics_bytes")  # the clock's digits are counted too
+        state.pop("metrics_bytes")  # its size depends on the digits of the clock
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     contents["metrics"] = [{key: value for key, value in line.items() if key != "clock"} for line in lines]
     contents["model"] = {path.name: path.read_bytes() for path in sorted((run_dir / "model").iterdir())}
@@ -113,5 +114,5 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(wanted: dict[str, Any], actual: dict[str, Any]) -> list[str]:
-    """What is not the same, by name."""
+    """The names of the values that differ."""
     return [name for name in sorted({*wanted, *actual}) if wanted.get(name) != actual.get(name)]

@@ -1,10 +1,10 @@
-"""What only a GPU can show: eight scripts for one GPU, `multi` for several. docs/development/gpu-campaign.md says in which order.
+"""Campaigns that need a GPU: eight scripts for one GPU, and `multi` for several, in the order of docs/development/gpu-campaign.md.
 
     python -m campaigns.gpu.smoke --out figures                       # on the GPU, within the script's own budget
     python -m campaigns.gpu.smoke --out figures --device cpu          # a rehearsal on tiny sizes
 
-`measuring` has what the scripts share (the device, the clock, the waits counter, the report), `gpt` the model and its loops.
-A clone is enough: plugins need not be installed, their sources are put on the path here, for processes started from here too.
+`measuring` has the parts that the scripts share (device, clock, counter of waits, report), `gpt` the model and its loops. Plugins need not
+be installed: this module adds their sources to the path, also for processes started from here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Checkpoints of a 10 GB state on a GPU: how long training stands still, how fast they are written and read.
+"""Checkpoints of a 10 GB state on a GPU: how long training stalls, and how fast they are written and read.
 
     python -m campaigns.gpu.checkpoints --out figures --folder /fast/disk      # 8 minutes
     python -m campaigns.gpu.checkpoints --device cpu                           # a rehearsal with 6 MB
 
-An update's time is from one device-wide wait to the next; a save's stall is what the update after it takes longer than the median.
-Beside it stand one copy of the same bytes from the device into pinned memory, `torch.save`, and torch's distributed checkpoint.
+An update's time is from one device-wide wait to the next; a save's stall is the time of the next update above the median. For comparison
+there are one copy of the same bytes from the device into pinned memory, `torch.save`, and torch's distributed checkpoint.
 
 Passes when the second and later asynchronous saves stop training no longer than `MOST_STALL` times that copy, the host's
 memory in use grows by no more than `MOST_PINNED` of the state, and a resumed run continues from its last checkpoint.
@@ -33,11 +33,11 @@ from fabricate import TrainModule
 
 MOST_STALL, MOST_PINNED = 1.25, 1.4
 SAVES, BETWEEN = 4, 12
-"""Saves of a run, and updates from one to the next."""
+"""The number of saves in a run, and of updates between them."""
 
 
 def recipe_of(place: Host, gigabytes: float) -> Recipe:
-    """A GPT whose weights and AdamW state are about so large."""
+    """The recipe of a GPT whose weights and AdamW state have about this size."""
     size = dataclasses.replace(SIZES["1.3B"], length=512, rows=4) if place.real else SIZES["tiny"]
     layers = max(1, round((gigabytes * 1e9 / 12 - size.vocabulary * size.width) / (12 * size.width**2)))
     size = dataclasses.replace(size, layers=layers) if place.real else size
@@ -45,7 +45,7 @@ def recipe_of(place: Host, gigabytes: float) -> Recipe:
 
 
 def saving(place: Host, recipe: Recipe, folder: Path, save: str, copy_seconds: float) -> dict[str, Any]:
-    """One run with saves: the stalls of the first and the later ones, seconds until each was durable."""
+    """The figures of one run with saves: the stalls of the first and the later saves, and seconds until each was durable."""
     stamps, run_dir, before = Stamps(place), folder / save, psutil.virtual_memory().available
     fitted = trainer(recipe, save=save, save_every=BETWEEN, keep=1, run_dir=run_dir, plugins=[stamps])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -53,7 +53,7 @@ def saving(place: Host, recipe: Recipe, folder: Path, save: str, copy_seconds: f
     clean(place)
     seconds = stamps.seconds()
     usual = statistics.median(seconds)
-    # seconds[i] lies between updates i + 1 and i + 2; a save follows each BETWEEN-th update.
+    # seconds[i] is the time between updates i + 1 and i + 2; a save follows each BETWEEN-th update.
     stalls = [seconds[number * BETWEEN - 1] - usual for number in range(1, SAVES + 1)]
     lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     durable = [line["seconds"] for line in lines if line["event"] == "saved"]
@@ -78,7 +78,7 @@ def saving(place: Host, recipe: Recipe, folder: Path, save: str, copy_seconds: f
 
 
 def contexts() -> list[str]:
-    """Which processes have memory on which GPU, as nvidia-smi says."""
+    """The processes with memory on a GPU, from nvidia-smi."""
     command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
@@ -101,7 +101,7 @@ def resuming(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def copied(place: Host, recipe: Recipe) -> dict[str, Any]:
-    """Seconds to copy as many bytes as the state has from the device into pinned memory, and to take that memory."""
+    """Seconds to copy as many bytes as the state has from the device into pinned memory, and to allocate that memory."""
     bytes_ = sum(p.numel() * 12 for p in Module(recipe, place.device).parameters())
     source = torch.empty(bytes_ // 4, device=place.device)
     began = time.perf_counter()
@@ -115,7 +115,7 @@ def copied(place: Host, recipe: Recipe) -> dict[str, Any]:
 
 
 def others(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """The same state by torch.save and by torch's distributed checkpoint; neither makes it durable."""
+    """The figures of torch.save and of torch's distributed checkpoint for the same state; neither makes it durable."""
     import torch.distributed.checkpoint as dcp
 
     module: TrainModule = Module(recipe, place.device)
@@ -139,7 +139,7 @@ def others(place: Host, recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the cases; the exit code is the verdict."""
+    """Run the cases; return the exit code."""
     parser = arguments(__doc__, 480)
     parser.add_argument("--gigabytes", type=float, default=10.0, help="of the state")
     parser.add_argument("--folder", type=Path, help="on which disk; the system's temporary folder")

@@ -1,4 +1,4 @@
-"""fp8 on a GPU: how much faster than bf16, how far its losses are, and what a ragged batch does.
+"""fp8 on a GPU: its speed relative to bf16, the distance of its losses, and a ragged batch.
 
     python -m campaigns.gpu.fp8 --out figures                # 6 minutes; needs torchao
     python -m campaigns.gpu.fp8 --device cpu                 # a rehearsal: float8 emulated
@@ -23,7 +23,7 @@ RECIPES = ("tensorwise", "rowwise")
 
 
 def precision(place: Host, recipe: str) -> str:
-    """fp8's name with its options."""
+    """The precision fp8 with its options."""
     return f"fp8:recipe={recipe}" if place.real else f"fp8:recipe={recipe},emulate=true"
 
 
@@ -55,7 +55,7 @@ def speed(place: Host, size: str, compiled: bool, rounds: int, updates: int) -> 
 
 
 def learning(place: Host, updates: int) -> dict[str, Any]:
-    """The same training in bf16 and fp8: the loss over the last tenth."""
+    """The mean loss of the last tenth of the same training, in bf16 and fp8."""
     needs("torchao")
     size, last = SIZES["short" if place.real else "tiny"], max(1, updates // 10)
     size, means = dataclasses.replace(size, vocabulary=1024 if place.real else 128), {}
@@ -72,7 +72,7 @@ def learning(place: Host, updates: int) -> dict[str, Any]:
 
 
 def ragged(place: Host) -> dict[str, Any]:
-    """A last batch whose rows are no multiple of 16: it trains, or the run ends with an error that says so."""
+    """A last batch whose number of rows is no multiple of 16: it is trained, or an error names the reason."""
     needs("torchao")
     size = dataclasses.replace(SIZES["tiny"], length=31, rows=16)
     recipe = Recipe(size, 3, precision(place, "tensorwise"), rows=16 * 2 + 3)
@@ -87,7 +87,7 @@ def ragged(place: Host) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the cases; the exit code is the verdict."""
+    """Run the cases; return the exit code."""
     options = arguments(__doc__, 360).parse_args()
     place = device(options)
     report = Report("fp8", place, options)

@@ -1,7 +1,7 @@
 """The GPT that the GPU campaign trains, by hand and by fabricate, on the same tokens with the same optimizer.
 
-The model is here and not transformers', so that figures do not move with that library's versions. Both loops compile the same
-blocks with the same options and start from the same weights.
+The model is defined here, so that figures do not change with versions of transformers. Both loops compile the same blocks with the same
+options and start from the same weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fabricate import Callback, Trainer, TrainModule
 
 
 class Block(torch.nn.Module):
-    """Causal attention and a layer four times as wide, each added to its input. (rows, length, width) -> the same."""
+    """Causal attention and a layer of four times the width, each added to its input. (rows, length, width) -> the same shape."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # By head first: a rank of tensor parallelism then has whole heads.
+        # The head is the first dimension, so that a rank of tensor parallelism has whole heads.
         heads = self.qkv(self.norm1(x)).unflatten(2, (-1, 3, self.size)).transpose(1, 3)
         query, key, value = heads.unbind(1)
         dropout = self.dropout if self.training else 0.0
@@ -79,13 +79,15 @@ class Size:
     dropout: float = 0.0
 
     def build(self, place: torch.device) -> torch.nn.Module:
-        """The same weights every time on the same kind of device; a large model is drawn there, which takes seconds less."""
+        """A new model, with the same weights every time on the same kind of device. A large model is initialised on the device, which saves
+        seconds."""
         torch.manual_seed(0)
         with place:
             return GPT(self)
 
     def data(self, micro_batches: int, rows: int | None = None) -> TensorDataset:
-        """Tokens, (rows, length + 1), int64: each follows from the one before except one in eight, which is random. `rows`: in all."""
+        """Tokens, (rows, length + 1), int64: each is a function of the previous token, except one in eight, which is random. rows: the
+        total number."""
         generator = torch.Generator().manual_seed(1)
         shape = (rows or micro_batches * self.rows, self.length + 1)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
@@ -95,31 +97,32 @@ class Size:
         return TensorDataset(tokens)
 
     def parameters(self) -> int:
-        """Without the small ones: positions and normalisations."""
+        """The number of parameters, without the small ones: positions and normalisations."""
         return self.layers * 12 * self.width**2 + self.vocabulary * self.width
 
     def flops(self) -> float:
-        """Of one micro-batch: 6 per token and weight (position embeddings are looked up, not multiplied) and 12 per token, layer,
-        position and width for attention, recomputation not counted (PaLM, arXiv:2204.02311, appendix B)."""
+        """The operations of one micro-batch: 6 per token and weight (position embeddings are looked up, not multiplied) and 12 per token,
+        layer, position and width for attention, recomputation not counted (PaLM, arXiv:2204.02311, appendix B)."""
         each = 6 * self.parameters() + 12 * self.layers * self.length * self.width
         return float(each * self.rows * self.length)
 
 
 SIZES = {
     "tiny": Size(layers=2, width=64, heads=4, length=32, vocabulary=128, rows=8),
-    "short": Size(layers=4, width=256, heads=4, length=256, vocabulary=8192, rows=8),  # the host is the slower one
+    # the host, not the GPU, limits its speed
+    "short": Size(layers=4, width=256, heads=4, length=256, vocabulary=8192, rows=8),
     "124M": Size(layers=12, width=768, heads=12, length=1024, vocabulary=50304, rows=16),
     "350M": Size(layers=24, width=1024, heads=16, length=1024, vocabulary=50304, rows=16),
     "1.3B": Size(layers=24, width=2048, heads=16, length=2048, vocabulary=50304, rows=8),
     "3B": Size(layers=30, width=2816, heads=22, length=1024, vocabulary=50304, rows=8),
 }
-"""50304: GPT-2's 50257 up to a multiple of 128."""
+"""The sizes by name. 50304 is GPT-2's 50257, rounded up to a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What is trained, the same for every loop. compile: options of torch.compile for each block. rows: in all, where the last
-    batch is to be shorter. fused: AdamW's one kernel. read_every: updates after which the loop by hand reads the loss, as for a log."""
+    """A training, the same for every loop. compile: options of torch.compile for each block. rows: the total number, to make the last batch
+    shorter. fused: use AdamW's single kernel. read_every: updates after which the loop by hand reads the loss, as for a log."""
 
     size: Size
     updates: int
@@ -138,12 +141,12 @@ class Recipe:
         return self.precision.partition(":")[0]
 
     def scaler(self, place: torch.device) -> torch.amp.GradScaler:
-        """Of the loop by hand: on for fp16, from the scale that the precision's option says."""
+        """The scaler of the loop by hand: enabled for fp16, with the precision's option init_scale."""
         scale = float(self.precision.partition("init_scale=")[2] or 65536)
         return torch.amp.GradScaler(place.type, init_scale=scale, enabled=self.kind == "fp16")
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """AdamW; in pure bf16 one that makes up for rounding."""
+        """AdamW; in pure bf16 one that compensates rounding."""
         if self.precision == "bf16-true":
             from optimi import AdamW
 
@@ -151,17 +154,17 @@ class Recipe:
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.1, eps=1e-6, fused=self.fused)
 
     def data(self) -> TensorDataset:
-        """Of all updates."""
+        """The data of all updates."""
         return self.size.data(self.updates * self.accumulation, self.rows)
 
     def loader(self, device: Host) -> DataLoader[Any]:
-        """Not shuffled, from pinned memory."""
+        """A loader without shuffling, from pinned memory."""
         return DataLoader(self.data(), batch_size=self.size.rows, pin_memory=device.real)
 
 
 @dataclasses.dataclass
 class Trained:
-    """losses: of each update, where they were asked for. weights: of each tensor a sample, as one float32 vector on the CPU."""
+    """losses: of each update, if they were recorded. weights: a sample of each tensor, as one float32 vector on the CPU."""
 
     losses: list[float]
     weights: torch.Tensor
@@ -175,7 +178,7 @@ def options_of(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def strategy_of(name: str) -> Any:
-    """The strategy by its name; those of a plugin, which need not be installed, as an object."""
+    """The strategy's name; for a strategy of a plugin, which need not be installed, an object."""
     kind, options = options_of(name)
     if kind.startswith("zero"):
         from fabricate_deepspeed import stage3, stage12
@@ -189,7 +192,7 @@ def strategy_of(name: str) -> Any:
 
 
 def precision_of(name: str) -> Any:
-    """The precision, likewise."""
+    """The precision's name; for a precision of a plugin an object."""
     kind, options = options_of(name)
     if kind == "fp8":
         from fabricate_fp8.precision import FP8
@@ -208,25 +211,25 @@ def to_float8(model: torch.nn.Module, precision: str) -> None:
 
 
 def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the next token; `tokens`: (rows, length + 1)."""
+    """The loss of the next token. tokens: (rows, length + 1)."""
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def vector(model: torch.nn.Module) -> torch.Tensor:
-    """At most some 65536 numbers of each weight of a model that one process holds whole; all of them would take seconds to copy."""
+    """A sample of about 65536 numbers of each weight of an unsharded model; a copy of all would take seconds."""
     flat = (p.detach().flatten() for p in model.parameters())
     return torch.cat([each[:: max(1, len(each) // 65536)].float().cpu() for each in flat])
 
 
 def compile_blocks(model: Any, options: Mapping[str, Any] | None) -> None:
-    """As fabricate's compile=: each block."""
+    """Compile each block, as fabricate's compile= does."""
     blocks = model.blocks if isinstance(model, GPT) else ()
     for block in blocks if options is not None else ():
         block.compile(**options)
 
 
 def by_hand(recipe: Recipe, device: Host, window: Window | None = None) -> Trained:
-    """What one would write for one device; reads no loss before the end."""
+    """Train with a typical hand-written loop for one device; it reads no loss before the end."""
     place, half = device.device, dict.fromkeys(("bf16", "bf16-true", "fp8"), torch.bfloat16) | {"fp16": torch.float16}
     dtype = half.get(recipe.kind)
     model = recipe.size.build(place).to(torch.bfloat16 if recipe.precision == "bf16-true" else torch.float32)
@@ -263,7 +266,7 @@ def by_hand(recipe: Recipe, device: Host, window: Window | None = None) -> Train
 
 
 class Module(TrainModule):
-    """The same as a TrainModule, built on `place`. window: is called after each update."""
+    """The same model as a TrainModule, built on `place`. window: called after each update."""
 
     def __init__(self, recipe: Recipe, place: torch.device, window: Window | None = None) -> None:
         super().__init__()
@@ -299,12 +302,12 @@ class Losses(Callback):
         self._kept.append(loss.detach())
 
     def read(self) -> list[float]:
-        """Now."""
+        """The recorded losses; waits for the device."""
         return torch.stack(self._kept).tolist() if self._kept else []
 
 
 class Stamps(Callback):
-    """The moments, in seconds, at which updates were done; each is waited for."""
+    """The times, in seconds, at which updates were complete; waits for each."""
 
     def __init__(self, device: Host) -> None:
         self._device = device
@@ -315,12 +318,12 @@ class Stamps(Callback):
         self.at.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """From each update to the next."""
+        """The seconds from each update to the next."""
         return [after - before for before, after in itertools.pairwise(self.at)]
 
 
 def trainer(recipe: Recipe, **arguments: Any) -> Trainer:
-    """A quiet Trainer for a recipe; `asked` overrides."""
+    """A Trainer without output for a recipe; `arguments` take precedence."""
     quiet: dict[str, Any] = {
         "strategy": "single",
         "precision": precision_of(recipe.precision),
@@ -339,10 +342,10 @@ def trainer(recipe: Recipe, **arguments: Any) -> Trainer:
 def fabricated(
     recipe: Recipe, device: Host, window: Window | None = None, losses: bool = False, **arguments: Any
 ) -> Trained:
-    """The recipe by fabricate. losses: keep them, which makes fabricate compute one for a hook in every update."""
+    """Train the recipe with fabricate. losses: record them, for which fabricate computes one for a hook in every update."""
     recorder, module = Losses(), Module(recipe, device.device, window)
     plugins = [*arguments.pop("plugins", ()), *([recorder] if losses else [])]
-    with contextlib.redirect_stdout(io.StringIO()):  # the plan
+    with contextlib.redirect_stdout(io.StringIO()):  # the printed plan
         trainer(recipe, plugins=plugins, **arguments).fit(module, recipe.loader(device))
     return Trained(recorder.read(), vector(module.gpt))
 
@@ -351,14 +354,14 @@ Loop = Callable[[Recipe, Host, Window | None], Trained]
 
 
 def clean(device: Host) -> None:
-    """Between two trainings: nothing compiled, nothing cached."""
+    """Discard compiled code and cached memory between two trainings."""
     gc.collect()
     torch._dynamo.reset()
     device.forget()
 
 
 def apart(one: torch.Tensor, other: torch.Tensor, untrained: torch.Tensor) -> float:
-    """The distance of two models' weights, of the way that the second one went."""
+    """The distance of two models' weights, relative to the distance of the second from the untrained weights."""
     return float((one - other).norm() / (other - untrained).norm())
 
 

@@ -1,7 +1,7 @@
-"""What every script of the GPU campaign needs: the device with its clock and memory, the counter of waits, the report.
+"""The shared parts of the GPU campaign's scripts: the device with its clock and memory, the counter of waits, the report.
 
-A `Device` is chosen once, by `--device`; scripts ask it and not torch.cuda. `Report` runs the cases, keeps to the time that is
-left, writes the JSON file after each figure and ends the process with the verdict.
+`device` chooses a `Host` or `Cuda` object once, by `--device`; scripts use it instead of torch.cuda. `Report` runs the cases within the
+remaining time, writes the JSON file after each case and ends the process with the verdict.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.tables import machine, table
 from campaigns.gpu import ROOT
 
 PEAKS = {"H200": 989.0, "H100 80GB": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "4090": 165.0}
-"""Dense bf16 TFLOP/s by a part of the device's name, from the makers' data sheets; for others pass --peak."""
+"""Dense bf16 TFLOP/s by a part of the device's name, from the makers' data sheets; for other devices pass --peak."""
 PACKAGES = ("accelerate", "click", "numpy", "pluggy", "psutil", "rich", "safetensors", "transformers", "xxhash", "yaml")
-"""What fabricate imports."""
+"""The packages that fabricate imports."""
 _WAIT = "called a synchronizing CUDA operation"
 _CALLS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$")
 
@@ -41,11 +41,11 @@ _CALLS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy$|cudaMallo
 
 
 class Host:
-    """A CPU: a rehearsal, which shows that a script runs. Its memory and waits are not counted and are 0."""
+    """A CPU, for a rehearsal, which shows that a script runs. Memory and waits are not counted and are 0."""
 
     kind: ClassVar[str] = "cpu"
     real: ClassVar[bool] = False
-    """Whether figures say something about a GPU."""
+    """Whether figures are of a GPU."""
 
     def __init__(self) -> None:
         self.device = torch.device(self.kind)
@@ -54,41 +54,40 @@ class Host:
         """Dense bf16 TFLOP/s."""
 
     def group_backend(self) -> str:
-        """Of a process group whose ranks may share this device."""
+        """The backend of a process group whose ranks may share this device."""
         return "cpu:gloo"
 
     def synchronize(self) -> None:
-        """Wait for everything that is queued."""
+        """Wait for all queued work."""
 
     def clock(self) -> Callable[[], float]:
-        """Start a clock; the function that is returned gives the milliseconds since then, once the queued work is done."""
+        """Start a clock, and return a function that waits for the queued work and returns the milliseconds since the start."""
         began = time.perf_counter()
         return lambda: 1000 * (time.perf_counter() - began)
 
     def reset_peak(self) -> None:
-        """Forget the peak of memory so far."""
+        """Reset the peak of memory."""
 
     def allocated(self) -> int:
-        """Bytes that tensors have now."""
+        """The bytes of all tensors now."""
         return 0
 
     def peak_allocated(self) -> int:
-        """The most bytes that tensors had since `reset_peak`."""
+        """The largest number of bytes of all tensors since `reset_peak`."""
         return 0
 
     def forget(self) -> None:
-        """Give cached memory back."""
+        """Release cached memory."""
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[collections.Counter[str]]:
-        """Counts places in the code that make the host wait for the device, as "file:line" of the innermost frame outside of
-        torch, while entered."""
+        """While entered, count the waits of the host for the device, by "file:line" of the innermost frame outside of torch."""
         yield collections.Counter()
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[dict[str, float]]:
-        """While entered, a profile is taken; afterwards the mapping holds calls of CUDA's runtime that may wait, and "idle": the
-        share of time without a kernel. Empty where there is no GPU."""
+        """While entered, record a profile. Afterwards the mapping holds the calls of CUDA's runtime that may wait, and "idle", the share of
+        time without a kernel. Empty without a GPU."""
         yield {}
 
 
@@ -188,7 +187,7 @@ def idle_share(spans: list[tuple[float, float]]) -> float:
 
 
 def _place() -> str:
-    """Where the innermost frame is that belongs neither to torch nor to this file nor to `warnings`."""
+    """The place of the innermost frame that belongs neither to torch nor to this file nor to `warnings`."""
     for frame in reversed(traceback.extract_stack()[:-2]):
         if "/torch/" not in frame.filename and not frame.filename.endswith(
             ("warnings.py", "campaigns/gpu/measuring.py")
@@ -199,9 +198,8 @@ def _place() -> str:
 
 
 class Window:
-    """Called after each update: what happens between update `first` and update `first + updates`.
-
-    waits: count waits of the host instead of time, which counting changes."""
+    """Measures the updates between `first` and `first + updates`; called after each update. waits: count waits of the host instead of time,
+    because counting changes the time."""
 
     def __init__(self, device: Host, first: int, updates: int, waits: bool = False) -> None:
         self._device, self._first, self._last, self._counts = device, first, first + updates, waits
@@ -209,14 +207,14 @@ class Window:
         self._read: Callable[[], float] = float
         self.updates = updates
         self.milliseconds = 0.0
-        """Per update, by the device's clock."""
+        """Milliseconds per update, by the device's clock."""
         self.peak = 0
-        """The most bytes that tensors had meanwhile."""
+        """The largest number of bytes of tensors in these updates."""
         self.waits: collections.Counter[str] = collections.Counter()
         self.trace: dict[str, float] = {}
 
     def updated(self, step: int) -> None:
-        """Update `step`, from 1, is queued."""
+        """To be called when update `step`, from 1, is queued."""
         if step == self._first:
             self._device.reset_peak()
             if self._counts:
@@ -231,7 +229,7 @@ class Window:
 
     @property
     def needs(self) -> int:
-        """Updates that a loop has to run: one more than are counted, because what a loop does at its end does not count."""
+        """The updates that a loop has to run: one more than the last counted one, so that the end of the loop is not counted."""
         return self._last + 1
 
 
@@ -250,7 +248,7 @@ def arguments(description: str | None, seconds: float) -> argparse.ArgumentParse
 
 
 def device(options: argparse.Namespace) -> Host:
-    """The device of this run. Ends the process with exit code 2 where there is none, or a package is missing."""
+    """The device of this run. Ends the process with exit code 2 if there is none or a package is missing."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(f"not run: these packages are missing here: {', '.join(missing)}", file=sys.stderr)
@@ -286,11 +284,11 @@ class Report:
         }  # fmt: skip
 
     def left(self) -> float:
-        """Seconds of the budget that are left."""
+        """The remaining seconds of the budget."""
         return self._ends - time.monotonic()
 
     def chosen(self, name: str) -> bool:
-        """Whether `--only` leaves this case in."""
+        """Whether `--only` includes this case."""
         return not self._only or name.startswith(self._only)
 
     def case(
@@ -298,7 +296,7 @@ class Report:
     ) -> dict[str, Any]:
         """Run one case and keep its figures; "failed" in them lists what is wrong, and an exception is a failure too.
 
-        takes: seconds that it may need on a GPU; where fewer are left it is left out. Gives the figures, empty if there are none.
+        takes: seconds that it may need on a GPU; with less time left it is left out. Returns the figures, empty if there are none.
         """
         if not self.chosen(name):
             return {}
@@ -309,7 +307,7 @@ class Report:
             figures = function(*args)
         except LeftOut as exc:
             figures = {"left_out": str(exc)}
-        except Exception as exc:  # one case must not take the others along
+        except Exception as exc:  # an error of one case must not end the others
             traceback.print_exc()
             figures = {"failed": [f"{type(exc).__name__}: {exc}"[:2000]]}
         self.record(name, {**figures, "seconds": round(time.monotonic() - began, 2)})
@@ -324,7 +322,7 @@ class Report:
         print(f"{self.name}: {name}: {verdict}{': ' + reason if reason else ''}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
-        """The JSON file as it is so far; a reader never sees half of it."""
+        """Write the JSON file with the cases so far, atomically."""
         if self._file is None:
             return
         whole = {
@@ -338,15 +336,14 @@ class Report:
         beside.replace(self._file)
 
     def verdict(self) -> str:
-        """ "failed" where a case failed, "incomplete" where one was left out, else "passed". A rehearsal may leave out what needs a
-        GPU."""
+        """ "failed" if a case failed, "incomplete" if one was left out, else "passed". A rehearsal may leave out what needs a GPU."""
         if any(figures.get("failed") for figures in self.cases.values()):
             return "failed"
         left_out = self.device.real and any("left_out" in figures for figures in self.cases.values())
         return "incomplete" if left_out else "passed"
 
     def end(self, header: list[str], rows: list[list[str]]) -> int:
-        """Print the table and the verdict. Exit code: 0 passed, 1 failed, 3 nothing failed and something was left out."""
+        """Print the table and the verdict. Exit code: 0 passed, 1 failed, 3 a case was left out and none failed."""
         self.write()
         print(table(header, rows))
         for kind in ("failed", "left_out"):
@@ -368,15 +365,15 @@ def _short(reason: str | list[str]) -> str:
 
 
 def needs(*packages: str) -> None:
-    """Leave the case out unless these can be imported."""
+    """Leave the case out unless `packages` can be imported."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise LeftOut(f"not installed here: {', '.join(missing)}")
 
 
 def started(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a process and wait at most `seconds`; stdout and stderr together. 124 is the exit code of one that took longer: it gets
-    SIGTERM, which torchrun passes on to its ranks."""
+    """Run a process for at most `seconds`, with stdout and stderr together. After that time it gets SIGTERM, which torchrun passes on to
+    its ranks, and the exit code is 124."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         code = None
@@ -403,21 +400,21 @@ def emit(figures: dict[str, Any]) -> None:
 
 
 def emitted(output: str) -> dict[str, Any]:
-    """What a process gave to `emit`, found in its output; empty where it did not come to that."""
+    """The figures that a process passed to `emit`, read from its output; empty if it did not call `emit`."""
     line = next((line for line in output.splitlines() if line.startswith(_MARK)), _MARK + "{}")
     figures: dict[str, Any] = json.loads(line.removeprefix(_MARK))
     return figures
 
 
 def last_error(process: subprocess.CompletedProcess[str]) -> str:
-    """The exit code and the last line of the output that names an exception, torchrun's own aside."""
+    """The exit code and the last line of the output that names an exception, except torchrun's own."""
     named = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Lost)\b.*)$", process.stdout, re.MULTILINE)
     own = [line for line in named if "torch.distributed.elastic" not in line]
     return f"exit code {process.returncode}: {own[-1] if own else process.stdout[-300:].strip()}"
 
 
 def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
-    """The command that runs `module` on some ranks of this machine."""
+    """The command that runs `module` on `ranks` ranks of this machine."""
     return [
         sys.executable,
         "-m",

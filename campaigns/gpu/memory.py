@@ -1,14 +1,14 @@
-"""Does the plan say how much memory a rank takes? Its figure against what tensors have on the GPU, strategy by strategy.
+"""The plan's memory per rank, compared with the memory of tensors on the GPU, for each strategy.
 
     python -m campaigns.gpu.memory --out figures             # 6 minutes
     python -m campaigns.gpu.memory --device cpu              # a rehearsal, without figures
 
-"held" is what tensors have after the backward of the third update, when activations are gone and gradients are there: it is what the
-plan counts, less what it counts as gathered for the time of a layer. "peak" is the most during the update; what it has more than
-"held" are activations, of which the plan says that it does not count them; by hand under "single" they are the same.
+"held" is the memory of tensors after the backward of the third update, with gradients and without activations: it is the plan's figure
+without the parameters gathered for the time of a layer. "peak" is the maximum during the update; it includes activations, which the plan
+does not count. Under "single" it is compared with the loop by hand.
 
-Passes when "held" is within 5 % and `CONSTANT` of the plan, and the peak under "single" within 1 % of the loop's by hand. The eighth
-of eight ranks has torch's fake process group, which moves nothing: its memory is real, what it learns is not.
+Passes when "held" is within 5 % and `CONSTANT` of the plan, and the peak under "single" within 1 % of the loop's by hand. Rank 0 of eight
+ranks has torch's fake process group, which transfers nothing: its memory is real, its training is not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from campaigns.gpu.measuring import (
 from fabricate import Callback
 
 MOST_OFF, CONSTANT = 0.05, 96 * 2**20
-"""cuBLAS keeps 32 MiB of work space for each stream that it ran on, and batches stay until the next ones."""
+"""Allowed in addition: cuBLAS keeps 32 MiB of work space for each stream that it used, and batches stay until the next ones."""
 CASES = (
     ("single", "fp32", {}),
     ("single", "bf16", {}),
@@ -53,12 +53,12 @@ CASES = (
     ("zero3", "bf16", {}),
 )
 OF_EIGHT = ("fsdp", "fsdp:shard=4", "fsdp:reshard_after_forward=false")
-"""As rank 0 of 8."""
+"""The strategies measured as rank 0 of 8."""
 UPDATES = 4
 
 
 class Held(Callback):
-    """Bytes that tensors have after the last backward of the third update, and the peak of that update."""
+    """Records the bytes of tensors after the last backward of the third update, and the peak of that update."""
 
     def __init__(self, place: Host) -> None:
         self._place, self._step = place, 0
@@ -77,12 +77,12 @@ class Held(Callback):
 
 
 def size(place: Host) -> Any:
-    """Large enough that constants do not matter, in batches so small that activations do not either."""
+    """A model so large that constants do not matter, in batches so small that activations do not matter."""
     return dataclasses.replace(SIZES["350M"], rows=2) if place.real else SIZES["tiny"]
 
 
 def fitted(place: Host, strategy: str, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """One fit in this process, and what its plan said."""
+    """The figures of one fit in this process, and of its plan."""
     recipe = Recipe(size(place), UPDATES, precision, **changes)
     before, peak_callback = place.allocated(), Held(place)
     module, chosen = Module(recipe, place.device), strategy_of(strategy)
@@ -94,7 +94,7 @@ def fitted(place: Host, strategy: str, precision: str, changes: dict[str, Any]) 
 
 
 def of_eight(place: Host, strategy: str) -> dict[str, Any]:
-    """Rank 0 of 8 in this process: the strategy's own preparation, and updates by hand."""
+    """The figures of rank 0 of 8 in this process: the strategy's own preparation, and updates by hand."""
     import torch.distributed as dist
     from accelerate import Accelerator
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -142,7 +142,7 @@ def of_eight(place: Host, strategy: str) -> dict[str, Any]:
 
 
 def alone(place: Host, *arguments: str) -> dict[str, Any]:
-    """Run this script with `arguments` in one process of torchrun, and hold what it prints against the plan."""
+    """Run this script with `arguments` in one process of torchrun, and compare its figures with the plan."""
     command = torchrun(1, "campaigns.gpu.memory", "--device", place.kind, "--child", *arguments)
     process = started(command, 120)
     figures = emitted(process.stdout)
@@ -150,7 +150,7 @@ def alone(place: Host, *arguments: str) -> dict[str, Any]:
 
 
 def judged(place: Host, figures: dict[str, Any]) -> dict[str, Any]:
-    """Is what is held what the plan said?"""
+    """The figures with the verdict whether the held memory is the plan's."""
     plan = figures["plan"]
     expected = plan["total"] - plan.get("gathered", 0)
     figures["off"] = figures["held"] / expected - 1
@@ -161,7 +161,7 @@ def judged(place: Host, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def beside_hand(place: Host, precision: str) -> dict[str, Any]:
-    """The peak under "single" beside the loop's by hand."""
+    """The peak under "single" compared with that of the loop by hand."""
     recipe, window, peak_callback = Recipe(size(place), UPDATES, precision), Window(place, 2, 1), Held(place)
     by_hand(recipe, place, window)
     clean(place)
@@ -174,14 +174,14 @@ def beside_hand(place: Host, precision: str) -> dict[str, Any]:
 
 
 def case(place: Host, strategy: str, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """One strategy and precision."""
+    """The figures of one strategy and precision."""
     needs(*(("deepspeed",) if strategy.startswith("zero") else ()), *(("optimi",) if precision == "bf16-true" else ()))
     precision_of(precision)
     return alone(place, strategy, precision, json.dumps(changes))
 
 
 def main() -> int:
-    """Run the cases; the exit code is the verdict."""
+    """Run the cases; return the exit code."""
     parser = arguments(__doc__, 360)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

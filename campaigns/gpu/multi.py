@@ -1,10 +1,10 @@
-"""What only several GPUs can show: a rank that dies while the others wait for the device, scaling, what communication costs.
+"""Campaigns that need several GPUs: a rank that dies while the others wait for the device, scaling, the cost of communication.
 
     python -m campaigns.gpu.multi --out figures              # on every GPU that torch sees
     python -m campaigns.gpu.multi --device cpu               # a rehearsal with two ranks
 
-Ranks are started without torchrun, which would end the others of a rank that dies; here they have to notice. Passes when every rank
-that is left ends within `MOST_SECONDS` of the kill and says which rank is gone, and weak scaling keeps `LEAST_EFFICIENCY`.
+Ranks are started without torchrun, which would end the other ranks when one dies; here they have to notice it. Passes when every other rank
+ends within `MOST_SECONDS` of the kill with an error that names the dead rank, and weak scaling keeps `LEAST_EFFICIENCY`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KILL_AT, BUFFER = 5, 2**26
 
 
 class Killed(Callback):
-    """Ends the process of the last rank at some moment, as a machine that loses power would."""
+    """Kills the process of the last rank at `moment`, like a loss of power."""
 
     def __init__(self, moment: str, mark: Path) -> None:
         self._moment, self._mark, self._armed = moment, mark, False
@@ -60,7 +60,7 @@ class Killed(Callback):
 
 
 def ranks(count: int, seconds: float, *arguments: str) -> list[tuple[int, float, str]]:
-    """Start so many ranks of this script; the exit code, the time of the end and the output of each."""
+    """Start `count` ranks of this script; return the exit code, the time of the end and the output of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -97,7 +97,7 @@ def ranks(count: int, seconds: float, *arguments: str) -> list[tuple[int, float,
 
 
 def killed(place: Host, count: int, strategy: str, moment: str) -> dict[str, Any]:
-    """The last rank dies; what do the others do?"""
+    """Kill the last rank, and check how the others end."""
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder, "mark")
         rest = ["--device", place.kind, "--kill", moment, strategy, folder]
@@ -118,7 +118,7 @@ def killed(place: Host, count: int, strategy: str, moment: str) -> dict[str, Any
 
 
 def scaling(place: Host, counts: list[int], strategy: str, size: str) -> dict[str, Any]:
-    """Milliseconds per update for a growing number of ranks with the same rows each, and an all-reduce of 256 MiB beside it."""
+    """Milliseconds per update for increasing numbers of ranks with the same rows per rank, and of an all-reduce of 256 MiB."""
     figures: dict[str, Any] = {}
     for count in counts:
         ended = ranks(count, 200, "--device", place.kind, "--scale", strategy, size)
@@ -138,7 +138,7 @@ def scaling(place: Host, counts: list[int], strategy: str, size: str) -> dict[st
 
 
 def be_killed(place: Host, moment: str, strategy: str, folder: str) -> None:
-    """One rank of `killed`."""
+    """Run one rank of `killed`."""
     recipe = Recipe(SIZES["short" if place.real else "tiny"], 200, "bf16")
     fitted = trainer(
         recipe, strategy=strategy_of(strategy), log_every=4, save_every=6, run_dir=Path(folder, "run"), timeout="2 minutes",
@@ -148,7 +148,7 @@ def be_killed(place: Host, moment: str, strategy: str, folder: str) -> None:
 
 
 class Shares(Callback):
-    """The newest rates, among them the share of communication where the strategy knows it."""
+    """Records the newest rates, including the share of communication if the strategy measures it."""
 
     def __init__(self) -> None:
         self.rates: dict[str, float] = {}
@@ -158,7 +158,7 @@ class Shares(Callback):
 
 
 def be_scaled(place: Host, strategy: str, size: str) -> None:
-    """One rank of `scaling`; rank 0 prints."""
+    """Run one rank of `scaling`; rank 0 prints the figures."""
     updates, count = (30, int(os.environ["WORLD_SIZE"])) if place.real else (4, int(os.environ["WORLD_SIZE"]))
     recipe, window, shares = Recipe(SIZES[size], updates + 9), Window(place, 6, updates), Shares()
     data = recipe.size.data(recipe.updates * count)
@@ -189,7 +189,7 @@ class Own(Cuda):
 
 
 def main() -> int:
-    """Run the cases; the exit code is the verdict."""
+    """Run the cases; return the exit code."""
     parser = arguments(__doc__, 1500)
     parser.add_argument("--kill", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--scale", nargs=2, help=argparse.SUPPRESS)

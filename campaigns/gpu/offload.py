@@ -1,10 +1,10 @@
-"""ZeRO-Offload on one GPU: 3 billion parameters with the optimizer on the host, beside DeepSpeed by hand.
+"""ZeRO-Offload on one GPU: 3 billion parameters with the optimizer on the host, compared with DeepSpeed by hand.
 
     python -m campaigns.gpu.offload --out figures            # 8 minutes; needs deepspeed
     python -m campaigns.gpu.offload --device cpu             # a rehearsal
 
-Each line is a process of its own, as one rank of torchrun; the engine, the optimizer and the batches are the same on both sides.
-DeepSpeedCPUAdam is compiled first, and the time of that is a figure of its own.
+Each side runs in a separate process, as one rank of torchrun; the engine, the optimizer and the batches are the same. DeepSpeedCPUAdam is
+compiled first, and its time is a separate figure.
 
 Passes when fabricate's median update takes at most `MOST_OVER` of DeepSpeed's by hand and the losses are the same within bf16's rounding.
 """
@@ -31,7 +31,7 @@ WARM_UP, COUNTED, CLIP = 2, 5, 1.0
 
 
 def deepspeed_adam(parameters: Any) -> torch.optim.Optimizer:
-    """DeepSpeed's own for the host, built the first time."""
+    """DeepSpeed's Adam for the host, compiled by the first call."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, lr=3e-4, weight_decay=0.1, adamw_mode=True)
@@ -47,7 +47,7 @@ STRATEGIES = {"zero2": "zero2:offload_optimizer=cpu", "zero3": "zero3:offload_op
 
 
 class Offloaded(Module):
-    """With an optimizer by its name."""
+    """The module with an optimizer given by name."""
 
     def __init__(self, recipe: Recipe, place: torch.device, optimizer: str) -> None:
         super().__init__(recipe, place)
@@ -58,7 +58,7 @@ class Offloaded(Module):
 
 
 def fabricated(place: Host, recipe: Recipe, strategy: str, optimizer: str) -> tuple[list[float], list[float]]:
-    """Losses, and the moments at which updates were done."""
+    """Train with fabricate; return the losses and the times of the updates."""
     losses, stamps = Losses(), Stamps(place)
     fitted = trainer(recipe, strategy=strategy_of(STRATEGIES[strategy]), plugins=[losses, stamps])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -67,7 +67,7 @@ def fabricated(place: Host, recipe: Recipe, strategy: str, optimizer: str) -> tu
 
 
 def by_hand(place: Host, recipe: Recipe, strategy: str, optimizer: str) -> tuple[list[float], list[float]]:
-    """DeepSpeed as its tutorials show it."""
+    """Train with DeepSpeed as in its tutorials."""
     if not place.real:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -97,7 +97,7 @@ LOOPS = {"by hand": by_hand, "fabricate": fabricated}
 
 
 def child(place: Host, loop: str, strategy: str, optimizer: str) -> None:
-    """Be the one rank, and print the figures."""
+    """Run the single rank, and print the figures."""
     size = SIZES["3B"] if place.real else SIZES["tiny"]
     recipe = Recipe(size, WARM_UP + COUNTED, clip=CLIP)
     began = time.perf_counter()
@@ -111,7 +111,7 @@ def child(place: Host, loop: str, strategy: str, optimizer: str) -> None:
 
 
 def compared(place: Host, report: Report, strategy: str, optimizer: str) -> dict[str, Any]:
-    """Both loops, each in a process."""
+    """The figures of both loops, each in a process."""
     needs("deepspeed")
     figures: dict[str, Any] = {"failed": []}
     for loop in LOOPS:
@@ -131,7 +131,7 @@ def compared(place: Host, report: Report, strategy: str, optimizer: str) -> dict
 
 
 def main() -> int:
-    """Run the cases; the exit code is the verdict."""
+    """Run the cases; return the exit code."""
     parser = arguments(__doc__, 480)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

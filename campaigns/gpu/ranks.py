@@ -1,13 +1,13 @@
-"""Several ranks on one GPU, over gloo: does every strategy train as the loop by hand? Then one rank over NCCL, offloads included.
+"""Several ranks on one GPU, over gloo: every strategy compared with the loop by hand; then one rank over NCCL, with offloads.
 
     python -m campaigns.gpu.ranks --out figures                              # 8 minutes
     python -m campaigns.gpu.ranks --device cpu --only "2: ddp"               # a rehearsal of some cases
 
-The ranks of a start share the device: they open a group over gloo, which copies tensors of the GPU, before fabricate would open one
-over NCCL, which refuses two ranks on one device. It is slow, and it runs the placement, streams and arithmetic of DDP, FSDP2 and
-ZeRO on a GPU; only NCCL itself is missing, and one rank of a second start has that.
+The ranks of a start share the device. They open a group over gloo, which copies tensors of the GPU, before fabricate would open one over
+NCCL, which refuses two ranks on one device. This is slow, but it runs the placement, streams and arithmetic of DDP, FSDP2 and ZeRO on a
+GPU. Only NCCL is missing; the start with one rank uses it.
 
-Passes when every loss is that of the loop by hand over the same global batches within the case's tolerance.
+Passes when every loss equals that of the loop by hand over the same global batches, within the case's tolerance.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EXACT, HALF = 1e-4, 3e-2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One fit. tolerance: None where it is not the loop by hand, and the loss has to fall. packages: what it needs. rehearsed:
-    also on a CPU, where each of them has its own tests."""
+    """One fit. tolerance: for the losses; None if there is no equal loop by hand, so that the loss only has to fall. packages: the packages
+    it needs. rehearsed: whether it also runs on a CPU; all of them have other tests there."""
 
     strategy: str
     precision: str = "fp32"
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Without the number of ranks."""
+        """The name of the case, without the number of ranks."""
         return ", ".join([self.strategy, self.precision, *map(str, self.options)])
 
 
@@ -86,11 +86,11 @@ ALONE = (
     Case("zero2", "bf16", options=TWICE, tolerance=HALF, packages=DEEPSPEED),
 )
 STARTS = {2: SHARED, 4: SHARED_BY_FOUR, 1: ALONE}
-"""By the number of ranks; one rank opens its group itself, as a user's script does."""
+"""The cases of each start by the number of ranks. With one rank, fabricate opens the group, as for a user's script."""
 
 
 class SumOnly(Callback):
-    """gloo has no average: FSDP2 averages on a GPU with NCCL's own, unless it has to sum and divide."""
+    """Makes FSDP2 sum and divide, because on a GPU it uses an average, which NCCL has and gloo does not."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         for model in trainer.accelerator._models:
@@ -100,7 +100,7 @@ class SumOnly(Callback):
 
 
 class Measured(Module):
-    """With an object of torchmetrics inside, which has to be on the device."""
+    """The module with a torchmetrics object, which has to be on the device."""
 
     def __init__(self, recipe: Recipe, place: torch.device) -> None:
         super().__init__(recipe, place)
@@ -116,7 +116,7 @@ class Measured(Module):
 
 
 def fit(case: Case, place: Host, world_size: int) -> dict[str, Any]:
-    """Train the case on this rank, and by hand; every rank calls it, rank 0 uses what it returns."""
+    """Train the case on this rank, and by hand. All ranks; rank 0 uses the result."""
     size = dataclasses.replace(SIZES["tiny"], rows=ROWS, dropout=0.0)
     settings, wanted = {}, dict(case.options)
     extras: list[Any] = [SumOnly()] if world_size > 1 else []
@@ -128,7 +128,7 @@ def fit(case: Case, place: Host, world_size: int) -> dict[str, Any]:
     recipe = Recipe(size, UPDATES, case.precision, lr=1e-3, fused=False, **wanted)
     readers = world_size // (2 if "tp=2" in case.strategy else 1)
     losses = Losses()
-    # By hand a micro-batch has the rows of all ranks.
+    # In the loop by hand, a micro-batch has the rows of all ranks.
     hand = by_hand(dataclasses.replace(recipe, size=dataclasses.replace(size, rows=ROWS * readers)), place)
     module = (Measured if metric else Module)(recipe, place.device)
     data = size.data(UPDATES * recipe.accumulation * readers)
@@ -156,8 +156,8 @@ def fit(case: Case, place: Host, world_size: int) -> dict[str, Any]:
 
 
 def rank(place: Host, names: list[str], path: Path) -> None:
-    """Be one rank: run the cases in turn; rank 0 appends a line of JSON for each to the file `path`. Ends at the first error, because
-    ranks are then at different places."""
+    """Run one rank: all cases, one after the other; rank 0 appends a line of JSON for each to the file `path`. Ends at the first error,
+    because the ranks are then out of step."""
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size > 1:
         if place.real:
@@ -175,7 +175,7 @@ def rank(place: Host, names: list[str], path: Path) -> None:
 
 
 def start(report: Report, place: Host, ranks: int) -> None:
-    """Run the cases for so many ranks. After one that ends its processes the others get new ones."""
+    """Run the cases on `count` ranks. After a case that ends its processes, new ones are started for the others."""
     waiting = {}
     for case in STARTS[ranks]:
         if not report.chosen(f"{ranks}: {case.name}") or not (place.real or case.rehearsed):
@@ -203,7 +203,7 @@ def start(report: Report, place: Host, ranks: int) -> None:
                 del waiting[name]
         if process.returncode and waiting:
             name = next(iter(waiting))
-            output = process.stdout.partition("torch/distributed/elastic/")[0]  # without what torchrun adds
+            output = process.stdout.partition("torch/distributed/elastic/")[0]  # without torchrun's lines
             report.record(f"{ranks}: {name}", {"failed": [last_error(process)], "output": output[-6000:]})
             del waiting[name]
 

@@ -1,4 +1,4 @@
-"""A training that is killed and resumed: what campaigns.gpu.resume starts, again and again."""
+"""A training that is killed and resumed; campaigns.gpu.resume starts it repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fabricate import Trainer
 
 
 class Stream(IterableDataset[Any]):
-    """Rows in turn, with a position that is saved."""
+    """Rows in order, with a position that is saved."""
 
     def __init__(self, rows: Any) -> None:
         self._rows, self._at = rows, 0
@@ -32,7 +32,7 @@ class Stream(IterableDataset[Any]):
         return {"at": self._at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from the position of `state`."""
         self._at = state["at"]
 
 

@@ -1,10 +1,10 @@
-"""Is a resume exact on a GPU? `fabricate verify-resume` in several precisions, then kill -9 at random moments for the time that is left.
+"""The exactness of a resume on a GPU: `fabricate verify-resume` in several precisions, then kill -9 at random times for the remaining time.
 
     python -m campaigns.gpu.resume --out figures             # 7 minutes
     python -m campaigns.gpu.resume --device cpu              # a rehearsal
 
-Passes when every check with deterministic algorithms is exact, bit by bit, and every run that was killed ends with the weights of the
-one that was not. Without deterministic algorithms two undisturbed runs are compared: how far apart they end is a number, not a verdict.
+Passes when every check with deterministic algorithms is exact, bit for bit, and every killed run ends with the weights of the undisturbed
+one. Without deterministic algorithms two undisturbed runs are compared; their distance is a figure, not a verdict.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CHECKS: dict[str, list[str]] = {
 }
 REHEARSED = ("bf16, dropout",)
 MOST_KILLS = 6
-"""Of one run."""
+"""The updates of one run."""
 KILLED = ["--save", "async", "--save-every", "3", "--recipe", json.dumps({"precision": "bf16", "dropout": 0.1})]
 
 
 def verified(place: Host, extra: list[str]) -> dict[str, Any]:
-    """One verify-resume."""
+    """The figures of one verify-resume."""
     with tempfile.TemporaryDirectory() as folder:
         run = [f"{folder}/run", "--device", place.kind, "--steps", "20", *extra]
         command = [
@@ -71,7 +71,7 @@ def verified(place: Host, extra: list[str]) -> dict[str, Any]:
 
 
 def trained(place: Host, run_dir: Path, *extra: str) -> dict[str, torch.Tensor]:
-    """An undisturbed run's weights."""
+    """The weights of an undisturbed run."""
     process = started([sys.executable, SCRIPT, str(run_dir), "--device", place.kind, *extra], 120)
     if process.returncode:
         raise RuntimeError(last_error(process))
@@ -79,7 +79,7 @@ def trained(place: Host, run_dir: Path, *extra: str) -> dict[str, torch.Tensor]:
 
 
 def loose(place: Host) -> dict[str, Any]:
-    """How far apart two undisturbed runs end without deterministic algorithms."""
+    """The distance of the weights of two undisturbed runs without deterministic algorithms."""
     with tempfile.TemporaryDirectory() as folder:
         extra = ["--loose", "--recipe", json.dumps({"precision": "bf16"})]
         one, other = (trained(place, Path(folder, name), *extra) for name in ("one", "other"))
@@ -87,7 +87,7 @@ def loose(place: Host) -> dict[str, Any]:
 
 
 def killed(place: Host, seconds: float) -> dict[str, Any]:
-    """Kill one run after another at random moments of its training until it is finished, as often as the time allows."""
+    """Kill a run at random times and resume it until it is finished; repeat as often as the time allows."""
     random.seed(0)
     extra = ["--steps", "300" if place.real else "40", *KILLED]
     runs, kills, failed, ends = 0, 0, list[str](), time.monotonic() + seconds
@@ -113,8 +113,8 @@ def killed(place: Host, seconds: float) -> dict[str, Any]:
 
 
 def started_and_killed(place: Host, run_dir: Path, extra: list[str], after: float) -> float:
-    """Start the script and kill it so many seconds after its first log line. Gives the seconds from that line to its end; 0 if it
-    was killed."""
+    """Start the script, and kill it the given seconds after its first log line. Returns the seconds from that line to its end; 0 if it was
+    killed."""
     lines, log, began = run_dir / "metrics.jsonl", run_dir.with_suffix(".log"), time.time()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -141,7 +141,7 @@ def started_and_killed(place: Host, run_dir: Path, extra: list[str], after: floa
 
 
 def main() -> int:
-    """Run the checks; the exit code is the verdict."""
+    """Run the checks; return the exit code."""
     options = arguments(__doc__, 420).parse_args()
     place = device(options)
     report = Report("resume", place, options)

@@ -1,11 +1,11 @@
-"""Does everything run on one GPU, as by hand, and without waiting for it more often? A tiny model in every precision.
+"""A tiny model in every precision on one GPU: it has to train as by hand, without more waits for the device.
 
     python -m campaigns.gpu.smoke --out figures                   # 6 minutes
     python -m campaigns.gpu.smoke --device cpu --only fp32        # a rehearsal of some cases
 
-Passes when each loss is that of the loop by hand on the same device within `TOLERANCE`, or the case is refused before step 1; when
-no update waits for the device more often than the loop by hand, except where the plan says so; when evaluation, prediction and
-torchrun with one process work; and when memory that runs out and an index out of range end with a message that helps.
+Passes when each loss equals that of the loop by hand on the same device within `TOLERANCE`, or the case is refused before step 1; when no
+update waits for the device more often than the loop by hand, except where the plan announces it; when evaluation, prediction and torchrun
+with one process work; and when memory that runs out and an index out of range end with a message that helps.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "async save": ({}, {"save": "async", "save_every": 3, "run_dir": ""}, 0),
     "deterministic": ({}, {"deterministic": True}, 0),
 }
-"""By name: what both loops do, what only fabricate does, and how many waits per update that may cost. A run_dir is a new folder."""
+"""By name: options of both loops, options of fabricate alone, and the additional waits per update that these may cause. A run_dir is a new
+folder."""
 COMPILED = ("fp32", "bf16", "fp16")
 REHEARSED = ("fp32", "fp16")
-"""Variants of these precisions run in a rehearsal, which TF32 does not have; plain runs in all."""
+"""The precisions whose variants run in a rehearsal; "plain" runs in all, except TF32, which a CPU does not have."""
 UPDATES, COUNTED = 10, 5
 
 
 def precisions(place: Host, variant: str) -> tuple[str, ...]:
-    """Those in which a variant runs."""
+    """The precisions in which a variant runs."""
     if not place.real:
         return tuple(p for p in PRECISIONS if "tf32" not in p) if variant == "plain" else REHEARSED
     return COMPILED if variant == "compile" else PRECISIONS
 
 
 def compared(place: Host, precision: str, variant: str) -> dict[str, Any]:
-    """One precision in one variant: losses against the loop by hand, and waits of both."""
+    """The figures of one precision and variant: losses compared with the loop by hand, and the waits of both."""
     if precision == "bf16-true":
         needs("optimi")
     both, only, allowed = VARIANTS[variant]
@@ -83,7 +84,7 @@ def compared(place: Host, precision: str, variant: str) -> dict[str, Any]:
     most = TOLERANCE[recipe.kind]
     if not figures["losses_differ"] <= most:
         figures["failed"].append(f"losses differ by {figures['losses_differ']:.1e}, allowed {most:.0e}")
-    if variant != "async save":  # what it waits for is the matter of campaigns.gpu.checkpoints
+    if variant != "async save":  # campaigns.gpu.checkpoints measures its waits
         figures |= waits(place, recipe, allowed, changes)
         figures["failed"] += figures.pop("waits_failed")
     return figures
@@ -108,7 +109,7 @@ def waits(place: Host, recipe: Recipe, allowed: int, changes: dict[str, Any]) ->
 
 
 def evaluated(place: Host) -> dict[str, Any]:
-    """Validation and prediction beside the same by hand."""
+    """Validation and prediction compared with the same by hand."""
     recipe = Recipe(SIZES["tiny"], 4, "fp32", rows=29)  # the last batch has 5 rows
     module = Module(recipe, place.device)
     module.gpt.to(place.device)
@@ -126,32 +127,32 @@ def evaluated(place: Host) -> dict[str, Any]:
 
 
 def under_torchrun(place: Host) -> dict[str, Any]:
-    """One process of torchrun, which sets RANK and LOCAL_RANK."""
+    """Run this script in one process of torchrun, which sets RANK and LOCAL_RANK."""
     process = started(torchrun(1, "campaigns.gpu.smoke", "--device", place.kind, "--only", "fp32, plain"), 120)
     return {"failed": [] if process.returncode == 0 else [last_error(process)], "output": process.stdout[-2000:]}
 
 
 def too_large(place: Host) -> None:
-    """A process of its own: a fit for which memory does not suffice."""
+    """In a separate process, run a fit that needs too much memory."""
     torch.cuda.set_per_process_memory_fraction(0.01)
     recipe = Recipe(dataclasses.replace(SIZES["124M"], rows=64), 2, "fp32")
     trainer(recipe).fit(Module(recipe, torch.device("cpu")), recipe.loader(place))
 
 
 def out_of_range(place: Host) -> None:
-    """A process of its own: a label that is not in the vocabulary, a device-side assert on CUDA."""
+    """In a separate process, train with a label that is not in the vocabulary: a device-side assert on CUDA."""
     recipe = Recipe(SIZES["tiny"], 2, "fp32")
     module, data = Module(recipe, place.device), recipe.data()
-    data.tensors[0][:, -1] = recipe.size.vocabulary  # only ever a target
+    data.tensors[0][:, -1] = recipe.size.vocabulary  # the last token is only a target
     trainer(recipe, log_every=1).fit(module, data, batch_size=8)
 
 
 ENDINGS = {"too large": (too_large, "out of memory on rank 0"), "out of range": (out_of_range, "device-side assert")}
-"""What is run in a process of its own, and a text that its error must have on a GPU."""
+"""The functions that run in a separate process, and the text that their errors must contain on a GPU."""
 
 
 def ending(place: Host, name: str) -> dict[str, Any]:
-    """The process ends soon, with an error and not with a signal, and the error helps."""
+    """Check that the process ends in time, with an error instead of a signal, and with the expected text."""
     if name == "too large" and not place.real:
         raise LeftOut("it limits a GPU's memory")
     command = [sys.executable, "-m", "campaigns.gpu.smoke", "--device", place.kind, "--ending", name]
@@ -162,7 +163,7 @@ def ending(place: Host, name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the cases; the exit code is the verdict."""
+    """Run the cases; return the exit code."""
     parser = arguments(__doc__, 360)
     parser.add_argument("--ending", choices=ENDINGS, help=argparse.SUPPRESS)
     options = parser.parse_args()

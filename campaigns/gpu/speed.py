@@ -1,12 +1,12 @@
-"""What fabricate costs on a GPU: four sizes, eager and compiled, beside the loop by hand, Accelerate and Lightning.
+"""The overhead of fabricate on a GPU: four sizes, eager and compiled, compared with the loop by hand, Accelerate and Lightning.
 
     python -m campaigns.gpu.speed --out figures              # 9 minutes; the sizes that fit into the time
     python -m campaigns.gpu.speed --device cpu               # a rehearsal
 
-The loops of a row alternate; time is between two events of the device, a number of updates apart, and ratios are within rounds. The
-loop by hand runs twice in each round, and what its two runs differ by is the noise. "as a user has it": fabricate with its
-defaults (a log line every 10 updates, the progress bar, a run directory) and clipping, beside a loop by hand that clips and reads
-the loss every 10 updates.
+The loops of a row alternate. Times are between two events of the device, a number of updates apart, and ratios are within rounds. The loop
+by hand runs twice in each round, and the difference of its two runs is the noise. "as a user has it": fabricate with its defaults (a log
+line every 10 updates, the progress bar, a run directory) and clipping, compared with a loop by hand that clips and reads the loss every 10
+updates.
 
 Passes when, at 124M and larger, fabricate's ratio to by hand is within 1 % or the noise, whichever is larger; when no update
 waits for the device more often than by hand; and when both loops train the same weights.
@@ -43,21 +43,21 @@ from campaigns.gpu.gpt import (
 from campaigns.gpu.measuring import Host, LeftOut, Report, Window, arguments, device, needs
 
 MOST_APART = 0.2
-"""Between the weights of two loops, of the way from the untrained ones: a GPU's kernels add in any order, and AdamW makes a whole
-step of the smallest gradient. The same batches in another order are 0.9 apart."""
+"""The largest distance between the weights of two loops, relative to the distance from the untrained ones: a GPU's kernels add in any
+order, and AdamW makes a whole step for the smallest gradient. With the same batches in another order the distance is 0.9."""
 MOST_OVER = 0.01
 WARM_UP = 8
 Loop = Callable[[Recipe, Host, Window], Trained]
 
 
 def with_defaults(recipe: Recipe, place: Host, window: Window) -> Trained:
-    """fabricate as a user has it; saves at the end of the fit only."""
+    """Train with fabricate's defaults; it saves at the end of the fit only."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         return fabricated(recipe, place, window, log_every=10, progress=True, run_dir=folder, save_every=None)
 
 
 def raw_accelerate(recipe: Recipe, place: Host, window: Window) -> Trained:
-    """Accelerate's own idiom."""
+    """Train as in Accelerate's documentation."""
     from accelerate import Accelerator
 
     forget_accelerator()
@@ -80,11 +80,11 @@ def raw_accelerate(recipe: Recipe, place: Host, window: Window) -> Trained:
 
 
 def lightning(recipe: Recipe, place: Host, window: Window) -> Trained:
-    """Lightning's Trainer, quiet."""
+    """Train with Lightning's Trainer, without output."""
     try:
         import lightning.pytorch as library
     except ImportError:
-        import pytorch_lightning as library  # the same library under its older name
+        import pytorch_lightning as library  # the same library with its older name
 
     class Lit(library.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -115,7 +115,7 @@ PEERS: dict[str, tuple[Loop, tuple[tuple[str, ...], ...]]] = {
     "Accelerate": (raw_accelerate, (("accelerate",),)),
     "Lightning": (lightning, (("lightning",), ("pytorch_lightning",))),
 }
-"""By name, and packages of which one has to be there."""
+"""The loops by name, and packages of which one has to be installed."""
 
 
 def peers() -> dict[str, Loop]:
@@ -130,8 +130,8 @@ def peers() -> dict[str, Loop]:
 
 
 def compared(place: Host, recipe: Recipe, loops: Mapping[str, Loop], rounds: int, seconds: float) -> dict[str, Any]:
-    """Figures by loop; the first is what the others are held against, and "again" is its second run in each round. Ends early when
-    another round would not fit into `seconds`."""
+    """Figures by loop. The others are compared with the first loop; "again" is its second run in each round. Ends early if another round
+    would not fit into `seconds`."""
     every = {**loops, "again": next(iter(loops.values()))}
     names, whole = list(every), place.clock()
     figures: dict[str, dict[str, Any]] = {name: {"milliseconds": [], "peak_mib": 0.0} for name in names}
@@ -153,7 +153,7 @@ def compared(place: Host, recipe: Recipe, loops: Mapping[str, Loop], rounds: int
 
 
 def judged(place: Host, recipe: Recipe, figures: dict[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """Ratios, utilisation, noise, and what of them is not as it should be."""
+    """The ratios, utilisation and noise, with the failures."""
     hand, failed = figures[names[0]]["milliseconds"], []
     for name, each in figures.items():
         each["of_by_hand"] = statistics.median(a / b for a, b in zip(each["milliseconds"], hand, strict=True))
@@ -172,20 +172,20 @@ def judged(place: Host, recipe: Recipe, figures: dict[str, dict[str, Any]], name
 def quiet(
     place: Host, size: str, compile: Mapping[str, Any] | None, rounds: int, updates: int, seconds: float
 ) -> dict[str, Any]:
-    """The loops, quiet; other frameworks eager only."""
+    """The figures of the loops without output; other frameworks eager only."""
     recipe = Recipe(SIZES[size], WARM_UP + updates + 1, compile=compile)
     loops: dict[str, Loop] = {"by hand": by_hand, "fabricate": fabricated, **(peers() if compile is None else {})}
     return compared(place, recipe, loops, rounds, seconds)
 
 
 def usual(place: Host, size: str, rounds: int, updates: int, seconds: float) -> dict[str, Any]:
-    """As a user has it."""
+    """The figures of fabricate with its defaults."""
     recipe = Recipe(SIZES[size], WARM_UP + updates + 1, clip=1.0, read_every=10)
     return compared(place, recipe, {"by hand": by_hand, "fabricate": with_defaults}, rounds, seconds)
 
 
 def logging(place: Host, size: str, rounds: int, updates: int, seconds: float) -> dict[str, Any]:
-    """What the interval of log boundaries costs where a step takes 5 ms."""
+    """The cost of the interval of log boundaries with steps of 5 ms."""
     recipe = Recipe(SIZES[size], WARM_UP + updates + 1)
     loops: dict[str, Loop] = {"by hand": by_hand, "fabricate": fabricated}
     for every in (1, 10, 100):
@@ -194,7 +194,7 @@ def logging(place: Host, size: str, rounds: int, updates: int, seconds: float) -
 
 
 def waits(place: Host, size: str) -> dict[str, Any]:
-    """Waits of the host for the device, and the device's idle share, each loop once."""
+    """Waits of the host for the device, and the device's idle share, in one run of each loop."""
     updates, figures = 10, dict[str, Any]()
     recipe = Recipe(SIZES[size], WARM_UP + updates + 1, clip=1.0)
     for name, loop in (("by hand", by_hand), ("fabricate", fabricated)):
@@ -211,7 +211,7 @@ def waits(place: Host, size: str) -> dict[str, Any]:
 
 
 def pretrained(place: Host, rounds: int, updates: int, seconds: float) -> dict[str, Any]:
-    """transformers' GPT-2 of the same size, eager: a row beside the others; its versions move, so nothing is held against it."""
+    """The figures of transformers' GPT-2 of the same size, eager, without a target, because its versions change."""
     needs("transformers")
     recipe = Recipe(Pretrained(**dataclasses.asdict(SIZES["124M" if place.real else "tiny"])), WARM_UP + updates + 1)
     return compared(place, recipe, {"by hand": by_hand, "fabricate": fabricated}, rounds, seconds) | {"failed": []}
@@ -240,7 +240,7 @@ class Pretrained(Size):
 
 
 def main() -> int:
-    """Measure what fits into the time; the exit code is the verdict."""
+    """Run the measurements that fit into the time; return the exit code."""
     parser = arguments(__doc__, 530)
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
 """Public Lightning code, unmodified, under fabricate: `python -m campaigns.lightning --source CHECKOUT ...`.
 
-`cases` names the code and what it needs, `sources` reads it from checkouts, `fakes` makes data, `runs` trains, `page` writes the tables.
+`cases` has the code and its setup, `sources` reads it from checkouts, `fakes` makes data, `runs` trains, `page` writes the tables.
 """

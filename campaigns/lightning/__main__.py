@@ -2,10 +2,10 @@
 
     python -m campaigns.lightning --source CHECKOUT [--source CHECKOUT ...] [--out docs/lightning.md] [--cases GAN ...]
 
-CHECKOUT: a clone of Lightning-AI/pytorch-lightning, Lightning-AI/tutorials, ashleve/lightning-hydra-template or
-pyg-team/pytorch_geometric, or a folder with several. Data and pretrained models are made here; nothing is downloaded. The Python that
-runs this needs lightning, pytorch-lightning, torchmetrics and tensorboard; torchvision and torch_geometric for the cases that use them.
-Exit code 1 where a case that ran is further from Lightning than `TOLERANCE` or logs other names, or where a resumed fit is not bit-exact.
+CHECKOUT: a clone of Lightning-AI/pytorch-lightning, Lightning-AI/tutorials, ashleve/lightning-hydra-template or pyg-team/pytorch_geometric,
+or a folder with several. Data and pretrained models are made here; nothing is downloaded. The Python that runs this needs lightning,
+pytorch-lightning, torchmetrics and tensorboard; torchvision and torch_geometric for the cases that use them. The exit code is 1 if a case
+differs from Lightning by more than `TOLERANCE` or logs other names, or if a resumed fit is not bit-exact.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from campaigns.lightning.cases import CASES, prepared
 
 TOLERANCE = 1e-5
 RESUMED = {"LightningLSTM": 7, "GAN": 7, "GLUETransformer, cola": 7, "MNISTLitModule": 11}
-"""The cases that are killed, and the update after which."""
+"""The cases that are killed, and the update after which they are killed."""
 
 
 def child(options: argparse.Namespace) -> int:
-    """One case in a process of its own; the result is the last line."""
+    """The result of one case in a separate process, which prints it as the last line."""
     warnings.simplefilter("ignore")
     folder = Path(options.folder)
     try:
@@ -76,7 +76,7 @@ def compared(case: str, checkouts: Sequence[Path]) -> dict[str, Any]:
 
 
 def resumed(case: str, checkouts: Sequence[Path], by: str) -> dict[str, Any]:
-    """A fit that is killed and resumed, beside one that is not."""
+    """The comparison of a killed and resumed fit with an undisturbed one."""
     with tempfile.TemporaryDirectory() as folder:
         for phase in ("whole", "killed", "resumed"):
             _, process = _in_child(case, checkouts, Path(folder), "--by", by, "--phase", phase)
@@ -88,7 +88,7 @@ def resumed(case: str, checkouts: Sequence[Path], by: str) -> dict[str, Any]:
 
 
 def _wrong(result: Mapping[str, Any]) -> bool:
-    """Whether a case that ran is further from Lightning than `TOLERANCE`, or logs other names."""
+    """Whether a case differs from Lightning by more than `TOLERANCE`, or logs other names."""
     return bool(result.get("missing")) or any(
         result.get(what, 0.0) > TOLERANCE for what in ("losses", "weights", "metrics")
     )
@@ -110,7 +110,7 @@ def main() -> int:
 
     def report(name: str, result: Any) -> None:
         print(name, json.dumps(result), flush=True)
-        if options.out is not None:  # after each case: the rest may be interrupted
+        if options.out is not None:  # after each case, because the rest may be interrupted
             page.write(options.out, ran, went_on, RESUMED)
 
     for name in options.cases:

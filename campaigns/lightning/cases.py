@@ -1,4 +1,4 @@
-"""The public code that is run: where it is, what it needs, and how its own scripts use it.
+"""The public code of the campaign: its place, its setup, and its use by its own scripts.
 
 Sizes are cut so that a case takes seconds on a CPU; classes are as they are in the checkout.
 """
@@ -32,28 +32,28 @@ class Setup:
     make: Callable[[], Any]
     """The module, with the same weights each time."""
     data: Callable[[], dict[str, Any]] | None
-    """Keywords of `fit`, with rows in an order that two trainers share; None where the code draws them anew."""
+    """Arguments of `fit`, with rows in the same order for two trainers; None if the code draws random rows."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the Trainer."""
+    """Arguments of the Trainer."""
     own_data: Callable[[], dict[str, Any]] | None = None
-    """Keywords of `fit` as the code's own script has them, where that shuffles."""
+    """Arguments of `fit` as in the code's own script, if that shuffles."""
     own_arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the Trainer beside `arguments`, with the code's own data."""
+    """Further arguments of the Trainer with the code's own data."""
     stages: tuple[str, ...] = ()
-    """What follows the fit: "validate", "test", "predict"."""
+    """The stages after the fit: "validate", "test", "predict"."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Public code, and how it is set up."""
+    """Public code, and its setup."""
 
     name: str
     file: str
     prepare: Callable[[Path], Setup]
-    """Gets the checkout; runs in a folder of its own."""
+    """Called with the checkout, in a separate working directory."""
     repository: str
     note: str = ""
-    """What is done to it for the comparison."""
+    """The change to the code for the comparison."""
 
 
 def seeded(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -85,7 +85,7 @@ def boring_data(root: Path, kind: str) -> Setup:
     def loaders() -> dict[str, Any]:
         return {"datamodule": datamodule}
 
-    if kind == "BoringDataModuleNoLen":  # its data sets draw rows while they are read
+    if kind == "BoringDataModuleNoLen":  # its data sets draw random rows while they are read
         return Setup(seeded(demos.BoringModel), None, arguments, own_data=loaders)
     return Setup(seeded(demos.BoringModel), loaders, arguments, stages=("test",))
 
@@ -273,7 +273,7 @@ def energy(root: Path) -> Setup:
         notebook = sources.definitions(root / _ENERGY, without=("matplotlib", "matplotlib_inline"))
     except ImportError as exc:
         raise sources.Missing("torchvision is not installed") from exc
-    notebook.device = torch.device("cpu")  # which its script sets
+    notebook.device = torch.device("cpu")  # its script sets it
     rows = TensorDataset(torch.rand(32, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1, torch.zeros(32))
 
     def callbacks() -> list[Any]:
@@ -328,7 +328,7 @@ def named(name: str) -> Case:
 
 
 def prepared(name: str, checkouts: Iterable[Path], folder: Path) -> Setup:
-    """The case `name`, from one of `checkouts`; from here on the process works in `folder`."""
+    """The case `name`, from one of `checkouts`. Changes the working directory to `folder`."""
     case = named(name)
     root = sources.find(checkouts, case.file).absolute()
     folder.mkdir(parents=True, exist_ok=True)

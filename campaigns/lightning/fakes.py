@@ -1,4 +1,4 @@
-"""Data and pretrained models in the place of what public code downloads, made here from a seed."""
+"""Data and pretrained models, made here from a seed, in place of those that public code downloads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WORDS = TEXT.split()
 
 
 def seed(number: int) -> None:
-    """Seed every generator that code may draw from."""
+    """Seed all random generators."""
     random.seed(number)
     numpy.random.seed(number)
     torch.manual_seed(number)
 
 
 def in_order(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
-    """The rows of `loader` unshuffled, so that two trainers read the same; its iterator draws from a generator of its own."""
+    """`loader` without shuffling, so that two trainers read the same rows; its iterator draws from a separate generator."""
     size = loader.batch_size
     return DataLoader(
         loader.dataset,
@@ -38,14 +38,14 @@ def in_order(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
 
 
 def text(path: Path, lines: int = 600) -> None:
-    """Lines of words, as a file."""
+    """Write a file with lines of words."""
     draw = random.Random(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(" ".join(draw.choices(WORDS, k=20)) for _ in range(lines)))
 
 
 def digits(folder: Path, number: int = 192) -> None:
-    """What Lightning's own MNIST of its demos reads."""
+    """Write the files that the MNIST class of Lightning's demos reads."""
     generator = torch.Generator().manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("training.pt", "test.pt"):
@@ -55,7 +55,7 @@ def digits(folder: Path, number: int = 192) -> None:
 
 
 def images(kind: str, number: int = 96) -> type:
-    """A class in the place of `torchvision.datasets.<kind>`."""
+    """A class in place of `torchvision.datasets.<kind>`."""
     from PIL import Image
     from torch.utils.data import Dataset
 
@@ -79,10 +79,10 @@ def images(kind: str, number: int = 96) -> type:
 
 
 def bert(folder: Path) -> str:
-    """A BERT of two small layers without a head, with its tokenizer, saved as transformers saves them."""
+    """Save a BERT of two small layers without a head, with its tokenizer, in transformers' layout."""
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    folder.mkdir(parents=True, exist_ok=True)  # a fit that is resumed finds it there
+    folder.mkdir(parents=True, exist_ok=True)  # a resumed fit finds it there
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (folder / "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
@@ -112,14 +112,14 @@ def glue(task: str, rows: int = 48) -> Any:
 
 
 class Accuracy:
-    """In the place of what `datasets.load_metric` gave until it was removed."""
+    """A metric in place of those of `datasets.load_metric`, which was removed."""
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         return {"accuracy": float((numpy.asarray(predictions) == numpy.asarray(references)).mean())}
 
 
 def old_names() -> None:
-    """Put back names that transformers and datasets have removed and public code still imports."""
+    """Restore names that transformers and datasets have removed, but that public code still imports."""
     import datasets
     import transformers
 
@@ -144,7 +144,7 @@ def graph(nodes: int = 60) -> Any:
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
     data = Data(x=torch.randn(nodes, 8, generator=generator), edge_index=edges, y=torch.arange(nodes) % 3)
-    data.batch_size = nodes // 2  # what a neighbour loader sets: the first nodes are those that are asked for
+    data.batch_size = nodes // 2  # as a neighbour loader sets it: the first nodes are the selected ones
     return data
 
 

@@ -27,7 +27,7 @@ fit that was never interrupted. The table shows how many tensors of the module d
 
 
 def write(path: Path, ran: Mapping[str, Any], went_on: Mapping[str, Any], at: Mapping[str, int]) -> None:
-    """Put both tables below the heading; what is above stays."""
+    """Write both tables below the heading of the page."""
     before, heading, _ = path.read_text(encoding="utf-8").partition(HEADING)
     lines = [before + heading.rstrip("\n"), INTRODUCTION, *_rows(ran), RESUMED, *_resumed(went_on, at), ""]
     path.write_text("\n".join(lines), encoding="utf-8")

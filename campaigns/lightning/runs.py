@@ -1,4 +1,4 @@
-"""Training one case: by Lightning and by fabricate from the same weights and data, as its own script does, and killed and resumed."""
+"""The training of one case: by Lightning and by fabricate from the same weights and data, with its own data, and killed and resumed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": 
 
 
 def _arguments(setup: Setup, **more: Any) -> dict[str, Any]:
-    """Arguments of a Trainer; those that are functions are created again for each."""
+    """The arguments of a Trainer; those that are functions are called, so that each Trainer has new objects."""
     arguments = {"logger": False, "enable_checkpointing": False, **setup.arguments, **more}
     return {name: value() if inspect.isfunction(value) else value for name, value in arguments.items()}
 
 
 def _package(module: Any) -> Any:
-    """The Trainer of the package that a module inherits from."""
+    """The package of Lightning from which the module's class inherits."""
     import pytorch_lightning
 
     return pytorch_lightning if isinstance(module, pytorch_lightning.LightningModule) else lightning.pytorch
 
 
 def _listener(module: Any, losses: list[float]) -> Any:
-    """A callback that adds to `losses` the loss of each training step; of a module that optimizes manually, what it logged."""
+    """A callback that adds to `losses` the loss of each training step; for a module with manual optimization, the values that it logged."""
 
     class Listener(_package(module).Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -49,7 +49,7 @@ def _listener(module: Any, losses: list[float]) -> Any:
 def _run(
     kind: str, setup: Setup, module: Any, data: dict[str, Any], losses: list[float]
 ) -> tuple[dict[str, float], list[Any], int]:
-    """Fit `module` and run what follows; the metrics at the end of the fit, what the other stages gave, and the steps."""
+    """Fit `module` and run the other stages. Returns the metrics at the end of the fit, the results of the other stages, and the steps."""
     listener = _listener(module, losses)
     arguments = _arguments(setup)
     arguments["callbacks"] = [*arguments.get("callbacks", []), listener]
@@ -70,7 +70,8 @@ def _run(
 
 
 def compare(setup: Setup) -> dict[str, Any]:
-    """The largest differences between Lightning and fabricate: of losses, of weights (to each tensor's largest) and of metrics."""
+    """The largest differences between Lightning and fabricate: of losses, of weights (relative to each tensor's largest value) and of
+    metrics."""
     if setup.data is None:
         return {}
     ends = []
@@ -94,7 +95,7 @@ def compare(setup: Setup) -> dict[str, Any]:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """The largest difference of numbers in two collections of one shape; infinite where only one is not a number."""
+    """The largest difference of numbers in two collections of one shape; infinite if only one of two is NaN."""
     if isinstance(one, dict):
         return max((_apart(one[key], other[key]) for key in one if key in other), default=0.0)
     if isinstance(one, list | tuple):
@@ -108,7 +109,7 @@ def _apart(one: Any, other: Any) -> float:
 
 
 def as_it_is(setup: Setup) -> int:
-    """The steps of a fit with the code's own data, as its script has it, under fabricate alone."""
+    """The steps of a fit with the data of the code's own script, under fabricate alone."""
     if setup.own_data is None:
         return 0
     module = setup.make()
@@ -122,8 +123,8 @@ def as_it_is(setup: Setup) -> int:
 
 
 def part(setup: Setup, kind: str, phase: str, folder: Path, kill_at: int) -> None:
-    """One process of a fit that saves every second update. phase: "whole"; "killed", which ends by SIGKILL after the update `kill_at`; or
-    "resumed" from its last checkpoint. Weights at the end are saved."""
+    """Run one process of a fit that saves every second update. phase: "whole"; "killed", which ends by SIGKILL after the update `kill_at`;
+    or "resumed" from its last checkpoint. The final weights are saved."""
     module = setup.make()
     package = _package(module)
     run = folder / ("killed" if phase != "whole" else "whole")
@@ -135,7 +136,7 @@ def part(setup: Setup, kind: str, phase: str, folder: Path, kill_at: int) -> Non
     data = setup.own_data()
     if kind == "lightning":
         trainer = package.Trainer(accelerator="cpu", **_QUIET, **arguments)
-        # Lightning writes the checkpoint of an update in a hook that follows the one that kills.
+        # Lightning writes the checkpoint of an update in a hook after the one that kills.
         path = str(max(run.glob("*step=*.ckpt"), key=_step)) if phase == "resumed" else None
         trainer.fit(module, **data, ckpt_path=path, weights_only=False)
     else:
@@ -161,7 +162,7 @@ def _killer(package: Any, kill_at: int) -> Any:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """How far the weights of a resumed fit lie from those of one that never stopped."""
+    """The distance of the weights of a resumed fit from those of one that never stopped."""
     whole, resumed = (torch.load(folder / f"{phase}.pt", weights_only=True) for phase in ("whole", "resumed"))
     differ = [name for name, value in whole.items() if not torch.equal(value, resumed[name])]
     scale = {name: max(float(whole[name].double().abs().max()), 1e-12) for name in differ}
@@ -170,7 +171,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def reason(exc: BaseException) -> str:
-    """Why a case did not run, in one line."""
+    """The reason why a case did not run, in one line."""
     return (
         f"{type(exc).__name__}: {str(exc).splitlines()[0]}"
         if not isinstance(exc, FabricateError)

@@ -1,4 +1,4 @@
-"""Code of a checkout, as it is: a file as a module, or of a file that trains when it is imported, its imports, classes and functions."""
+"""Unchanged code of a checkout: a file as a module, or only the imports, classes and functions of a file that trains on import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Missing(Exception):
-    """A file or a package that a case needs is not there."""
+    """Raised for a missing file or package that a case needs."""
 
 
 def find(sources: Iterable[Path], file: str) -> Path:
@@ -25,7 +25,7 @@ def find(sources: Iterable[Path], file: str) -> Path:
 
 
 def module(path: Path) -> Any:
-    """The file at `path`, imported under its own name."""
+    """The module of the file at `path`, imported with the file's name."""
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None
     assert specification.loader is not None

@@ -1,4 +1,4 @@
-"""The scripts of examples/transformers beside transformers' own: the same command line, model and data; see `__main__`.
+"""A comparison of the scripts of examples/transformers with transformers' own: the same command line, model and data; see `__main__`.
 
-cases: what is run. sides: how each side is run, and what came of it. page: the tables.
+`cases` has the scripts, `sides` runs each side, `page` makes the tables.
 """

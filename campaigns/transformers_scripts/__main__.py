@@ -1,10 +1,10 @@
-"""Runs the five scripts of examples/transformers beside `transformers.Trainer` and beside transformers' own scripts.
+"""Compares the five scripts of examples/transformers with `transformers.Trainer` and with transformers' own scripts.
 
     python -m campaigns.transformers_scripts                       # beside transformers.Trainer, on the same model and data
     python -m campaigns.transformers_scripts --source CHECKOUT     # of the repository of transformers: its scripts too, unmodified
     python -m campaigns.transformers_scripts --source CHECKOUT --out docs/from-transformers.md
 
-The exit code is 1 where a loss or a metric differs that is not known to.
+The exit code is 1 if a loss or a metric differs without a known reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from campaigns.transformers_scripts.sides import by_fabricate, by_their_script, 
 
 
 def observe(name: str, source: Path | None) -> Row:
-    """A case on every side."""
+    """Run a case on every side."""
     with tempfile.TemporaryDirectory() as folder:
         ours = by_fabricate(name, Path(folder))
         trainer = by_trainer(name, Path(folder))

@@ -1,4 +1,4 @@
-"""The five scripts, each with its command line, and with what is known to differ."""
+"""The five scripts, each with its command line and the known differences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ COMMON = """
 --warmup_steps 4 --weight_decay 0.1 --per_device_train_batch_size 4 --train_sampling_strategy sequential --disable_tqdm True
 --dataloader_pin_memory False
 """
-"""Of all scripts. Rows come in the order of the data: the order that a seed gives is not the same in both."""
+"""The arguments of all scripts. Rows are in the order of the data, because a seed gives different orders on the two sides."""
 TOLERANCE = 1e-5
-"""How far apart a loss may be, relative to it."""
+"""The largest allowed relative difference of a loss."""
 _WEIGHTS = (
     "the evaluation loss: transformers averages the batch means without weights, fabricate weights each batch by its number "
     "of labels"
@@ -22,8 +22,8 @@ _WEIGHTS = (
 class Case:
     """A script, the model and data that are built for it, and its command line after `COMMON`.
 
-    others: further files of transformers' script. metrics: those of the evaluation that are compared, `unequal` those that are known to
-    differ. reason: why numbers differ, where they do. factor: what a loss of transformers is of fabricate's, if it is another.
+    others: further files of transformers' script. metrics: metrics of the evaluation that are compared; unequal: those that are known to
+    differ. reason: why numbers differ, if they do. factor: the ratio of transformers' loss to fabricate's.
     """
 
     script: str

@@ -1,4 +1,4 @@
-"""The tables of the comparison, and what in them is wrong."""
+"""The tables of the comparison, and the faults in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADING = "## Five scripts, side by side\n"
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a case on each side; `script` is that of transformers, if a checkout was given."""
+    """The outcomes of a case on each side; `script` is that of transformers' script, if a checkout was given."""
 
     name: str
     ours: Outcome
@@ -26,12 +26,12 @@ class Row:
 
 
 def distance(ours: Outcome, theirs: Outcome) -> float:
-    """The largest difference of the loss of an update, relative to it."""
+    """The largest relative difference of the loss of an update."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
 
 
 def wrong(row: Row) -> Iterator[str]:
-    """What differs and is not known to."""
+    """The differences without a known reason."""
     case = CASES[row.name]
     for side, theirs in (("transformers.Trainer", row.trainer), ("the script", row.script)):
         if theirs is None:
@@ -44,12 +44,12 @@ def wrong(row: Row) -> Iterator[str]:
             yield f"{row.name}: a loss of {side} differs by {max(first, distance(row.ours, theirs)):.1e}"
         for metric in set(case.metrics) - set(case.unequal):
             here, there = row.ours.metrics[metric], theirs.metrics[metric]
-            if abs(here - there) > 1e-4 * max(abs(there), 1):  # their scripts round some
+            if abs(here - there) > 1e-4 * max(abs(there), 1):  # transformers' scripts round some
                 yield f"{row.name}: {metric} is {there} by {side}, {here} by fabricate"
 
 
 def lines_of(name: str, source: Path | None) -> tuple[str, int]:
-    """How many lines transformers' script has, with what it imports from its folder, and ours."""
+    """The numbers of lines of transformers' script, with its imports from its folder, and of fabricate's."""
     case = CASES[name]
     ours = len((EXAMPLES / f"{case.script}.py").read_text(encoding="utf-8").splitlines())
     if source is None:
@@ -60,7 +60,7 @@ def lines_of(name: str, source: Path | None) -> tuple[str, int]:
 
 
 def table(rows: Sequence[Row], source: Path | None) -> str:
-    """In Markdown."""
+    """The tables in Markdown."""
     heads = ["script", "lines, theirs", "lines, ours", "updates", "a loss differs by at most: `transformers.Trainer`"]
     heads += ["their script", "metrics at the end: theirs", "ours", "what differs, and why"]
     lines = [heads, ["---"] * len(heads)]
@@ -78,7 +78,7 @@ def table(rows: Sequence[Row], source: Path | None) -> str:
 
 
 def section(text: str, source: Path) -> str:
-    """The text of the page below `HEADING`."""
+    """The text below `HEADING` of the page."""
     init = (source / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'__version__ = "(.+)"', init)
     version = match[1] if match else "?"

@@ -1,6 +1,5 @@
-"""How each side is run: fabricate's script, transformers.Trainer on the same model and data, and transformers' own script.
-
-What comes of a side: the loss of every update, and the metrics of the evaluation at the end.
+"""Runs of each side: fabricate's script, transformers.Trainer on the same model and data, and transformers' own script. The outcome of a
+side is the loss of every update, and the metrics of the evaluation at the end.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class Outcome:
 
 
 class Captured(Exception):
-    """What a script passes to `Trainer.fit`, instead of a fit."""
+    """The arguments that a script passes to `Trainer.fit`."""
 
 
 class Capturing:
-    """In the place of `fabricate.Trainer`."""
+    """A Trainer that raises the arguments of `fit` instead of a fit."""
 
     def __init__(self, **arguments: Any) -> None:
         pass
@@ -59,13 +58,13 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # HfArgumentParser looks up the types of its fields there
+    sys.modules[name] = module  # HfArgumentParser looks up the types of fields there
     spec.loader.exec_module(module)
     return module
 
 
 def command(case: Case, folder: Path, output: str) -> list[str]:
-    """The command line of a case, its model and data written into `folder`."""
+    """The command line of a case, with its model and data written to `folder`."""
     tiny = load("tiny")
     model = tiny.tiny_model(folder / case.kind, case.kind)
     files = [
@@ -77,7 +76,7 @@ def command(case: Case, folder: Path, output: str) -> list[str]:
 
 @contextlib.contextmanager
 def own_state() -> Iterator[None]:
-    """What TrainingArguments and Trainer leave in the process is put back."""
+    """Restore the state of the process that TrainingArguments and Trainer change."""
     try:
         yield
     finally:
@@ -87,7 +86,7 @@ def own_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_by_content() -> Iterator[None]:
-    """Masks of `DataCollatorForLanguageModeling` are drawn from the tokens of the batch, and not from the state of a generator."""
+    """Make `DataCollatorForLanguageModeling` draw masks from the tokens of the batch instead of the state of a generator."""
     kind = transformers.DataCollatorForLanguageModeling
     before = kind.torch_mask_tokens
 
@@ -104,7 +103,7 @@ def masks_by_content() -> Iterator[None]:
 
 
 def by_fabricate(name: str, folder: Path) -> Outcome:
-    """The script of examples/transformers."""
+    """The outcome of the script of examples/transformers."""
     case = CASES[name]
     with own_state(), masks_by_content():
         metrics = load(case.script).main(command(case, folder, "ours"))
@@ -114,7 +113,7 @@ def by_fabricate(name: str, folder: Path) -> Outcome:
 
 
 def by_trainer(name: str, folder: Path) -> Outcome:
-    """`transformers.Trainer` with the model, data and collator that the script of examples/transformers makes."""
+    """The outcome of `transformers.Trainer` with the model, data and collator of the script of examples/transformers."""
     script, argv = load(CASES[name].script), command(CASES[name], folder, "trainer")
     seq2seq = CASES[name].script == "run_summarization"
     kind = transformers.Seq2SeqTrainingArguments if seq2seq else transformers.TrainingArguments
@@ -144,7 +143,7 @@ def by_trainer(name: str, folder: Path) -> Outcome:
 
 
 def _computed(name: str, module: Any, prediction: Any) -> dict[str, float]:
-    """The metrics of the module, of what `transformers.Trainer` gathered."""
+    """The module's metrics, computed from the outputs that `transformers.Trainer` gathered."""
     predictions, labels = prediction.predictions, prediction.label_ids
     if name in ("run_clm", "run_mlm"):
         predictions = predictions[0] if isinstance(predictions, tuple) else predictions
@@ -164,7 +163,8 @@ def _computed(name: str, module: Any, prediction: Any) -> dict[str, float]:
 
 
 def by_their_script(name: str, folder: Path, source: Path) -> Outcome:
-    """transformers' own script, unmodified, in a process of its own. `evaluate` and `nltk` are stand-ins, which need no network."""
+    """The outcome of transformers' own script, unmodified, in a separate process. `evaluate` and `nltk` are replaced by modules that need
+    no network."""
     script = source / "examples" / "pytorch" / CASES[name].folder / f"{CASES[name].script}.py"
     environment = os.environ | {"PYTHONPATH": f"{STAND_INS}:{script.parent}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     call = [sys.executable, "-m", "campaigns.transformers_scripts.their_script", str(script)]

@@ -1,4 +1,4 @@
-"""Runs one of transformers' scripts as `python SCRIPT ARGUMENTS` would, with masks that are drawn from the tokens (see `sides`)."""
+"""Runs one of transformers' scripts like `python SCRIPT ARGUMENTS`, with masks drawn from the tokens (see `sides`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the place of the package `evaluate`, which loads its metrics from the hub: those that the five scripts ask for."""
+"""A replacement of the package `evaluate`, which loads metrics from the hub, with the metrics of the five scripts."""
 
 from __future__ import annotations
 

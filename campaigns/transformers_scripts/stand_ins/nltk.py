@@ -1,4 +1,4 @@
-"""In the place of the package `nltk`, which loads its data from the network: a text is taken for one sentence."""
+"""A replacement of the package `nltk`, which loads data from the network: a text is one sentence."""
 
 from __future__ import annotations
 
