@@ -1,4 +1,4 @@
-"""What holds for every test: no GPU, one torch thread, nothing left behind, and the rank pools closed at the end."""
+"""The conditions of every test: no GPU, one torch thread, nothing left behind, and the rank pools closed at the end."""
 
 from __future__ import annotations
 

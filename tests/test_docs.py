@@ -1,4 +1,4 @@
-"""The pages say what is so: their Python runs, the errors they explain exist, their tables and links are right."""
+"""The documentation is correct: its Python runs, the errors that it explains exist, its tables and links are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples, each in a process of its own with fewer steps, judged by what they achieved. `tests/extras` has the language models."""
+"""The examples, each in a separate process with fewer steps, checked by their results. `tests/extras` has the language models."""
 
 from __future__ import annotations
 

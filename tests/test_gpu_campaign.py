@@ -1,5 +1,5 @@
-"""The scripts of campaigns/gpu still run: the smallest is rehearsed on the CPU, and what they count with is checked. By hand:
-`python -m campaigns.gpu.SCRIPT --device cpu` for the others."""
+"""The scripts of campaigns/gpu run: the smallest is rehearsed on the CPU, and their measuring code is checked. By hand: `python -m
+campaigns.gpu.SCRIPT --device cpu` for the others."""
 
 from __future__ import annotations
 

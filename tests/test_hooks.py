@@ -1,4 +1,4 @@
-"""The hooks: which there are, when each is called, who hears them in which order."""
+"""The hooks: their list, when each is called, and the order of the listeners."""
 
 from __future__ import annotations
 

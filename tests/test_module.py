@@ -1,4 +1,4 @@
-"""TrainModule: steps and their arguments, logging, recorded constructor arguments, copies, what it knows of its Trainer."""
+"""TrainModule: steps and their arguments, logging, recorded constructor arguments, copies, and its access to the Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin pages: the hook reference is complete and up to date. (That the pages' code runs is test_docs' affair.)"""
+"""The plugin pages: the hook reference is complete and up to date. (test_docs runs the pages' code.)"""
 
 from __future__ import annotations
 

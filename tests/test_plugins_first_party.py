@@ -1,4 +1,4 @@
-"""The distributions in plugins/, installed: their arithmetic, what they refuse, and resume on two ranks."""
+"""The distributions in plugins/, installed: their arithmetic, their refusals, and a resume on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/development/private-names.md lists the private names of other libraries that are used, and they exist."""
+"""docs/development/private-names.md lists the private names of other libraries that fabricate uses, and these exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The rooms of the house: imports run from a room to those listed before it, without circles; built-ins use public names only;
-functions are small enough to read. `python -m tests.support.house` prints the figures."""
+"""The rooms of the house: imports run from a room to those listed before it, without circles; built-ins use public names only; functions
+are below the size limits. `python -m tests.support.house` prints the figures."""
 
 from __future__ import annotations
 

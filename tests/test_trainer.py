@@ -1,4 +1,4 @@
-"""Trainer, from its arguments to its result: how long it trains, what several fits leave, predictions and checkpoints."""
+"""Trainer, from its arguments to its result: its length, several fits in a row, predictions and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that a language model generates at each validation: those of its weights, and training is as without them."""
+"""Texts that a language model generates at each validation: from its present weights, without an effect on training."""
 
 from __future__ import annotations
 

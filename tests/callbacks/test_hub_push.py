@@ -1,4 +1,4 @@
-"""HubPush and `fabricate push` against a hub on the loopback address, through huggingface_hub as it is."""
+"""HubPush and `fabricate push` against a hub on the loopback address, through the real huggingface_hub."""
 
 from __future__ import annotations
 

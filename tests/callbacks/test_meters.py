@@ -1,4 +1,4 @@
-"""What is measured beside the metrics: memory and load, tokens and FLOPs per second."""
+"""Measurements in addition to the metrics: memory and load, tokens and FLOPs per second."""
 
 from __future__ import annotations
 

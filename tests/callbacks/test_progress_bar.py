@@ -1,4 +1,4 @@
-"""The progress bar: what fits into its line, and what it leaves alone."""
+"""The progress bar: the content of its line, in a terminal, elsewhere and while a debugger waits."""
 
 from __future__ import annotations
 

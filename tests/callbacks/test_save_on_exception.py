@@ -1,4 +1,4 @@
-"""A fit that fails leaves a checkpoint of its last whole update, from which it continues as if nothing had happened."""
+"""A fit that fails leaves a checkpoint of its last whole update, from which it resumes exactly."""
 
 from __future__ import annotations
 

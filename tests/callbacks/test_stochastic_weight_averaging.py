@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: what is averaged when, with which rates, what the fit ends with, and that it resumes exactly."""
+"""Stochastic weight averaging: the averaged updates, the learning rates, the final weights, and an exact resume."""
 
 from __future__ import annotations
 

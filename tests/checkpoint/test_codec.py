@@ -1,4 +1,4 @@
-"""The codec gives back what it was given, says where it cannot, and believes nothing that it reads."""
+"""The codec restores the values that it encoded, names values that it cannot encode, and checks everything that it reads."""
 
 from __future__ import annotations
 

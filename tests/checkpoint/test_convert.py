@@ -1,4 +1,4 @@
-"""Checkpoints for other tools and from them: each format is read, or written, by the tool that it belongs to."""
+"""Checkpoints for and from other tools: each format is read or written by its own tool."""
 
 from __future__ import annotations
 

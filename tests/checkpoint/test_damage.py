@@ -1,4 +1,4 @@
-"""A damaged or forged checkpoint is refused, with its name: no altered byte, missing file or hostile manifest gets through."""
+"""A damaged or forged checkpoint is refused by name: every altered byte, missing file and hostile manifest is found."""
 
 from __future__ import annotations
 

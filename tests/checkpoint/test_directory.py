@@ -1,4 +1,4 @@
-"""What is written into a checkpoint can be read, what cannot be written is refused; the directory of checkpoints."""
+"""Data written to a checkpoint can be read, data that cannot be written is refused; the directory of checkpoints."""
 
 from __future__ import annotations
 

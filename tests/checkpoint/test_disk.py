@@ -1,4 +1,4 @@
-"""Disks that are full, slow or read-only, and directories that another run uses: told clearly, and nothing is lost."""
+"""Disks that are full, slow or read-only, and directories that another run uses: a clear error, and nothing is lost."""
 
 from __future__ import annotations
 

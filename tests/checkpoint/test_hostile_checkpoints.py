@@ -1,6 +1,5 @@
-"""Folders that somebody made to do harm: each is refused with an error that names it, and nothing in it is ever run.
-
-Whoever can write into a folder can write digests that fit as well; so most cases here have right ones.
+"""Folders made by an attacker: each is refused with an error that names it, and no code in it runs. An attacker who can write files can
+also write matching digests, so most cases here have right ones.
 """
 
 from __future__ import annotations

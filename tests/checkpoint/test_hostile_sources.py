@@ -1,4 +1,4 @@
-"""Files of other tools that somebody made to do harm: an import refuses each by name, and nothing in it is ever run."""
+"""Files of other tools made by an attacker: an import refuses each by name, and no code in it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kill at any instant leaves the old checkpoint or the new one, whole."""
+"""A kill at any time leaves a complete checkpoint, the old or the new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""No strategy writes, reads or sends a pickle while it saves and resumes: the means to are taken away, and Python is listened to."""
+"""No strategy writes, reads or sends a pickle while it saves and resumes: the functions for it are removed, and Python's audit events are
+checked."""
 
 from __future__ import annotations
 

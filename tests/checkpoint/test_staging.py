@@ -1,4 +1,4 @@
-"""Copies of a device's state for a save: beside the computation, in one block of memory, and none that a training host waits for."""
+"""Copies of a device's state for a save: parallel to the computation, in one block of memory, without waits of the training host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the `fabricate ckpt` commands say about checkpoints of real runs, and that none of them needs torch to say it."""
+"""The output of the `fabricate ckpt` commands for checkpoints of real runs; none of them imports torch for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate diff` says what two runs do not have in common, topic by topic, and where they first part."""
+"""`fabricate diff` prints the differences of two runs by topic, and the first metric and tensor that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate doctor`: what it finds on this machine, and that what is broken is named and ends it with 1."""
+"""`fabricate doctor`: its findings on this machine; a fault is named and gives exit code 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands on the page about looking at runs do what it says, as they stand there."""
+"""The commands on the page about looking at runs work as the page describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate report` tells what a run's files hold, sums that can be checked by hand, and nothing else."""
+"""`fabricate report` prints the content of a run's files, sums that can be checked by hand, and nothing else."""
 
 from __future__ import annotations
 

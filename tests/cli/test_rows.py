@@ -1,4 +1,4 @@
-"""`fabricate rows` names the rows that a step was made of, and the steps of a row, from the files of a run alone."""
+"""`fabricate rows` prints the rows of a step, and the steps of a row, from the files of a run alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate watch` shows a run as it goes on, and reads only what was added."""
+"""`fabricate watch` shows a run in progress, and reads only new lines."""
 
 from __future__ import annotations
 

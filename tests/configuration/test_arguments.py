@@ -1,4 +1,4 @@
-"""The signature of Trainer and the checks of `Settings` say the same; what a checked argument becomes."""
+"""The signature of Trainer matches the checks of `Settings`; the values of checked arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch sizes are tried in which order, and what is refused. tests/training/test_batch_size.py tries them."""
+"""The order in which batch sizes are tried, and the refusals. tests/training/test_batch_size.py runs real trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fit prints before its first step: a summary of at most eight lines, all of the plan, or nothing."""
+"""The output of a fit before its first step: a summary of at most eight lines, the whole plan, or nothing."""
 
 from __future__ import annotations
 

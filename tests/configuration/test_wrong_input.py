@@ -1,4 +1,4 @@
-"""One test per wrong setting or module: what the message says, and that no step ran before it where that is possible."""
+"""One test per wrong setting or module: the message, and that no step ran before it if possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that says itself where it is resumes from there, exactly; what may be other data than before is told."""
+"""Data with its own position resumes from there exactly; data that may have changed is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataLoaders as data: what of them is kept, whose order it is, which are refused."""
+"""DataLoaders as data: the settings that are kept, the source of the order, and refused loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data room, with ranks simulated in one process: which rows an update or an evaluation takes, row by row."""
+"""The data room, with ranks simulated in one process: the rows that an update or an evaluation takes, row by row."""
 
 from __future__ import annotations
 

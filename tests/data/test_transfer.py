@@ -1,4 +1,4 @@
-"""Batches on their way to the device: which tensors are in them, and that nothing is copied where there is no device."""
+"""The transfer of batches to the device: the tensors in them, and no copies without a device."""
 
 from __future__ import annotations
 

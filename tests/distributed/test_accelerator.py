@@ -1,4 +1,4 @@
-"""`trainer.accelerator`: every public name of Accelerate's gives the right answer, or an error that says what to use."""
+"""`trainer.accelerator`: every public name of Accelerate's gives the right value, or an error that names what to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which messages an update takes, and when they begin: no more than a loop by hand sends, and beside the work that hides them."""
+"""The messages of an update, and when they begin: no more than in a loop by hand, and during the computation that hides them."""
 
 from __future__ import annotations
 

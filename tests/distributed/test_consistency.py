@@ -1,4 +1,4 @@
-"""Ranks that would not run the same thing: one error, the same on every rank, that says what differs and where."""
+"""Ranks that would not run the same: one error, the same on every rank, that names the difference and its place."""
 
 from __future__ import annotations
 

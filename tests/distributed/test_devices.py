@@ -1,5 +1,5 @@
-"""Which device a process computes on. Nothing here has an accelerator: what torch says of them is set at `torch.accelerator` and
-`torch.cuda`; everything of fabricate's and Accelerate's is real."""
+"""The device on which a process computes. There is no accelerator here: the tests replace functions of `torch.accelerator` and
+`torch.cuda`; the code of fabricate and Accelerate is real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked process cannot use. `tests/extras/test_launchers.py` trains in processes that a notebook forked."""
+"""Threads and GPUs, which a forked process cannot use. `tests/extras/test_launchers.py` trains in processes that a notebook forked."""
 
 from __future__ import annotations
 

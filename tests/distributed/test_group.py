@@ -1,4 +1,4 @@
-"""Messages between ranks: processes that meet through torch. `test_scale.py` counts them on many ranks."""
+"""Messages between ranks, which are processes connected through torch. `test_scale.py` counts them on many ranks."""
 
 from __future__ import annotations
 

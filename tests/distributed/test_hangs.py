@@ -1,4 +1,4 @@
-"""A rank that hangs: where it is, as the error of the others says after the time-out, and `fabricate doctor --run` meanwhile."""
+"""A rank that hangs: the error of the other ranks after the time-out names its place, and `fabricate doctor --run` shows it before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts, as two network namespaces with a cable between them: they train together, and one notices when the other is gone."""
+"""Two hosts, as two network namespaces with a cable between them: they train together, and each notices the end of the other."""
 
 from __future__ import annotations
 

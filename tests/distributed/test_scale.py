@@ -1,4 +1,4 @@
-"""What ranks send each other when a run begins, agrees and saves: counted on up to 64 ranks, each of which is a thread."""
+"""The messages between ranks when a run starts, agrees and saves, counted on up to 64 ranks, each of which is a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What user code or a library made of Accelerate before a fit: adopted where it agrees, an error where it does not."""
+"""Objects of Accelerate that user code or a library made before a fit: adopted if they agree with it, otherwise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks that no test measures with still run: on tiny sizes, as far as the machine goes."""
+"""The benchmarks that no other test runs: on tiny sizes, as far as this machine supports them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Optimizers of bitsandbytes: their 8-bit state is saved and restored to the last bit, on one process and under `ddp`; `fsdp` refuses them
-before the first step. On a CPU their paged forms are not paged, and say so."""
+before the first step. On a CPU their paged forms are not paged."""
 
 from __future__ import annotations
 

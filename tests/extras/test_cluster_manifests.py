@@ -1,4 +1,4 @@
-"""The TrainJob in examples/cluster against Kubeflow's own model of one."""
+"""The TrainJob in examples/cluster, checked with Kubeflow's model of a TrainJob."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts for Hydra and jsonargparse on docs/configuration.md run as they stand there, with their command lines, on two ranks."""
+"""The scripts for Hydra and jsonargparse on docs/configuration.md run unchanged, with their command lines, on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers that are larger than a device: the memory that a process takes, generation, and adapters of peft."""
+"""Models of transformers that are larger than a device: the memory of a process, generation, and adapters of peft."""
 
 from __future__ import annotations
 

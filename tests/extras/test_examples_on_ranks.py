@@ -1,4 +1,4 @@
-"""The examples that people start from, on two ranks: `fabricate run EXAMPLE --nproc 2 --strategy NAME`."""
+"""The first examples, on two ranks: `fabricate run EXAMPLE --nproc 2 --strategy NAME`."""
 
 from __future__ import annotations
 

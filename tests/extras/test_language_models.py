@@ -1,4 +1,4 @@
-"""The language model examples, run as a user runs them: processes of their own, fewer steps, judged by what they achieved."""
+"""The language model examples, run as by a user, in separate processes, with fewer steps, and checked by their results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Low-bit optimizers of torchao and bitsandbytes on another number of ranks: under `ddp` their state goes on to the last bit; strategies
-that divide it refuse them before the first step. Steps of torchao run uncompiled here, which computes the same and takes no time to
-compile."""
+"""Low-bit optimizers of torchao and bitsandbytes on another number of ranks: under `ddp` their state resumes bit for bit; strategies that
+divide it refuse them before the first step. Steps of torchao run uncompiled here, which computes the same without the time to compile."""
 
 from __future__ import annotations
 

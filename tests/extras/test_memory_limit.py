@@ -1,4 +1,4 @@
-"""A model that is larger than what a process may hold: in shards it trains, as replicas it ends with what takes the memory."""
+"""A model larger than the memory of a process: in shards it trains, as replicas it ends with an error that names the memory needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress bar in a notebook that a kernel runs: one output that is replaced, not a line for each. What a notebook shows of a plan."""
+"""The progress bar in a notebook that a kernel runs: one output that is replaced, not a line per update. The plan in a notebook."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every strategy for real on two ranks against a loop by hand; `python -m campaigns.parity` is the long form, and has one process
-and three ranks as well (one process here: test_one_process.py)."""
+"""Every strategy on two real ranks, compared with a loop by hand; `python -m campaigns.parity` is the long form, and has one process and
+three ranks as well (one process here: test_one_process.py)."""
 
 from __future__ import annotations
 

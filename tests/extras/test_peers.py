@@ -1,4 +1,4 @@
-"""The benchmarks against other frameworks, on tiny sizes: every loop trains the same weights as the bare one, to the last bit."""
+"""The benchmarks against other frameworks, on tiny sizes: every loop trains the same weights as the bare one, bit for bit."""
 
 from __future__ import annotations
 

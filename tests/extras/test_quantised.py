@@ -1,5 +1,5 @@
 """Adapters over quantised weights of bitsandbytes and torchao: the losses of a loop by hand, checkpoints without the base, exact resumes,
-strategies that take them or refuse them by name, and the merged model, which transformers reads alone."""
+strategies that accept them or refuse them by name, and the merged model, which transformers reads without fabricate."""
 
 from __future__ import annotations
 

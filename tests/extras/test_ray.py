@@ -1,4 +1,4 @@
-"""Two real workers of Ray on the CPU, each on a node of its own, of which one is taken away at the end."""
+"""Two real workers of Ray on the CPU, each on its own node, of which one is removed at the end."""
 
 from __future__ import annotations
 

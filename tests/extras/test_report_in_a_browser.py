@@ -1,4 +1,4 @@
-"""The page of `fabricate report --html` in headless Chromium: it is drawn, it answers, it asks no host for anything."""
+"""The page of `fabricate report --html` in headless Chromium: it is drawn, it reacts to input, and it sends no request to any host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate run --max-restarts`: ranks that are killed start again, and the run ends as if undisturbed."""
+"""`fabricate run --max-restarts`: killed ranks start again, and the run ends like an undisturbed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate verify-resume` on scripts that resume exactly and on ones that do not: what it names is what is wrong."""
+"""`fabricate verify-resume` on scripts that resume exactly and on ones that do not: it names the right fault."""
 
 from __future__ import annotations
 

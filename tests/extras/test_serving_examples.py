@@ -1,4 +1,4 @@
-"""The examples that hand a trained model on: a page of Gradio in headless Chromium, and ONNX with onnxruntime's numbers."""
+"""The examples that serve or export a trained model: a page of Gradio in headless Chromium, and ONNX with onnxruntime's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site builds strictly, asks no other host for anything, and can be read and searched in a wide and in a narrow window."""
+"""The site builds strictly, sends no request to another host, and can be read and searched in a wide and in a narrow window."""
 
 from __future__ import annotations
 

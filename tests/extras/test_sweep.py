@@ -1,4 +1,4 @@
-"""The example of a search: trials that do worse end early, and the same command continues from its study."""
+"""The example of a search: worse trials end early, and the same command continues from its study."""
 
 from __future__ import annotations
 

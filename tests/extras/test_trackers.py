@@ -1,4 +1,4 @@
-"""W&B (offline), MLflow and Trackio for real: one run over a resume, with its hyper-parameters, images and text.
+"""The real W&B (offline), MLflow and Trackio: one run over a resume, with its hyper-parameters, images and text.
 
 TensorBoard is in tests/training/test_tracking.py.
 """

@@ -1,4 +1,4 @@
-"""The examples of fine-tuning: their losses on one batch are those of TRL's trainers, and they run as a user runs them."""
+"""The examples of fine-tuning: their losses on one batch equal those of TRL's trainers, and they run as by a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU's rules can break: a fit on one equals the loop by hand there, waits for it no more often, and places everything on it.
+"""Fits on one GPU: they equal the loop by hand on it, wait for it no more often, and place everything on it.
 
 The cases are those of campaigns/gpu, whose scripts also measure.
 """

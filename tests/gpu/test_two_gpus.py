@@ -1,4 +1,4 @@
-"""What needs ranks on GPUs of their own, over NCCL."""
+"""Cases that need ranks on separate GPUs, over NCCL."""
 
 from __future__ import annotations
 

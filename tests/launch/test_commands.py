@@ -1,4 +1,4 @@
-"""Who started this process, and what `fabricate run` hands to torchrun."""
+"""The launcher of this process, and the arguments that `fabricate run` passes to torchrun."""
 
 from __future__ import annotations
 

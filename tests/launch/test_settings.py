@@ -1,4 +1,4 @@
-"""What a run was asked for outside of its script: by variables, and by configuration files of Accelerate and DeepSpeed."""
+"""The settings of a run from outside its script: environment variables, and configuration files of Accelerate and DeepSpeed."""
 
 from __future__ import annotations
 

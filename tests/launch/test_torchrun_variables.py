@@ -1,4 +1,4 @@
-"""Pods that are told by torchrun's own variables how many ranks to start."""
+"""Pods in which torchrun's own variables give the number of ranks to start."""
 
 from __future__ import annotations
 

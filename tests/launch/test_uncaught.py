@@ -1,4 +1,4 @@
-"""What is said of an exception that ends one of several ranks."""
+"""The message for an exception that ends one of several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tensor, context, sequence and pipeline parallelism: whoever asks for them, however, is told what is missing and what to use."""
+"""Tensor, context, sequence and pipeline parallelism: every way to request them gives an error that names what is missing and what to
+use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters that survive a resume, and moments that fall due."""
+"""Counters that survive a resume, and intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured on a device, whose host runs ahead of it: the time without work, and the memory held. The device here is a model."""
+"""Measurements on a device whose host runs ahead: the time without work, and the memory in use. The device here is a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss is the mean of: read off torch, compared with counting by hand."""
+"""The number of items in the mean of a loss: read from torch's calls, and compared with counting by hand."""
 
 from __future__ import annotations
 

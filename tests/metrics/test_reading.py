@@ -1,4 +1,4 @@
-"""What a log boundary reads from a device: one copy that nothing waits for before it is needed, and exact sums until then."""
+"""The read of a log boundary from a device: one copy without a wait before it is needed, and exact sums until then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time goes: shares and rates of a lap. The clock stands still unless a test moves it, so that every number is exact."""
+"""Shares of time and rates of a lap. The clock stands still unless a test moves it, so that every number is exact."""
 
 from __future__ import annotations
 

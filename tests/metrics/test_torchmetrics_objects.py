@@ -1,4 +1,4 @@
-"""The torchmetrics objects inside a module: recognised, saved and put back."""
+"""The torchmetrics objects inside a module: recognised, saved and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of shards takes while its model is built, initialised or read from files: near its part, not near the model."""
+"""The memory of a rank of shards while its model is built, initialised or read from files: near its part, not near the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory per rank, known ahead: what is counted, how strategies divide it, what a rank has, and what auto makes of that."""
+"""The planned memory per rank: what is counted, how strategies divide it, what a rank has, and the choice of auto."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Optimizers whose state is in tensor subclasses, as torchao's are: counted as they are, saved and restored to the last bit, or refused
-before the first step. Their steps run uncompiled here, which computes the same and takes no time to compile."""
+"""Optimizers whose state is in tensor subclasses, as torchao's are: counted in their real size, saved and restored bit for bit, or refused
+before the first step. Their steps run uncompiled here, which computes the same without the time to compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of parameters by pattern: which parameter gets what, and that every strategy trains them so."""
+"""Groups of parameters by pattern: the options of each parameter, and the same training under every strategy."""
 
 from __future__ import annotations
 

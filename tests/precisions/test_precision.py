@@ -1,4 +1,4 @@
-"""Precision in effect: what is computed in which dtype is seen, said and refused; pure bfloat16 trains."""
+"""Precision in effect: the dtypes of the computation are observed, reported and refused; pure bfloat16 trains."""
 
 from __future__ import annotations
 

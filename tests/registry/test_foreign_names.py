@@ -1,4 +1,4 @@
-"""Names of Lightning, transformers and Accelerate: each is refused with what does the same here, and nothing else is suggested."""
+"""Names of Lightning, transformers and Accelerate: each is refused with its counterpart here, and nothing else is suggested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hook calls: the same semantics as pluggy's own, the order of listeners, and who is named when one raises."""
+"""Hook calls: the same semantics as pluggy's, the order of listeners, and the name of a listener that raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that are refused at start-up, or with what they return: misspelt, foreign, in the wrong place."""
+"""Hooks that are refused at the start, or because of their return value: misspelt, foreign, in the wrong place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names to objects: options in strings, built-in and installed plugins, blocking, and what is told about broken ones."""
+"""Names to objects: options in strings, built-in and installed plugins, blocking, and messages about broken ones."""
 
 from __future__ import annotations
 

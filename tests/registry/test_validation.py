@@ -1,4 +1,4 @@
-"""A strategy or a precision that could not work as it is meant is refused before the first step, with what to write instead."""
+"""A strategy or a precision that cannot work is refused before the first step, with what to write instead."""
 
 from __future__ import annotations
 

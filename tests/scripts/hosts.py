@@ -1,4 +1,4 @@
-"""A script for two hosts: slow steps without an end, and a short patience."""
+"""A script for two hosts: endless slow steps, and a short time-out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cells of a notebook do: compute, train in this process, then train on two. Arguments: a port, a directory."""
+"""The cells of a notebook: compute, train in this process, then train on two ranks. Arguments: a port, a directory."""
 
 from __future__ import annotations
 

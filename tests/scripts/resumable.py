@@ -1,4 +1,4 @@
-"""A script for `fabricate verify-resume`: exact as it stands, and inexact in the ways that its options name."""
+"""A script for `fabricate verify-resume`: exact without options, and inexact in the ways that its options name."""
 
 from __future__ import annotations
 

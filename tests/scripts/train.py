@@ -1,4 +1,4 @@
-"""A training script as users write them: it knows nothing of ranks. The launcher tests start it in every way there is."""
+"""A training script as users write it, without code for ranks. The launcher tests start it with every launcher."""
 
 from __future__ import annotations
 

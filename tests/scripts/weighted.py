@@ -1,4 +1,4 @@
-"""A script for `fabricate check-invariance`: rows that do not all count, weighed as they should be, or not with --mean."""
+"""A script for `fabricate check-invariance`: rows that do not all count, weighted correctly, or wrongly with --mean."""
 
 from __future__ import annotations
 

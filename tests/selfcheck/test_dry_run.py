@@ -1,4 +1,5 @@
-"""A dry run says what real ranks then need and send: each strategy is measured on two to four of them, and on tensors without memory."""
+"""A dry run predicts the memory and messages of real ranks: each strategy is measured on two to four of them, and on tensors without
+memory."""
 
 from __future__ import annotations
 

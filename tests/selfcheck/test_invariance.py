@@ -1,4 +1,4 @@
-"""`fabricate check-invariance` finds a loss that is averaged over the wrong thing, and nothing where there is nothing."""
+"""`fabricate check-invariance` finds a loss that is averaged over the wrong items, and finds nothing in a right one."""
 
 from __future__ import annotations
 

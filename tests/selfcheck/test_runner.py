@@ -1,4 +1,4 @@
-"""A script that a check runs finds its own folder and arguments, and a Trainer that does what the check requests."""
+"""A script that a check runs has its own folder and arguments, and a Trainer that follows the check."""
 
 from __future__ import annotations
 

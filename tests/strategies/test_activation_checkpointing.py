@@ -1,4 +1,4 @@
-"""`Trainer(activation_checkpointing=True)`: blocks run twice per micro-batch, and the weights come out the same."""
+"""`Trainer(activation_checkpointing=True)`: blocks run twice per micro-batch, and the trained weights are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategies zero1, zero2 and zero3, on real ranks, against plain PyTorch by hand and against each other."""
+"""The strategies zero1, zero2 and zero3, on real ranks, compared with plain PyTorch by hand and with each other."""
 
 from __future__ import annotations
 

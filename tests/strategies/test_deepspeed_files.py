@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON files: what is adopted, what is filled in, what is refused, and who is named in a conflict."""
+"""DeepSpeed's JSON files: adopted values, filled values, refused keys, and the names in a conflict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zero1, zero2 and zero3 with optimizer state, or parameters too, in host memory or in files: the same numbers, and what they need."""
+"""zero1, zero2 and zero3 with optimizer state, or parameters too, in host memory or in files: the same numbers, and the requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is larger than its device: layers on disk compute what they compute in memory, and what cannot be is refused by name."""
+"""A model that is larger than its device: layers on disk compute the same as in memory, and unsupported uses are refused by name."""
 
 from __future__ import annotations
 

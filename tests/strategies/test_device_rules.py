@@ -1,6 +1,7 @@
 """Whole fits on a device with the rules of a GPU, as rank 0 of eight; see `tests.support.pretended_device`.
 
-A fit here is everything between a batch on the host and a checkpoint: it fails where a tensor of the host meets one of the device.
+A fit here covers everything between a batch on the host and a checkpoint: it fails if an operation mixes tensors of the host and the
+device.
 """
 
 from __future__ import annotations

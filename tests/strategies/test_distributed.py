@@ -1,4 +1,4 @@
-"""The same training on one process, on replicas and on shards: against loops written out by hand in plain PyTorch."""
+"""The same training on one process, on replicas and on shards, compared with loops by hand in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each option of DDP and FSDP does to a real run, observed from inside; and that the numbers stay those of one process."""
+"""The effect of each option of DDP and FSDP on a real run, observed from inside, with the numbers of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters without a dimension, such as CLIP's `logit_scale`: nothing of them can be cut."""
+"""Parameters without a dimension, such as CLIP's `logit_scale`: they cannot be divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ddp:sync_batchnorm=true`: layers are exchanged for the run and come back; torch computes them on GPUs only."""
+"""`ddp:sync_batchnorm=true`: layers are replaced for the run and restored; torch computes them on GPUs only."""
 
 from __future__ import annotations
 

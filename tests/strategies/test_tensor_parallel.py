@@ -1,5 +1,5 @@
-"""fsdp:tp=2, on two ranks (layers divided, no shards) and on four (both): the numbers of one process, each row once, any
-strategy's checkpoints; and what is refused, before the first step."""
+"""fsdp:tp=2, on two ranks (layers divided, no shards) and on four (both): the numbers of one process, each row once, any strategy's
+checkpoints; and refusals before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small module with unequal weights of rows, fits of it, and the same by hand in plain PyTorch: what ZeRO is held against."""
+"""A small module whose rows have unequal weights, fits of it, and the same by hand in plain PyTorch: the reference for ZeRO."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROWS = torch.randn(2 * BATCH + 5, WIDTH, generator=torch.Generator().manual_seed
 
 
 class Net(TrainModule):
-    """Layers, a normalisation, a parameter of the module itself and a frozen one; rows weigh what `counts` says."""
+    """Layers, a normalisation, a parameter of the module itself and a frozen one; `counts` are the weights of the rows."""
 
     windows = 0
-    """Updates so far, where somebody counts them."""
+    """Updates so far, if a plugin counts them."""
 
     def __init__(self, kind: str = "adamw") -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Net(TrainModule):
 
 
 class Recorder(Callback):
-    """Losses, norms, skipped updates, and the whole weights at the end of a fit."""
+    """Records losses, norms, skipped updates, and the whole weights at the end of a fit."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -80,14 +80,14 @@ class Recorder(Callback):
 
 
 class Counting(Callback):
-    """Tells the module how many updates there were."""
+    """Sets the number of updates in the module."""
 
     def on_step(self, module: TrainModule) -> None:
         module.windows += 1
 
 
 class Sometimes(Net):
-    """A layer that only every other window uses, where `Counting` counts them."""
+    """A net with a layer that is used in every other window only; `Counting` counts the windows."""
 
     def __init__(self, kind: str = "adamw") -> None:
         super().__init__(kind)
@@ -99,13 +99,13 @@ class Sometimes(Net):
 
 
 def seeded(net: type[Net] = Net, kind: str = "adamw") -> Net:
-    """A `net` with the same weights every time."""
+    """A new `net`, with the same weights every time."""
     torch.manual_seed(0)
     return net(kind)
 
 
 def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net, **arguments: Any) -> Recorder:
-    """Windows of `BATCH` rows in two micro-batches over all ranks, clipped. On every rank, with the launcher's variables set."""
+    """Fit windows of `BATCH` rows in two micro-batches over all ranks, with clipping. All ranks, with the launcher's variables."""
     module, recorder = seeded(net, kind), Recorder()
     resume = arguments.pop("resume", "never")
     options: dict[str, Any] = {"precision": "fp32", "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "seed": 3}
@@ -118,7 +118,7 @@ def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, net: type[Net] =
 
 
 def by_hand(kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net) -> Recorder:
-    """Whole windows in one process, with nothing of fabricate's."""
+    """Train whole windows in one process, without fabricate."""
     module, recorder = seeded(net, kind), Recorder()
     environment = dict(os.environ)
     optimizer = module.configure_optimizers()
@@ -128,7 +128,7 @@ def by_hand(kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net) -> Re
     for step in range(steps):
         loss, _ = module.loss(windows[step % len(windows)])
         loss.backward()
-        for parameter in module.parameters():  # flat slices take part in every update
+        for parameter in module.parameters():  # ZeRO's flat slices are updated in every step
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)
         optimizer.step()
@@ -141,12 +141,12 @@ def by_hand(kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net) -> Re
 
 
 def fits(strategy: str) -> list[Recorder]:
-    """With both optimizers."""
+    """A fit with each of the two optimizers."""
     return [fit(strategy, kind) for kind in ("adamw", "sgd")]
 
 
 def assert_as_by_hand(strategy: str, world_size: int) -> None:
-    """Every rank saw the losses, norms and weights of a loop by hand, with both optimizers."""
+    """Assert that every rank has the losses, norms and weights of a loop by hand, with both optimizers."""
     hand = [by_hand("adamw"), by_hand("sgd")]
     for rank in run_ranks(fits, world_size, strategy, timeout=120):
         assert [difference(recorder, wanted) < TOLERANCE for recorder, wanted in zip(rank, hand, strict=True)] == [
@@ -156,13 +156,13 @@ def assert_as_by_hand(strategy: str, world_size: int) -> None:
 
 
 def assert_idle_layers_as_by_hand(strategy: str) -> None:
-    """The same where a window leaves a layer out, on two ranks: it has a gradient of zero there."""
+    """Assert the same on two ranks if some windows leave a layer out, which then has a gradient of zero."""
     recorder = run_ranks(fit, 2, strategy, net=Sometimes, plugins=[Counting()], timeout=120)[0]
     assert difference(recorder, by_hand(net=Sometimes)) < TOLERANCE
 
 
 def difference(one: Recorder, other: Recorder) -> float:
-    """Largest difference of losses, norms and weights, relative to the largest of each kind."""
+    """The largest difference of losses, norms and weights, relative to the largest value of each kind."""
     pairs = [
         (torch.tensor(one.losses), torch.tensor(other.losses)),
         (torch.tensor(one.norms), torch.tensor(other.norms)),

@@ -1,4 +1,4 @@
-"""A checkpoint without torch, and what a reader finds in it: several blocks, several dtypes, odd sizes."""
+"""A checkpoint without torch, and its content: several blocks, several dtypes, odd sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CODES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint8": "U8", "boo
 
 
 def example(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Several blocks, several dtypes, odd sizes, a scalar and an empty tensor."""
+    """Tensors of several blocks, several dtypes and odd sizes, a scalar and an empty tensor."""
     rng = np.random.default_rng(seed)
     return {
         "model/a.weight": rng.standard_normal((601, 701)).astype(np.float32),
@@ -46,7 +46,7 @@ def chunk(name: str, tensor: np.ndarray[Any, Any], start: int = 0, end: int | No
 
 
 def slices(tensors: dict[str, np.ndarray[Any, Any]], rank: int, world_size: int) -> list[Chunk]:
-    """What one of several ranks with replicated tensors writes."""
+    """The chunks that one of several ranks with replicated tensors writes."""
     chunks = []
     for name, tensor in tensors.items():
         start, end = (tensor.size * r // world_size for r in (rank, rank + 1))
@@ -86,7 +86,7 @@ def save(root: Path, step: int = 500, seed: int = 0, world_size: int = 2, files:
 
 
 def content(path: Path) -> dict[str, bytes]:
-    """Everything in a checkpoint, through a verifying reader."""
+    """The whole content of a checkpoint, verified."""
     with Reader(path) as reader:
         reader.verify()
         contents = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}

@@ -1,7 +1,7 @@
-"""Tensors that lie on a device as far as torch is concerned, with values, on a machine that has none: what waits for the device is seen.
+"""Tensors with values that torch regards as on a device, on a machine without one, to count the waits for the device.
 
-The device is called "meta". A tensor that the host reads, and a copy that it waits for, is counted; so is a copy to the device from memory
-that is not pinned, for which a GPU's host waits too.
+The device is called "meta". Counted are tensors that the host reads, copies for which it waits, and copies to the device from memory that
+is not pinned, for which the host of a GPU waits too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 class DeviceTensor(torch.Tensor):
-    """`values`, which are the host's in truth, as a tensor of the device."""
+    """`values`, which are in host memory, as a tensor of the device."""
 
     values: torch.Tensor
 
@@ -39,7 +39,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class Device(TorchDispatchMode):
-    """While entered, the device exists. `waits`: what the host waited for, by operator. `events`: what happened on its stream."""
+    """While entered, the device exists. waits: the waits of the host, by operator. events: the events on its streams."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Device(TorchDispatchMode):
 
 
 class Stream:
-    """A stream of the device, and its moments. `name`: empty for the one of the computation."""
+    """A stream of the device, and its events. name: empty for the stream of the computation."""
 
     def __init__(self, device: Device, name: str = "") -> None:
         self._device, self._name = device, name

@@ -1,4 +1,4 @@
-"""Installed distributions, made up for a test."""
+"""Distributions that are installed for a test."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Install = Callable[..., None]
 
 
 def installing(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Of a fixture: `install(distribution, code, name=..., attribute=..., version=...)` puts a distribution with one plugin
-    into `root`, which is on sys.path; what was imported from there is forgotten afterwards."""
+    """The generator of a fixture: `install(distribution, code, name=..., attribute=..., version=...)` writes a distribution with one plugin
+    to `root`, which is on sys.path; afterwards the modules imported from there are removed."""
     monkeypatch.syspath_prepend(str(root))
     before = set(sys.modules)
 

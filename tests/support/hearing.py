@@ -1,4 +1,4 @@
-"""A small fit for what is told of it, and listeners made to order."""
+"""A small fit, and listeners with given arguments, to test hook calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fit(*plugins: object, module: TrainModule | None = None, val: Any = None, **
 
 
 def hearing(hook: str, arguments: list[str], hear: Callable[..., None]) -> Any:
-    """A method that takes exactly `arguments` of `hook` and hands them on to `hear(self, hook, ...)`; a wrapper for actions."""
+    """A listener method with exactly `arguments` of `hook`, which passes them to `hear(self, hook, ...)`; a wrapper for actions."""
     named = ", ".join(f"{name}={name}" for name in arguments)
     call = f"hear(self, {hook!r}, {named})"
     body = f"    {call}\n    return (yield)" if hook in ACTIONS else f"    {call}"

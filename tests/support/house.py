@@ -1,4 +1,4 @@
-"""The structure of the package in figures: `python -m tests.support.house` prints them, tests/test_rooms.py holds them.
+"""Figures about the structure of the package: `python -m tests.support.house` prints them, tests/test_rooms.py checks them.
 
 Everything is read from the source with `ast`; nothing of the package is imported.
 """
@@ -34,12 +34,12 @@ PLUGINS = modules("plugins/*/src/**/*.py")
 
 
 def entries() -> set[str]:
-    """What a listing of the package shows."""
+    """The names of the entries in the package's folder."""
     return {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
 
 
 def imports(name: str) -> Iterator[str]:
-    """Dotted names that a module imports, wherever in it."""
+    """The dotted names that a module imports, at any place in it."""
     path = MODULES[name] if name in MODULES else PLUGINS[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(_tree(path)):
@@ -68,7 +68,7 @@ def room(name: str) -> str:
 
 
 def circle() -> list[str]:
-    """Modules that import each other in a circle; empty if none do."""
+    """The modules that import each other in a circle; empty if there is none."""
     try:
         graphlib.TopologicalSorter({n: inner_imports(n) for n in MODULES if n != "fabricate"}).prepare()
     except graphlib.CycleError as exc:
@@ -78,7 +78,7 @@ def circle() -> list[str]:
 
 
 def folder_circle() -> list[str]:
-    """Folders, those inside rooms included, whose modules import each other in a circle; empty if none do."""
+    """The folders, including those inside rooms, whose modules import each other in a circle; empty if there is none."""
     above: dict[str, set[str]] = {}
     for name in MODULES.keys() - {"fabricate"}:
         here = _folder(name)
@@ -92,7 +92,7 @@ def folder_circle() -> list[str]:
 
 
 def _folder(name: str) -> str:
-    """The folder of a module below fabricate/, with dots; empty for one that lies in fabricate/ itself."""
+    """The folder of a module below fabricate/, with dots; empty for a module in fabricate/ itself."""
     path = MODULES[name]
     inside = path.parent.relative_to(PACKAGE)
     return ".".join(inside.parts)
@@ -108,7 +108,8 @@ def functions() -> Iterator[tuple[str, int, int]]:
 
 
 def _branches(node: ast.AST) -> int:
-    """Ways that a node adds: if, conditional expression, loop, except, each further operand of and/or, each `if` of a comprehension."""
+    """The branches that a node adds: if, conditional expression, loop, except, each further operand of and/or, each `if` of a
+    comprehension."""
     if isinstance(node, ast.BoolOp):
         return len(node.values) - 1
     if isinstance(node, ast.comprehension):
@@ -123,7 +124,7 @@ def too_large() -> list[tuple[str, int, int]]:
 
 
 def run_fields() -> tuple[int, list[str]]:
-    """Of the object that the loop passes around: the number of its own mutable fields, and the small objects that hold what changes."""
+    """For `Run`, the object that the loop passes around: the number of its mutable fields, and its fields that hold mutable objects."""
     tree = _tree(PACKAGE / "training" / "state" / "run_state.py")
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     decorators = " ".join(ast.unparse(decorator) for decorator in classes["Run"].decorator_list)
@@ -134,7 +135,7 @@ def run_fields() -> tuple[int, list[str]]:
 
 
 def uses(names: set[str]) -> list[str]:
-    """Where the package calls one of the built-in functions `names`."""
+    """The places where the package calls one of the built-in functions `names`."""
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in MODULES.values()
@@ -144,7 +145,7 @@ def uses(names: set[str]) -> list[str]:
 
 
 def transport() -> list[str]:
-    """Modules of the rooms of a run that talk over sockets themselves. (Asking which address leads to a host sends nothing.)"""
+    """The modules of the rooms of a run that send or receive over sockets. (A look-up of the address of a host is not counted.)"""
     talks = {"listen", "accept", "sendall", "sendmsg", "recv_into", "create_server", "create_connection", "selectors"}
     return [name for name in MODULES if room(name) in ("distributed", "training") and talks & _names(MODULES[name])]
 

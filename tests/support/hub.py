@@ -1,5 +1,5 @@
 """A hub on the loopback address: the endpoints that huggingface_hub uses to create a model repository and to push into it, with git's and
-LFS's digests. What is sent through Xet goes to a folder, by the local storage that hf_xet has."""
+LFS's digests. Uploads through Xet are written to a folder by hf_xet's local storage."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ TOKEN = "hf_test"
 
 
 class Hub:
-    """What the hub holds, what it was asked, and what it is to refuse."""
+    """The hub's content, the requests that it received, and the requests that it refuses."""
 
     def __init__(self, storage: Path) -> None:
         self.storage = storage
         self.url = ""
         self.repositories: dict[str, dict[str, str]] = {}
-        """By name the digest of each file, as the hub calls it: git's of small ones, sha256 of large ones."""
+        """The digest of each file by repository and path: git's for small files, sha256 for large ones."""
         self.texts: dict[str, bytes] = {}
-        """Contents by path, of small files."""
+        """The contents of small files, by path."""
         self.objects: dict[str, bytes] = {}
-        """What was sent through LFS, by sha256."""
+        """The objects that were uploaded through LFS, by sha256."""
         self.created: list[dict[str, Any]] = []
         self.commits: list[tuple[str, list[str]]] = []
-        """The message and the paths of each."""
+        """The message and the paths of each commit."""
         self.sent: list[str] = []
-        """The sha256 of each object that was sent, as often as it was."""
+        """The sha256 of each uploaded object, once per upload."""
         self.refuse = ""
-        """A part of a path, requests to which fail."""
+        """A part of a path; requests to paths that contain it fail."""
         self.allow = 0
-        """How many of these succeed first."""
+        """The number of these requests that succeed first."""
 
     def refuses(self, path: str) -> bool:
         if not self.refuse or self.refuse not in path:
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer({"error": "Invalid credentials in Authorization header"}, 401)
-        if path == "/api/validate-yaml":  # the card, before it is sent
+        if path == "/api/validate-yaml":  # the model card, before its upload
             assert json.loads(body)["content"].startswith("---")
             return self._answer({"errors": [], "warnings": []})
         if path == "/api/whoami-v2":
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving(storage: Path) -> Iterator[Hub]:
-    """A hub that answers while the block runs."""
+    """A hub that is served while the block runs."""
     hub = Hub(storage)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,16 +1,15 @@
 """A device that computes nothing and enforces what a GPU enforces, so that a machine without one can test for it.
 
-Its tensors are torch's fake ones, on a device of our own (`DEVICE`); those of the host are real. While `Rules` is entered:
+Its tensors are torch's fake tensors, on a separate device (`DEVICE`); those of the host are real. While `Rules` is entered:
 
-- an operation on tensors of two devices is an error, also a `_foreach` operation whose factor lies elsewhere, which torch's fake tensors
-  let through and a GPU's kernel refuses; a host tensor without dimensions counts as a number, as it does for a GPU;
+- an operation on tensors of two devices is an error, also a `_foreach` operation with a factor on another device, which torch's fake
+  tensors accept and a GPU's kernel refuses; a host tensor without dimensions counts as a number, as it does for a GPU;
 - a collective of a host tensor is an error where the group has no backend for the host, as under NCCL alone;
-- what is read from the device is ones, and each read is written down in `waits`: the host would wait there. So is each wait for an
-  event, a stream or the device itself.
+- a read from the device returns ones, unless `Rules` has kept the value, and is recorded in `waits`, because the host would wait there;
+  so is each wait for an event, a stream or the device itself.
 
-The other ranks of the group do what this one does, so every value that ranks exchange is this rank's own.
-
-The name cannot be taken back, so a process that calls `open_device` serves for nothing else: see `fabricate.testing.ranks.run_alone`.
+The other ranks of the group do the same as this one, so every value that ranks exchange is this rank's own. The name of the device cannot
+be unregistered, so a process that calls `open_device` is used for nothing else: see `fabricate.testing.ranks.run_alone`.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from torch.utils.weak import WeakTensorKeyDictionary
 
-NAME = "sdaa"  # a make that torch has no kernels for, and that Accelerate lets train in float16
+NAME = "sdaa"  # a vendor without kernels in torch, with which Accelerate allows float16
 DEVICE = torch.device("cpu")
 """The device, once `open_device` has run."""
 
 
 _values = WeakTensorKeyDictionary()
-"""By a tensor of the device, the state of its version counter and what lies there."""
+"""The version counter and the value of each tensor of the device whose value is known."""
 
 
 def _keep(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -52,14 +51,14 @@ def _value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finished(tensors: list[torch.Tensor]) -> Any:
-    """A collective whose result is there, as DDP asks for it: torch's fake group gives none."""
+    """A finished collective with a result, which DDP needs: torch's fake group returns none."""
     result: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     result.set_result(tensors)
     return _create_work_from_future(result).boxed()
 
 
 _kept: list[Any] = []
-"""What torch forgets when nothing refers to it."""
+"""Objects that torch would drop without a reference to them."""
 
 
 _entered: list[Rules] = []
@@ -71,7 +70,7 @@ def _host_waits(name: str) -> None:
 
 
 class _Stream:
-    """A queue of work; there is only one, and it is always empty."""
+    """A stream of the device; there is only one, and it is always empty."""
 
     def __init__(self, device: object = None, priority: int = 0, **options: object) -> None:
         self.device = device
@@ -116,7 +115,7 @@ class _Event:
 
 
 class _Module(_DummyBackendModule):
-    """What torch looks for under `torch.sdaa`."""
+    """The module that torch uses as `torch.sdaa`."""
 
     Stream = _Stream
     Event = _Event
@@ -146,11 +145,11 @@ _MEMORY = {
     "max_memory_allocated": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
 }
-"""What `torch.accelerator` says of the device's memory: 80 GB, all of it free."""
+"""The memory functions of `torch.accelerator` for the device: 80 GB, all of it free."""
 
 
 class _Mode(FakeTensorMode):
-    avoid_device_init = True  # else a copy of a host tensor to the device would want the device's allocator
+    avoid_device_init = True  # otherwise a copy of a host tensor to the device would need the device's allocator
 
 
 _IN_HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention")
@@ -158,7 +157,7 @@ _IN_FLOAT = ("layer_norm", "log_softmax.int", "softmax.int", "cross_entropy_loss
 
 
 def _register_autocast() -> list[torch.library.Library]:
-    """What autocast does on a GPU, for the operations that the tests use: torch has no list for a device of one's own."""
+    """Register autocast as on a GPU, for the operations that the tests use: torch has no list for a custom device."""
     key = torch._C.DispatchKey.AutocastPrivateUse1
     others, ours = torch.library.Library("_", "IMPL", "AutocastPrivateUse1"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -197,8 +196,8 @@ def open_device() -> None:
 
 @contextlib.contextmanager
 def open_group(world_size: int, host_backend: bool = True) -> Iterator[None]:
-    """torch's default group, of `world_size` ranks on the device; this is rank 0. `host_backend`: whether the group carries tensors of
-    the host too."""
+    """Open torch's default group, of `world_size` ranks on the device; this is rank 0. host_backend: whether the group also accepts tensors
+    of the host."""
     backend = f"{NAME}:alike" + (",cpu:alike" if host_backend else "")
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -231,7 +230,7 @@ class Rules(TorchDispatchMode):
         on_device = [t for t in tensors if isinstance(t, FakeTensor)]
         if name in ("aten._pin_memory.default", "aten.pin_memory.default"):
             return args[0]
-        kwargs.pop("pin_memory", None)  # torch would ask the device's allocator for such memory
+        kwargs.pop("pin_memory", None)  # torch would need the device's allocator for such memory
         if not on_device and not any(isinstance(leaf, torch.device) and leaf.type == NAME for leaf in flat):
             return func(*args, **kwargs)
         if name.startswith("aten._foreach_"):
@@ -251,7 +250,7 @@ class Rules(TorchDispatchMode):
         return tree_map_only(FakeTensor, lambda t: self._read(t, name, args, kwargs), result)
 
     def _read(self, tensor: FakeTensor, name: str, args: Any, kwargs: Any) -> torch.Tensor:
-        """A result that lies on the host is real."""
+        """Make a result on the host a real tensor."""
         if tensor.device.type == NAME:
             return tensor
         if not kwargs.get("non_blocking", False):
@@ -259,8 +258,8 @@ class Rules(TorchDispatchMode):
         return _value(args[0] if name == "aten._to_copy.default" else tensor).to(tensor.dtype)
 
     def _remember(self, func: Any, name: str, args: Any, tensors: list[torch.Tensor], result: Any) -> None:
-        """The few values of the device that torch reads back to decide something: what was copied there, constants, and whether a
-        gradient overflowed (none does). Changed in another way, they are forgotten."""
+        """Keep the few values of the device that torch reads to decide something: tensors copied there, constants, and whether a gradient
+        overflowed (none does). After any other change a value is not known."""
         if name in ("aten._to_copy.default", "aten.copy_.default") and not isinstance(tensors[-1], FakeTensor):
             _keep(result, tensors[-1].detach().to(result.dtype).expand(result.shape).clone())
         elif name == "aten.full.default":
@@ -277,7 +276,7 @@ class Rules(TorchDispatchMode):
                 _keep(tensor, _values[tensor][1] if tensor in _values else None)
 
     def waited(self, name: str) -> None:
-        """The host waits for the device, in the operation `name`."""
+        """Record that the host waits for the device, in the operation `name`."""
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and __file__ != f.filename]
         self.waits.append(f"{name} in {frames[-1].name}: {frames[-1].line}" if frames else f"{name} in torch")
 
@@ -292,7 +291,7 @@ class Rules(TorchDispatchMode):
 
 
 class _Alike:
-    """The control connections of a rank whose peers send what it sends."""
+    """The control connections of a rank whose peers send the same as this rank."""
 
     watched, closed = "", False
 
@@ -314,7 +313,7 @@ class _Alike:
 
 @contextlib.contextmanager
 def trained_on_the_device(world_size: int) -> Iterator[Rules]:
-    """A `Trainer` trains on the device, as rank 0 of `world_size` alike ranks."""
+    """Make a `Trainer` train on the device, as rank 0 of `world_size` ranks that do the same."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -324,19 +323,19 @@ def trained_on_the_device(world_size: int) -> Iterator[Rules]:
     tensor = torch.tensor
 
     def pageable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return tensor(*args, **kwargs)  # pinned memory comes from the device's allocator, past `Rules`
+        return tensor(*args, **kwargs)  # pinned memory would use the device's allocator, without `Rules`
 
     with contextlib.ExitStack() as pretended:
         patch = lambda *of: pretended.enter_context(mock.patch.object(*of))  # noqa: E731
         pretended.enter_context(mock.patch.dict(os.environ, ACCELERATE_TORCH_DEVICE=str(DEVICE)))
         pretended.enter_context(mock.patch.dict(KINDS, {NAME: "MULTI_GPU"}))
         patch(torch, "tensor", pageable)
-        patch(torch, "Stream", _Stream)  # torch's own ask the device's guard, which has no events
+        patch(torch, "Stream", _Stream)  # torch's classes use the device's guard, which has no events
         patch(torch, "Event", _Event)
         patch(torch.accelerator, "current_stream", _Stream)
-        for name, answer in _MEMORY.items():  # torch asks the device's allocator, which is written in C++
+        for name, answer in _MEMORY.items():  # torch uses the device's allocator, which is written in C++
             patch(torch.accelerator, name, answer)
-        if world_size > 1:  # Accelerate does not look whether a group is there
+        if world_size > 1:  # Accelerate does not check whether a group exists
             patch(PartialState, "_prepare_backend", lambda *args: ("alike", DistributedType.MULTI_GPU))
         patch(Group, "_connect", lambda self, *args: _Alike(world_size))
         patch(Group, "_exchange_hosts", lambda self, *args: None)

@@ -1,4 +1,4 @@
-"""A run with everything that its files can tell: validation, a skipped update, a failure, a resume that computes some updates again."""
+"""A run with everything that its files can record: validation, a skipped update, a failure, a resume that computes some updates again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricate import Callback, Trainer, TrainModule
 STEPS, SAVED, FAILED, SKIPPED = 10, 4, 7, 2
 """Updates of the run; the checkpoint it resumes from; the step after which it failed; the step after which one was skipped."""
 HOSTILE = "</script><img src=x onerror=alert(1)>"
-"""The name of a metric, and an argument of the module's."""
+"""The name of a metric, and an argument of the module."""
 
 SCRIPT = """
 import sys
@@ -43,7 +43,7 @@ try:
 except Exception:
     raise SystemExit("it caught what is not for it")
 """
-"""A script with the data of `record`, or, with --weighted, with a sampler of its own. Its fit must not be reached."""
+"""A script with the data of `record`, or, with --weighted, with its own sampler. Its fit must not train."""
 
 
 class Recorded(TrainModule):
@@ -77,12 +77,12 @@ class Fails(Callback):
 
 
 def rows_of(number: int = 18) -> TensorDataset:
-    """Rows with their number behind: with four to a batch, five updates an epoch, the last of two rows."""
+    """Rows followed by their number: with four rows per batch, five updates per epoch, the last of two rows."""
     return TensorDataset(torch.randn(number, 4, generator=torch.Generator().manual_seed(1)), torch.arange(number))
 
 
 def record(run_dir: Path, *, seed: int = 1, learning_rate: float = 0.01, fails: bool = True) -> list[list[int]]:
-    """Write a run of `STEPS` updates to `run_dir`: the rows of every micro-batch, those before the failure first."""
+    """Write a run of `STEPS` updates to `run_dir`. Returns the rows of every micro-batch, those before the failure first."""
     data, batches = rows_of(), []
     for again in range(1 + fails):
         module = Recorded(learning_rate=learning_rate)

@@ -1,4 +1,4 @@
-"""A line to learn from eight rows, and a fit of it in this process."""
+"""A regression on eight rows, and a fit of it in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Regression(TrainModule):
 
 
 class Hears(Callback):
-    """Keeps what it was told, as (hook, value)."""
+    """Records the arguments of on_eval_end, on_log and on_step_skipped."""
 
     def __init__(self) -> None:
         self.evaluations: list[dict[str, float]] = []
@@ -67,7 +67,7 @@ def files(path: Path) -> list[Path]:
 
 
 class Scripted(Regression):
-    """Validates to the given values, one after another."""
+    """A module whose validation losses are the given values, one after another."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Scripted(Regression):
 
 
 def exploding(at: int, *, gradient_only: bool = False) -> Any:
-    """A module whose loss, or its gradient only, is infinite in the update after `at` of them, once."""
+    """A module whose loss, or its gradient only, is infinite in the update after the first `at` updates, once."""
 
     class Explodes(Regression):
         exploded = False

@@ -1,4 +1,4 @@
-"""A run with everything that a checkpoint has to bring back, and what of its files no clock has a part in."""
+"""A run with all kinds of state that a resume restores, and the content of its files without times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS, GLOBAL_BATCH = 22, 8  # three updates per epoch, the last of six rows: ste
 
 
 class Noisy(Dataset[Any]):
-    """Rows with their number in front, changed a little by every random generator there is."""
+    """Rows that begin with their number, with small changes from every random generator."""
 
     def __init__(self, rows: int = ROWS) -> None:
         self.x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ class Net(TrainModule):
 
 
 class Average(Callback):
-    """A plugin with state of all kinds, sharded as the weights are."""
+    """A plugin with state of all kinds, sharded like the weights."""
 
     def __init__(self) -> None:
         self.shadow: dict[str, torch.Tensor] = {}
@@ -117,7 +117,7 @@ class Crash(Callback):
 
 
 class Bounded(Callback):
-    """Ends what would go round for ever."""
+    """Ends a fit that reads epochs without a step forever."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -128,7 +128,7 @@ class Bounded(Callback):
 
 
 def fit(run_dir: Path | None, steps: int = STEPS, module: TrainModule | None = None, **options: Any) -> Any:
-    """One run of the script that all tests share; `options` are the Trainer's, and fit's by their names."""
+    """One run of the script that all tests share. options: arguments of the Trainer and of `fit`."""
     inner = {"batch_size": 4, "num_workers": 0, "resume": "auto", "val": None, "shuffle": None}
     inner = {name: options.pop(name, default) for name, default in inner.items()}
     data = options.pop("train", Noisy())
@@ -143,7 +143,7 @@ def fit(run_dir: Path | None, steps: int = STEPS, module: TrainModule | None = N
     }
     if (
         options.get("strategy") == "ddp"
-    ):  # the last batch of an epoch is one row, which leaves out the layer of running statistics
+    ):  # the last batch of an epoch is one row, with which the layer of running statistics is not used
         options["strategy"] = "ddp:find_unused_parameters=true"
     trainer = Trainer(max_steps=steps, run_dir=run_dir, progress=False, **{**defaults, **options})
     trainer.fit(module, data, **inner)
@@ -157,7 +157,7 @@ def fit_until_the_crash(run_dir: Path, **options: Any) -> None:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock."""
+    """metrics.jsonl without values that depend on the clock."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "clock"} for line in lines]
 
@@ -175,14 +175,14 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def content(path: Path) -> dict[str, Any]:
-    """All of a checkpoint that a clock has no part in: every tensor's bytes, every value, every rank's generators."""
+    """The content of a checkpoint without times: every tensor's bytes, every value, every rank's generators."""
     with Reader(path) as reader:
         contents: dict[str, Any] = {name: bytes(reader.read(name)) for name in reader.manifest.tensors}
         ranks = int(str(reader.manifest.topology["world_size"]))
         for file in ("state.json", *(f"rank-{rank:05d}.json" for rank in range(ranks))):
             contents[file] = reader.json(file)
     contents["state.json"]["progress"].pop("seconds")
-    contents["state.json"].pop("metrics_bytes")  # the clock's digits are counted too
+    contents["state.json"].pop("metrics_bytes")  # its size depends on the digits of the clock
     return contents
 
 

@@ -1,4 +1,4 @@
-"""Scripts, run as `python SCRIPT` runs them, without the seconds that importing torch and Accelerate takes."""
+"""Runs scripts like `python SCRIPT`, without the seconds for the import of torch and Accelerate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES
 
 
 def run_script(script: Path, *arguments: str, directory: Path, timeout: float = 600) -> str:
-    """What `python SCRIPT ARGUMENTS` prints in `directory`; without the network, on the CPU, one thread. AssertionError where it fails.
+    """The output of `python SCRIPT ARGUMENTS` in `directory`, without the network, on the CPU, with one thread. AssertionError if it fails.
 
-    Its process is forked from the one that the pools of ranks come from, which has imported torch and Accelerate."""
+    Its process is forked from the process that also forks the pools of ranks, which has imported torch and Accelerate."""
     printed = directory / f"{script.stem}.printed"
     ranks._forks.set_forkserver_preload(ranks._IMPORTED)
     arguments_of_process = (str(script), arguments, str(directory), dict(os.environ) | _OFFLINE, str(printed))
@@ -38,7 +38,7 @@ def run_script(script: Path, *arguments: str, directory: Path, timeout: float = 
 
 
 def _run(script: str, arguments: tuple[str, ...], directory: str, environment: Mapping[str, str], printed: str) -> None:
-    """In the new process: become `python SCRIPT ARGUMENTS`."""
+    """Run the script in the new process, like `python SCRIPT ARGUMENTS`."""
     file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)

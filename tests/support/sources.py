@@ -1,4 +1,4 @@
-"""Data whose rows are their own numbers, a source per rank, and which rows an update takes from all of them."""
+"""Data whose rows are their own numbers, one source per rank, and the rows that an update takes from all sources."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def values(batch: Any) -> list[int]:
 
 
 def updates(sources: list[Source], epoch: int = 0, start: int = 0) -> list[tuple[list[int], int, int, bool]]:
-    """Per update: the rows that count, micro-step by micro-step and rank by rank; window rows; end; last."""
+    """For each update: the rows that count, by micro-step and rank; the number of rows of the window; its end; whether it is the last."""
     records = []
     for windows in zip(*(source.windows(epoch, start) for source in sources), strict=True):
         heads = {(window.num_micro_steps, window.rows, window.end, window.last) for window in windows}

@@ -1,4 +1,4 @@
-"""A small language model of transformers, and what it reads."""
+"""A small language model of transformers, and its data."""
 
 from __future__ import annotations
 

@@ -9,6 +9,6 @@ from fabricate.testing.ranks import worker_process_ids
 
 
 def own_children() -> list[multiprocessing.process.BaseProcess]:
-    """Children that run, without the ranks that tests before it left for the session."""
+    """The running child processes, without the ranks that earlier tests keep for the session."""
     ranks = worker_process_ids()
     return [child for child in multiprocessing.active_children() if child.pid not in ranks]

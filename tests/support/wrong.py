@@ -14,7 +14,7 @@ ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in ra
 
 
 class Regression(TrainModule):
-    """Counts its forwards in `ran`."""
+    """A module that counts its training steps in `ran`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def refused(
     fit: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> None:
-    """A fit with these settings ends with `message` (a part of it) after `forwards` calls of training_step."""
+    """Assert that a fit with these settings raises `error` with `message` (a part of it) after `forwards` calls of training_step."""
     module = Regression() if module is None else module
     loading = {"batch_size": 2} if train is ROWS else {}
     with pytest.raises(error) as caught:

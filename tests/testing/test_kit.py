@@ -1,4 +1,4 @@
-"""The conformance kit over what fabricate ships, and what the kit itself promises."""
+"""The conformance kit on fabricate's own strategies and plugins, and the guarantees of the kit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fabricate.testing.run_ranks`, for real: gloo ranks in processes of their own."""
+"""`fabricate.testing.run_ranks`, with real gloo ranks in separate processes."""
 
 from __future__ import annotations
 

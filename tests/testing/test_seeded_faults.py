@@ -1,4 +1,4 @@
-"""Plugins with one fault each: the kit finds it, names the check, and says what was expected.
+"""Plugins with one fault each: the kit finds it, and names the check and the expectation.
 
 The classes are at the top level because every rank imports them from this file.
 """

@@ -1,4 +1,4 @@
-"""save="async": what is written beside the training is what was there when the save fell due, and as safe."""
+"""save="async": the state written during training is that of the step at which the save was due, and it is as safe."""
 
 from __future__ import annotations
 

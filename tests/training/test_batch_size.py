@@ -1,4 +1,4 @@
-"""The batch size is found in forked processes: what does not fit costs nothing, under a limit of host memory, on every rank."""
+"""The batch size is found in forked processes: a size that does not fit does no harm, under a limit of host memory, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script changed since the checkpoint that it resumes from: named, refused or accepted, and then in effect."""
+"""Changes of a script since the checkpoint from which it resumes: named, refused or accepted, and then in effect."""
 
 from __future__ import annotations
 

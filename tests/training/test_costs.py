@@ -1,6 +1,5 @@
-"""What a step costs, without a clock: Python calls, memory kept, waits for the device, module walks, imports, frames.
-
-Counts per micro-batch are the difference between two fits of different length, so that start and end drop out.
+"""The cost of a step, without a clock: Python calls, memory kept, waits for the device, module walks, imports, frames. Counts per
+micro-batch are the difference between two fits of different length, which excludes start and end.
 """
 
 from __future__ import annotations

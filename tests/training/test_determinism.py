@@ -1,4 +1,4 @@
-"""The same seed gives the same run to the last bit; what differs between ranks, and what does not."""
+"""The same seed gives the same run bit for bit; the random values that differ between ranks, and those that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures that torch tells in its own words: each is caused, and the note says what to change."""
+"""Errors raised by torch: each is caused, and the added note names what to change."""
 
 from __future__ import annotations
 

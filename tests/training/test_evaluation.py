@@ -1,4 +1,4 @@
-"""Validation and what stops at it: when it runs, what its metrics are taken over, what it leaves alone."""
+"""Validation and stopping by it: when it runs, the rows of its metrics, and the state that it does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""events.jsonl says when every fit began and ended, from where, and what a resume computes again."""
+"""events.jsonl records the start and end of every fit, its checkpoint, and the updates that a resume computes again."""
 
 from __future__ import annotations
 

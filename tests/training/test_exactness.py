@@ -1,4 +1,4 @@
-"""The batch size means what it says: models of transformers, clipping, schedulers and precision against loops by hand."""
+"""The batch size has its exact meaning: models of transformers, clipping, schedulers and precision, compared with loops by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a fit: what is said, what is saved, and that the process is as it was before."""
+"""Failures in the middle of a fit: the message, the saved state, and a process that is as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Freezing and adapters: what is not trained stays out of optimizers, and out of checkpoints if asked."""
+"""Freezing and adapters: frozen parameters are not in optimizers, and optionally not in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch, whole and in halves: whether a loss weighs what it is a mean over."""
+"""A batch, whole and in halves: whether the weight of a loss is the number of items in its mean."""
 
 from __future__ import annotations
 

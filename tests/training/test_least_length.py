@@ -1,4 +1,4 @@
-"""A fit that was asked to stop goes on to its least length, and anomaly detection lasts as long as the fit."""
+"""A fit with a request to stop continues to its minimum length, and anomaly detection lasts as long as the fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl where a device runs behind its host: the same lines, written while the device works on the next update."""
+"""Lines of metrics.jsonl if a device runs behind its host: the same lines, written while the device works on the next update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged in training, learning rates included: over the right rows, at the right step."""
+"""Values logged in training, with learning rates: over the right rows, at the right step."""
 
 from __future__ import annotations
 

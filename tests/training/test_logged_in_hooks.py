@@ -1,4 +1,4 @@
-"""`self.log` in every hook: in the metrics of the evaluation or epoch that it was called in, or an error."""
+"""`self.log` in every hook: the value is in the metrics of the evaluation or epoch of the call, or there is an error."""
 
 from __future__ import annotations
 

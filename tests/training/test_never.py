@@ -1,4 +1,4 @@
-"""What waits for a validation, or for a metric, that never comes is refused before the first step."""
+"""Settings that depend on a validation or a metric that never occurs are refused before the first step."""
 
 from __future__ import annotations
 

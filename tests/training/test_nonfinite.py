@@ -1,4 +1,4 @@
-"""Losses that are not a number, and the scaling that keeps half precision from making them."""
+"""Losses that are not finite, and the scaling that prevents them in half precision."""
 
 from __future__ import annotations
 

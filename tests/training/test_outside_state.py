@@ -1,4 +1,4 @@
-"""What a user's objects hold beside weights: generators, counters, groups added on the way, weights that an optimizer means."""
+"""State of user objects other than weights: generators, counters, groups added during a fit, averages of weights in an optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gradient that overflows in one element, on one rank, of one shard: the update is left out on all ranks, and nothing of it stays."""
+"""A gradient that overflows in one element, on one rank, of one shard: the update is skipped on all ranks, and leaves no trace."""
 
 from __future__ import annotations
 

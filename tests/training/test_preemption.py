@@ -1,4 +1,4 @@
-"""A run that is told to end saves its state, says so with its exit code, and goes on later as if nothing had happened."""
+"""A run that receives a signal to end saves its state, ends with its own exit code, and resumes exactly later."""
 
 from __future__ import annotations
 

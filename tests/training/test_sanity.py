@@ -1,4 +1,4 @@
-"""The few batches of validation before training: they show what is wrong and leave no trace. Limits of each stage, shares of an epoch."""
+"""The few batches of validation before training: they find errors and leave no trace. Limits of each stage, shares of an epoch."""
 
 from __future__ import annotations
 

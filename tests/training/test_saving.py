@@ -1,4 +1,4 @@
-"""Saving, resuming and exporting whole runs: bit by bit, in one process."""
+"""Saving, resuming and exporting whole runs: bit for bit, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving, resuming and exporting on two ranks, and from one strategy to another: bit by bit."""
+"""Saving, resuming and exporting on two ranks, and from one strategy to another: bit for bit."""
 
 from __future__ import annotations
 

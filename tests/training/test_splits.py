@@ -1,4 +1,4 @@
-"""However a global batch is split, the update is the same: splits, weights and worlds drawn at random, and a sample of the table.
+"""The update is the same for every split of a global batch: random splits, weights and numbers of ranks, and a sample of the table.
 
 `python -m campaigns.invariance` is the long form.
 """

@@ -1,4 +1,4 @@
-"""One run of a tracker over the resumes of a fit; the tracker's own object. (W&B, MLflow and Trackio: tests/extras.)"""
+"""A tracker has one run over the resumes of a fit; access to the tracker's own object. (W&B, MLflow and Trackio: tests/extras.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that take turns: each has an update of its own on every batch, as a GAN needs."""
+"""Optimizers that take turns: each makes its own update on every batch, as for a GAN."""
 
 from __future__ import annotations
 

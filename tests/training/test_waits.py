@@ -1,5 +1,5 @@
-"""What the host waits for when it could go on, on a device: nothing for whole-number weights, one read of an fp16 update, one copy of
-predictions. Counted where torch's operators are dispatched."""
+"""Avoidable waits of the host for a device: none for whole-number weights, one read of an fp16 update, one copy of predictions. They are
+counted where torch's operators are dispatched."""
 
 from __future__ import annotations
 

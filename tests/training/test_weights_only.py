@@ -1,4 +1,4 @@
-"""Checkpoints of weights alone: small, good for evaluation and for going back to the best, and nothing resumes from them."""
+"""Checkpoints of weights alone: small, usable for evaluation and to load the best weights, but not to resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules that the tests share are imported from this folder, by ranks as well."""
+"""Puts this folder on the import path, for the modules that tests and ranks share."""
 
 from __future__ import annotations
 

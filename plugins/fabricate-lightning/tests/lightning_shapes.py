@@ -1,4 +1,4 @@
-"""LightningModules in the shapes that public projects have, and a comparison of what Lightning and fabricate make of one."""
+"""LightningModules in the shapes that public projects have, and a comparison of their training by Lightning and by fabricate."""
 
 from __future__ import annotations
 

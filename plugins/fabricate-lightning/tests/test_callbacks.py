@@ -1,4 +1,5 @@
-"""Callbacks: EarlyStopping runs as it is, others become arguments of fabricate's Trainer, and what cannot run is named."""
+"""Callbacks: EarlyStopping runs unchanged, others become arguments of fabricate's Trainer, and those that cannot run are refused by
+name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks of modules and callbacks: called in Lightning's order with Lightning's arguments, and what cannot be called is named."""
+"""The hooks of modules and callbacks: called in Lightning's order with Lightning's arguments, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`self.log`: names, defaults of on_step and on_epoch, reductions, torchmetrics objects, and where the values go."""
+"""`self.log`: names, defaults of on_step and on_epoch, reductions, torchmetrics objects, and the destinations of the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules, callbacks and scripts in further shapes of public projects, run by Lightning and by fabricate: all they see is the same."""
+"""Modules, callbacks and scripts in further shapes of public projects, run by Lightning and by fabricate with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fit that was killed goes on to the same bits, with what the module, its callbacks and its data module keep."""
+"""A killed fit resumes bit for bit, with the state of the module, its callbacks and its data module."""
 
 from __future__ import annotations
 

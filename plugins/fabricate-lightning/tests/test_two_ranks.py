@@ -1,4 +1,4 @@
-"""Two ranks: the same training as Lightning's DDP on two ranks, with what is logged reduced over both."""
+"""Two ranks: the same training as Lightning's DDP on two ranks, with logged values reduced over both."""
 
 from __future__ import annotations
 

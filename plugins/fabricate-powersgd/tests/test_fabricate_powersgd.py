@@ -1,4 +1,4 @@
-"""The conformance kit; what is sent, and that a run resumes bit for bit."""
+"""The conformance kit, the messages sent, and a resume bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses weigh the labels that they count, in every split; NEFTune's noise is of the right size, in training only, and resumes."""
+"""Losses are weighted by the labels that they count, in every split; NEFTune's noise has the right size, in training only, and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens are learnt, of conversations and of prompts with completions, with a tokenizer that is made here."""
+"""The tokens that are learnt in conversations and in prompts with completions, with a tokenizer that is made here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders by length and by weights: what comes together, what is counted, and that a run which ended half way goes on in them."""
+"""Orders by length and by weights: groups, counts, and a resume within an order."""
 
 from __future__ import annotations
 

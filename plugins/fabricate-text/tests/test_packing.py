@@ -1,4 +1,4 @@
-"""Packed rows give the losses, gradients and updates of the rows alone; `datasets` in tables and in streams."""
+"""Packed rows give the same losses, gradients and updates as separate rows; with tables and streams of `datasets`."""
 
 from __future__ import annotations
 
