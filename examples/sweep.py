@@ -1,7 +1,6 @@
 """A search with Optuna: every trial is one fit in this process, and trials that are worse than the median end early.
 
-pip install optuna
-python examples/sweep.py --trials 12 --study sqlite:///sweep.db    (again: the study goes on)
+pip install optuna python examples/sweep.py --trials 12 --study sqlite:///sweep.db (again: continues the study)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Offers the strategies "zero1", "zero2" and "zero3"; "zero0" tells what to use instead."""
+"""Offers the strategies "zero1", "zero2" and "zero3"; "zero0" is refused, with the strategies to use instead."""
 
 from __future__ import annotations
 

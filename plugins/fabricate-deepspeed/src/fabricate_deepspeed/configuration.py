@@ -137,7 +137,7 @@ class Configuration:
 
     def fill_sizes(self, num_elements: int, hidden_size: int | None) -> None:
         """Fill the sizes that depend on the model, of which `num_elements` are trained: with transformers' values if the model has a hidden
-        size, else DeepSpeed's defaults. A bucket is never larger than the trained parameters, which would waste memory."""
+        size, else DeepSpeed's defaults. A bucket is never larger than the trained parameters, because the rest of it would waste memory."""
         zero = self.content["zero_optimization"]
         square = hidden_size**2 if hidden_size else None
         sizes = {"reduce_bucket_size": square or _BUCKET, "allgather_bucket_size": _BUCKET}

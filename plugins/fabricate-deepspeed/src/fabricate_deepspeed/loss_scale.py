@@ -27,7 +27,7 @@ class LossScale:
         return self._zero.external_loss_scale
 
     def renew(self) -> None:
-        """Take over the scaler's new scale, after an update."""
+        """Use the scaler's new scale from now on. To be called after an update."""
         self._zero.external_loss_scale = self._zero.loss_scaler.cur_scale
 
     def scale_gradients(self, factor: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ class _WholeParameters(ZeRO):
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         own = self._slices.get(id(tensor))
         if own is not None and own.flat.dtype == tensor.dtype:
-            return tensor.detach()  # no other master weights
+            return tensor.detach()  # nothing is rounded: the parameter equals its master weights
         return super().gather(tensor)
 
     def prepare_optimizers(

@@ -200,7 +200,7 @@ class ZeRO(Strategy, abc.ABC):
             self._slices[id(parameter)] = own
             noted = functools.partial(self._ran_backward, number)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(noted))
-            if half is not None:  # DeepSpeed made its master weights from rounded weights
+            if half is not None:  # DeepSpeed made its master weights from rounded weights: replace them
                 whole = masters[parameter]
                 own.of(own.flat).copy_(whole.values.flatten().narrow(0, own.start - whole.start, own.count))
         self._verify(half or torch.float32)

@@ -63,7 +63,7 @@ class Uses(TorchFunctionMode):
         self._used |= {id(parameter): parameter for parameter in parameters if id(parameter) in self._names}
 
     def settle(self) -> None:
-        """Take over changes to the parameters used so far, through the function `settle`. This rank alone."""
+        """Apply changes to the parameters used so far, through the function `settle`. This rank alone."""
         if self._used:
             used, self._used = list(self._used.values()), {}
             with self.paused():
@@ -101,8 +101,8 @@ class During:
 
     def __exit__(self, *exc: Any) -> None:
         self._uses.__exit__(*exc)
-        # Weights that on_eval_start puts in are removed before training continues. Without a copy of them the float32
-        # masters are not rounded.
+        # Weights that on_eval_start puts in are removed before training continues. They are not copied, because the
+        # copy would round the float32 masters.
         if self._hook != "on_eval_start" and exc[0] is None:
             self._uses.settle()
 

@@ -26,8 +26,8 @@ def convert(module: torch.nn.Module, names: Iterable[str]) -> None:
 
 
 class Context(AbstractContextManager[None]):
-    """bfloat16 autocast with float8 inside; re-enterable. Scales come from the present tensor, so there is no history that
-    a checkpoint would have to hold."""
+    """bfloat16 autocast with float8 inside; re-enterable. Scales are computed from the present tensor, so checkpoints need no history of
+    them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

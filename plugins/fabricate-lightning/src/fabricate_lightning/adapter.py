@@ -145,7 +145,7 @@ class Adapted(TrainModule):
     # -- optimizers -----------------------------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        """What the module's `configure_optimizers` returns, as fabricate takes it."""
+        """The result of the module's `configure_optimizers`, in the form that fabricate takes."""
         where = f"{type(self.lightning).__name__}.configure_optimizers"
         configured = optimizers.read(where, self._original().configure_optimizers())
         self.optimizers, self.schedulers = configured.optimizers, configured.schedulers

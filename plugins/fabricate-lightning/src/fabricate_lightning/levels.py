@@ -1,4 +1,4 @@
-"""When a value is logged: Lightning's table of the hooks in which `self.log` may be called, with the defaults of on_step and on_epoch."""
+"""Lightning's table of the hooks in which `self.log` may be called, with the defaults of on_step and on_epoch."""
 
 from __future__ import annotations
 

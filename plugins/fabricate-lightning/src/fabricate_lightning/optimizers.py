@@ -177,7 +177,7 @@ def _with_schedulers(optimizer: Any, configs: list[SchedulerConfig], due: Any, a
 
 
 def _interval(configs: list[SchedulerConfig]) -> str:
-    """When fabricate advances the schedulers of one optimizer."""
+    """The interval at which fabricate advances the schedulers of one optimizer."""
     return "step" if any(config.interval == "step" for config in configs) else "epoch"
 
 

@@ -142,7 +142,7 @@ class TrainerView:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a callback asked for the end of the fit."""
+        """Whether a callback requested the end of the fit."""
         return self.adapted is not None and self.adapted.stopping
 
     @should_stop.setter
@@ -218,7 +218,7 @@ class TrainerView:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """The last value of everything that goes to loggers."""
+        """The last value of everything that is passed to loggers."""
         return self.logs.logged_metrics
 
     @property
@@ -451,7 +451,7 @@ class TrainerView:
 
     @property
     def progress_bar_callback(self) -> None:
-        """None: fabricate shows a bar of its own."""
+        """None, because fabricate shows its own bar."""
 
     # -- what can be called -----------------------------------------------------------------------------------------------------
 
