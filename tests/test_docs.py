@@ -179,3 +179,15 @@ def test_every_event_is_on_the_page_of_the_run_directory() -> None:
     sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "fabricate").rglob("*.py"))
     kinds = set(re.findall(r"\bevent\(\s*\"(\w+)\"", sources))
     assert {kind for kind, _ in table_rows("run-directory.md", "events.jsonl")} == kinds
+
+
+def test_the_figures_of_the_promises_are_those_of_their_pages() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    combinations = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    rows = [line for line in combinations.splitlines() if line.startswith("| `")]
+    refused = [line for line in rows if "| refused: " in line]
+    assert f"[{len(rows)} combinations of strategy and precision]" in readme
+    assert f"{len(rows) - len(refused)} ran as chosen, and {len(refused)} were refused" in readme
+    kills = re.search(r"\| in all \| ([\d,]+) \|", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
+    assert kills is not None
+    assert f"[{kills[1]} kills]" in readme
