@@ -150,7 +150,7 @@ class KeepsMore(callbacks.ModelCheckpoint):
         ),
         ([callbacks.GradientAccumulationScheduler({0: 2})], "accumulate_grad_batches has one value"),
         ([callbacks.BackboneFinetuning()], r"fabricate\.UnfreezeAt"),
-        ([callbacks.ModelCheckpoint(monitor=name) for name in ("a", "b")], "are kept by one metric"),
+        ([callbacks.ModelCheckpoint(monitor=name) for name in ("a", "b")], "can be kept by one metric"),
         (
             [callbacks.ModelCheckpoint(every_n_epochs=n, monitor="a") for n in (1, 2)],
             ": a run has one interval for saves; leave one out",
