@@ -205,6 +205,74 @@ def test_a_callback_of_the_users_sees_what_it_sees_in_lightning() -> None:
     assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
 
 
+class Returns(Classifier):
+    """Returns another kind of output for each batch, and notes what the hook gets for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        kinds = {1: {"loss": loss, "scores": loss.detach() + 1, "number": 3}, 2: None, 3: loss.reshape(1)}
+        return kinds.get(batch_idx, loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+
+
+class ReturnsManually(Returns):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            return None
+        if batch_idx == 4:
+            return {"seen": batch_idx}
+        self.optimizers().zero_grad()
+        self.manual_backward(output["loss"] if isinstance(output, dict) else output.sum())
+        self.optimizers().step()
+        return output
+
+
+class NotesOutputs(callbacks.Callback):
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+
+
+# The mean over a window in which a step returns None is another than in Lightning.
+@pytest.mark.parametrize(
+    ("kind", "accumulated", "apart_by"), [(Returns, 1, 1e-6), (Returns, 2, 0.02), (ReturnsManually, 1, 1e-6)]
+)
+def test_the_end_of_a_batch_gets_the_outputs_that_it_gets_in_lightning(
+    kind: Any, accumulated: int, apart_by: float
+) -> None:
+    instances: list[Any] = []
+
+    def callback() -> list[Any]:
+        instances.append(NotesOutputs())
+        return [instances[-1]]
+
+    theirs, ours = both(kind, data, callbacks=callback, max_epochs=1, accumulate_grad_batches=accumulated)
+    assert len(ours.module.outputs) == len(theirs.module.outputs) == 7
+    assert ours.module.outputs[2] == theirs.module.outputs[2] == {}
+    for noted in ((instances[0], instances[1]), (theirs.module, ours.module)):
+        for one, other in zip(noted[0].outputs, noted[1].outputs, strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                if isinstance(value, torch.Tensor):
+                    assert (other[key].shape, other[key].requires_grad) == (value.shape, value.requires_grad)
+                    assert torch.allclose(other[key], value, atol=apart_by), key
+                else:
+                    assert other[key] == value
+
+
 class StopsItself(Classifier):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_step == 9:

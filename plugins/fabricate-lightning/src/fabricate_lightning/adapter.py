@@ -231,8 +231,19 @@ class Adapted(TrainModule):
         output = self._train(batch, batch_idx)
         logs.hook = ""
         if self.keeps_output:
-            self.output = detached(output)
+            self.output = self._outputs(output)
         return self._taken(output)
+
+    def _outputs(self, output: Any) -> Any:
+        """What on_train_batch_end gets for what a training step returned, without the graph: always a mapping. As Lightning documents, the
+        loss is divided by accumulate_grad_batches, and stays as it is with manual optimization."""
+        if output is None:
+            return {}
+        outputs = detached({"loss": output} if isinstance(output, torch.Tensor) else output)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if isinstance(loss, torch.Tensor) and self.lightning.automatic_optimization:
+            outputs["loss"] = loss / self.view.accumulate_grad_batches
+        return outputs
 
     def _taken(self, output: Any) -> Any:
         """The loss in what the module's step returned."""
