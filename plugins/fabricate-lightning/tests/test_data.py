@@ -135,6 +135,59 @@ def test_a_data_module_changes_a_batch_on_its_way() -> None:
     assert apart(*both(Classifier, lambda: (Halves(),))) == 0
 
 
+class Several(Classifier):
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("mean", batch[0].mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+def _before(self: Any, batch: Any, dataloader_idx: int) -> Any:
+    return batch[0] + 1 + dataloader_idx, batch[1]
+
+
+def _transfer(self: Any, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    assert device == torch.device("cpu")
+    return [batch[0].to(device) * (3 + dataloader_idx), batch[1].to(device)]
+
+
+def _after(self: Any, batch: Any, dataloader_idx: int) -> Any:
+    return batch[0] / (2 if self.trainer.training else 5 + dataloader_idx), batch[1]
+
+
+BEFORE: dict[str, Any] = {"on_before_batch_transfer": _before}
+TRANSFER: dict[str, Any] = {"transfer_batch_to_device": _transfer}
+AFTER: dict[str, Any] = {"on_after_batch_transfer": _after}
+
+
+@pytest.mark.parametrize(
+    ("of_module", "of_data"),
+    [
+        *((hook, {}) for hook in (BEFORE, TRANSFER, AFTER)),
+        *(({}, hook) for hook in (BEFORE, TRANSFER, AFTER)),
+        (BEFORE | TRANSFER, AFTER),
+        (AFTER, BEFORE | TRANSFER),
+        (AFTER, AFTER | BEFORE),
+    ],
+    ids=lambda hooks: "+".join(hooks) or "none",
+)
+def test_a_batch_takes_the_way_that_it_takes_in_lightning(of_module: dict[str, Any], of_data: dict[str, Any]) -> None:
+    kind: Any = type("Module", (Several,), of_module)
+    source: Any = type("DataModule", (Data,), of_data)
+    theirs, ours = both(kind, lambda: (source(),), max_epochs=1)
+    assert apart(theirs, ours) == 0
+    assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
+    tested, predicted = [], []
+    for run in (theirs, ours):
+        tested.append(run.trainer.test(run.module, datamodule=source(), verbose=False))
+        predicted.append(run.trainer.predict(run.module, datamodule=source()))
+    assert tested[1] == [pytest.approx(each, abs=1e-6) for each in tested[0]]
+    assert len(tested[0]) == 2
+    for one, other in zip(*predicted, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(rows())

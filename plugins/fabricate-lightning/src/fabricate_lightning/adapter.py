@@ -136,11 +136,9 @@ class Adapted(TrainModule):
         self.hooks("setup", stage)
 
     def _moved(self, batch: Any, number: int = 0) -> Any:
-        """`batch` after the transfer hooks: the data module's, else the module's."""
-        for owner in (self.view.datamodule, self.lightning):
-            if data.transfers(owner):
-                return data.transferred(owner, batch, self.device, number)
-        return batch
+        """`batch` after the transfer hooks: of each the data module's, else the module's."""
+        owners = [owner for owner in (self.view.datamodule, self.lightning) if data.transfers(owner)]
+        return data.transferred(owners, batch, self.device, number) if owners else batch
 
     # -- optimizers -----------------------------------------------------------------------------------------------------------------
 

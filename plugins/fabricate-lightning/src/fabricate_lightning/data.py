@@ -130,11 +130,12 @@ def transfers(owner: Any) -> bool:
     return owner is not None and any(overrides(owner, hook) for hook in TRANSFER)
 
 
-def transferred(owner: Any, batch: Any, device: torch.device, number: int) -> Any:
-    """`batch` after the transfer hooks of `owner`, a data module or the module. number: of the data set in an evaluation."""
-    batch = owner.on_before_batch_transfer(batch, number)
-    if overrides(owner, "transfer_batch_to_device"):
-        batch = owner.transfer_batch_to_device(batch, device, number)
-    else:
-        batch = send_to_device(batch, device)
-    return owner.on_after_batch_transfer(batch, number)
+def transferred(owners: Sequence[Any], batch: Any, device: torch.device, number: int) -> Any:
+    """`batch` after the transfer hooks: of each that of the first of `owners` that has one. number: of the data set in an evaluation."""
+    before, transfer, after = (
+        next((getattr(owner, hook) for owner in owners if overrides(owner, hook)), None) for hook in TRANSFER
+    )
+    if before is not None:
+        batch = before(batch, number)
+    batch = send_to_device(batch, device) if transfer is None else transfer(batch, device, number)
+    return batch if after is None else after(batch, number)
