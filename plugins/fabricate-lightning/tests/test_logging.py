@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
-from lightning_shapes import Classifier, both, by_fabricate, loader
+from lightning_shapes import Classifier, both, by_fabricate, case, loader
 
 from fabricate import ConfigurationError
 
@@ -189,6 +189,113 @@ def test_values_go_to_the_run_and_to_loggers(tmp_path: Path) -> None:
     stages = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     validations = [line["metrics"] for line in stages if line["stage"] == "validate"]
     assert [set(metrics) for metrics in validations] == [{"val_loss", "val/accuracy"}] * 2
+
+
+class Where(Classifier):
+    """Notes the step and the epoch that hooks of evaluations see, and writes to the logger's own object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, int]] = []
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_rows", float(len(batch[0])), reduce_fx="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def _note(self, hook: str) -> None:
+        assert (self.global_step, self.current_epoch) == (self.trainer.global_step, self.trainer.current_epoch)
+        self.seen.append((hook, self.global_step, self.current_epoch))
+
+    def setup(self, stage: str) -> None:
+        self._note(f"setup {str.__str__(stage)}")
+
+    def on_validation_start(self) -> None:
+        self._note("validate")
+
+    def on_test_epoch_end(self) -> None:
+        self._note("test")
+
+    def on_predict_end(self) -> None:
+        self._note("predict")
+
+    def teardown(self, stage: str) -> None:
+        self._note(f"teardown {str.__str__(stage)}")
+
+
+def _evaluations(path: Path) -> list[tuple[str, ...]]:
+    """Step, epoch and metrics of the lines of evaluations in a CSV file."""
+    with path.open() as file:
+        lines = list(csv.DictReader(file))
+    names = ("step", "epoch", "val_loss", "test_rows")
+    return [tuple(line.get(n, "")[:6] for n in names) for line in lines if line.get("test_rows") or line["val_loss"]]
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 10}], ids=case)
+def test_evaluations_after_a_fit_are_at_its_step_and_epoch(tmp_path: Path, length: dict[str, int]) -> None:
+    loggers: list[CSVLogger] = []
+
+    def logger() -> CSVLogger:
+        loggers.append(CSVLogger(tmp_path, version=len(loggers)))
+        return loggers[-1]
+
+    runs = both(Where, lambda: (loader(), loader(number=20)), logger=logger, num_sanity_val_steps=0, **length)
+    counted: list[list[tuple[int, int]]] = []
+    for trained in runs:
+        trainer, module = trained.trainer, trained.module
+        counted.append([(trainer.global_step, trainer.current_epoch)])
+        for evaluate in (trainer.test, trainer.validate, trainer.predict, trainer.test):
+            evaluate(module, loader(number=20))
+            counted[-1].append((trainer.global_step, trainer.current_epoch))
+    theirs, ours = runs
+    assert counted[1] == counted[0] == [(length.get("max_steps", 14), 2)] * 5
+    assert ours.module.seen == theirs.module.seen
+    found = [_evaluations(Path(each.log_dir) / "metrics.csv") for each in loggers]
+    after = [[line for line in lines if line[1] == "2"] for lines in found]
+    assert after[1] == after[0]
+    assert len(after[0]) == 3
+    # Lightning writes a validation within the fit one step lower, so steps are not compared.
+    assert [line[1:] for line in found[1]] == [line[1:] for line in found[0]]
+
+
+def test_an_evaluation_of_a_checkpoint_without_a_fit_is_at_step_0_as_in_lightning(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    runs = both(
+        Where,
+        lambda: (loader(),),
+        callbacks=lambda: [ModelCheckpoint(tmp_path / str(len(list(tmp_path.iterdir()))))],
+        enable_checkpointing=True,
+        max_epochs=1,
+    )
+    modules = []
+    for trained in runs:
+        modules.append(Where())
+        trainer = type(trained.trainer)(logger=False, enable_progress_bar=False)
+        path = trained.trainer.checkpoint_callback.best_model_path
+        trainer.test(modules[-1], loader(number=20), ckpt_path=path)
+        assert (trainer.global_step, trainer.current_epoch) == (0, 0)
+        assert torch.equal(modules[-1].net[0].weight, trained.module.net[0].weight)
+    assert modules[1].seen == modules[0].seen == [("setup test", 0, 0), ("test", 0, 0), ("teardown test", 0, 0)]
+
+
+def test_the_loggers_own_object_writes_into_the_event_file_of_the_run(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    class Writes(Where):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.logger.experiment.add_scalar("own", 10.0 * self.global_step, self.global_step)
+
+    logger = TensorBoardLogger(tmp_path)
+    trained = by_fabricate(Writes(), loader(), logger=logger, log_every_n_steps=2, max_epochs=1)
+    trained.trainer.test(trained.module, loader(number=20))
+    files = accumulators.EventAccumulator(logger.log_dir)
+    files.Reload()
+    assert [(event.step, event.value) for event in files.Scalars("own")] == [(n, 10.0 * n) for n in range(1, 8)]
+    assert [event.step for event in files.Scalars("train_loss_step")] == [2, 4, 6, 7]
+    assert [(event.step, event.value) for event in files.Scalars("test_rows")] == [(7, 20.0)]
 
 
 def test_logging_without_a_trainer_warns_as_lightnings_module_does() -> None:

@@ -54,8 +54,6 @@ class Adapted(TrainModule):
         self._at_epoch_end: list[optimizers.SchedulerConfig] = []
         """The schedulers that fabricate does not advance."""
         self.stopping = False
-        self.passes: int | None = None
-        """At the end of a fit, the number of epochs as Lightning counts them, including one that was cut short."""
         self.batch_idx = 0
         self.output: Any = None
         """The output of the last step, if a hook needs it."""
@@ -96,7 +94,7 @@ class Adapted(TrainModule):
     def provide_data(self, trainer: Trainer, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
         """The loaders of the data module or the module, after a call of `setup`."""
         view, module = self.view, self.lightning
-        view.core, view.function, view.evaluation = trainer, stage, "" if stage == "fit" else stage
+        view.begin(trainer, stage)
         view.logs.forget()
         if data.is_datamodule(train):
             view.datamodule, train = train, None
@@ -113,7 +111,7 @@ class Adapted(TrainModule):
         if view.loaders["validate"] is not None and not overrides(module, "validation_step"):
             view.print(f"{type(module).__name__} has no validation_step, so its validation data is not read")
             view.loaders["validate"] = None
-        self._trained_before, self._epoch_began, self.stopping, self.passes = False, False, False, None
+        self._trained_before, self._epoch_began, self.stopping = False, False, False
         self.remember_modes()
         return view.loaders["train"], view.loaders["validate"]
 
@@ -330,7 +328,7 @@ class Adapted(TrainModule):
         cut_short, self._in_epoch = self._in_epoch, False
         if cut_short:  # Lightning ends an epoch that max_steps or a callback cuts short
             self.hooks("on_train_epoch_end")
-        self.passes = trainer.progress.epoch + cut_short
+        self.view.passes = trainer.progress.epoch + cut_short
         self.hooks("on_train_end")
         self.hooks("on_fit_end")
 
@@ -402,7 +400,7 @@ class Adapted(TrainModule):
         logs.reset()
         metrics |= settled
         if not view.sanity_checking:
-            self._to_loggers(settled, trainer.step, trainer.epoch if view.function == "fit" else None)
+            self._to_loggers(settled, view.global_step, view.current_epoch)
         self.hooks(f"on_{word}_end")
         if view.sanity_checking:
             self.hooks.of_callbacks("on_sanity_check_end")
@@ -410,11 +408,10 @@ class Adapted(TrainModule):
         self.batch_idx, view.sanity_checking, view.evaluation = self._before[0], False, ""
         logs.end_evaluation()
 
-    def _to_loggers(self, metrics: dict[str, float], step: int, epoch: int | None) -> None:
+    def _to_loggers(self, metrics: dict[str, float], step: int, epoch: int) -> None:
         """Give `metrics` to the user's loggers, which write on rank 0."""
-        values = metrics if epoch is None else {**metrics, "epoch": epoch}
         for logger in self.view.loggers if metrics else ():
-            logger.log_metrics(values, step)
+            logger.log_metrics({**metrics, "epoch": epoch}, step)
             logger.save()
 
     def on_saved(self, path: Path) -> None:

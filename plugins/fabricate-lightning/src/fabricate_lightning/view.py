@@ -60,6 +60,10 @@ class TrainerView:
         """The value and the algorithm with which the module, not fabricate, clips gradients."""
         self.core: Trainer | None = None
         """fabricate's Trainer."""
+        self.passes: int | None = None
+        """After a fit, the epochs that Lightning counts: also one that was cut short."""
+        self._at: dict[str, int] = {}
+        """From the start of an evaluation after the fit on, what the fit had counted."""
         self.adapted: Adapted | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -70,6 +74,15 @@ class TrainerView:
         )
 
     # -- the run ----------------------------------------------------------------------------------------------------------------
+
+    def begin(self, trainer: Trainer, function: str) -> None:
+        """`trainer` begins `function`. In an evaluation, step and epoch stay those of the fit before it, as in Lightning."""
+        if function == "fit" or self.core is not trainer:
+            self.passes = None
+        self.core, self.function, self._at = trainer, function, {}
+        self.evaluation = "" if function == "fit" else function
+        if function != "fit":
+            self._at = {"step": self.global_step, "epoch": self.current_epoch}
 
     @property
     def _fabricates(self) -> Trainer:
@@ -100,10 +113,11 @@ class TrainerView:
     @property
     def current_epoch(self) -> int:
         """The pass in progress, from 0; after a fit, the number of those that began."""
-        ended = None if self.adapted is None else self.adapted.passes
-        return self._counted("epoch") if ended is None else ended
+        return self._counted("epoch") if self.passes is None else self.passes
 
     def _counted(self, name: str) -> int:
+        if name in self._at:
+            return self._at[name]
         try:
             return int(getattr(self.core, name)) if self.core is not None else 0
         except FabricateError:  # before the first fit
