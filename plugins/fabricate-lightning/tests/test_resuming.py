@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fabricate_lightning
+import lightning
 import pytest
 import torch
 from fabricate_lightning import adapt
@@ -157,6 +158,51 @@ def test_ckpt_path_last_resumes_and_no_ckpt_path_starts_anew(tmp_path: Path) -> 
     assert (tmp_path / "before-1").exists()
     with pytest.raises(ConfigurationError, match="this run has no directory to write to; give"):
         _fit(Classifier(), None, ckpt_path="last")  # type: ignore[arg-type]
+
+
+class Curriculum(lightning.LightningDataModule):
+    """Counts the epochs that it gave data for, and keeps the count in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs, self.calls = 0, []
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {str.__str__(stage)}")
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
+        self.calls.append("val_dataloader")
+        return loader(number=20, seed=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs, "rows": torch.arange(3)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert torch.equal(state_dict["rows"], torch.arange(3))
+        self.calls.append("load_state_dict")
+        self.epochs = state_dict["epochs"]
+
+
+class CountsInData(Classifier):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.datamodule.epochs += 1
+
+
+def test_ckpt_path_last_loads_the_state_of_the_data_module(tmp_path: Path) -> None:
+    ends = []
+    for epochs, path in ((1, None), (3, "last")):
+        trainer = fabricate_lightning.Trainer(
+            max_epochs=epochs, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+        )
+        trainer.fit(CountsInData(), datamodule=(datamodule := Curriculum()), ckpt_path=path)
+        ends.append(datamodule)
+    assert [each.epochs for each in ends] == [1, 3]
+    assert "load_state_dict" not in ends[0].calls
+    assert ends[1].calls.index("setup fit") < ends[1].calls.index("load_state_dict")
+    assert ends[1].calls.count("load_state_dict") == 1
 
 
 def test_hooks_of_checkpoints_see_what_hooks_added() -> None:
