@@ -351,8 +351,8 @@ class TrainModule(torch.nn.Module, Listener):
         unknown = [name for name in missing if name not in overrides]
         if unknown:
             raise CheckpointError(
-                f"load_from_checkpoint({str(path)!r}): the constructor arguments {', '.join(unknown)} could not be recorded; "
-                f"pass them, for instance {cls.__name__}.load_from_checkpoint(path, {unknown[0]}=...)"
+                f"load_from_checkpoint({str(path)!r}): the constructor arguments {', '.join(unknown)} of {cls.__name__} could not be "
+                f"recorded; pass them as well: load_from_checkpoint(..., {', '.join(f'{name}=...' for name in unknown)})"
             )
         bound = _bind(cls, recorded, overrides)
         module = cls(*bound.args[1:], **bound.kwargs)

@@ -264,7 +264,7 @@ def test_an_argument_that_was_not_recorded_has_to_be_given(tmp_path: Path) -> No
     _fit(Regression(act=torch.nn.ReLU()), run_dir=tmp_path)
     with pytest.raises(
         CheckpointError,
-        match=r"the constructor arguments act could not be recorded; pass them, for instance Regression.load_from",
+        match=r"the constructor arguments act of Regression could not be recorded; pass them as well: load_from_checkpoint\(\.\.\., act=\.",
     ):
         Regression.load_from_checkpoint(tmp_path)
     assert Regression.load_from_checkpoint(tmp_path, act=3).act == 3

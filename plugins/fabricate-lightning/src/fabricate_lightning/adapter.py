@@ -21,7 +21,7 @@ from fabricate_lightning.callbacks import saved
 from fabricate_lightning.checkpoints import share
 from fabricate_lightning.hooks import Hooks
 from fabricate_lightning.kinds import overrides
-from fabricate_lightning.saved import Saved, detached
+from fabricate_lightning.saved import Saved, detached, give_added
 from fabricate_lightning.view import TrainerView
 
 WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -424,6 +424,9 @@ class Adapted(TrainModule):
 
     def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
         self._saved.take(state, trainer)
+
+    def on_load_weights(self, state: MutableMapping[str, Any]) -> None:
+        give_added(self.lightning, state)
 
 
 def _with_arguments(module: Any, step: str, most: int) -> Callable[..., Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fabricate import TrainModule, import_checkpoint
 from fabricate_lightning.kinds import base
+from fabricate_lightning.saved import give_added
 
 M = TypeVar("M")
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -26,7 +27,7 @@ def share(part: TrainModule, module: Any) -> None:
         part.__dict__[table] = module.__dict__[table]
 
 
-def load_from_checkpoint(kind: type[M], path: str | Path, **overrides: Any) -> M:
+def load_from_checkpoint(kind: type[M], /, path: str | Path, **overrides: Any) -> M:
     """A module of the class `kind`, a LightningModule, with the weights of the checkpoint at `path`, on the CPU.
 
     path: a checkpoint or a run directory of fabricate, or a `.ckpt` file of Lightning's. The arguments are those recorded with
@@ -41,6 +42,10 @@ def load_from_checkpoint(kind: type[M], path: str | Path, **overrides: Any) -> M
             modules.append(kind(**_arguments(kind, hparams)))
             share(self, modules[0])
 
+        def on_load_weights(self, state: MutableMapping[str, Any]) -> None:
+            give_added(modules[0], state)
+
+    Loaded.__name__ = kind.__name__  # for messages
     with imported(path) as checkpoint:
         Loaded.load_from_checkpoint(checkpoint, **overrides)
     return modules[0]
@@ -69,6 +74,7 @@ def load_weights(module: Any, path: str | Path) -> None:
             super().__init__()
             share(self, module)
 
+    Into.__name__ = type(module).__name__  # for messages
     with imported(path) as checkpoint:
         Into.load_from_checkpoint(checkpoint, **dict.fromkeys(map(str, module.hparams)))
 

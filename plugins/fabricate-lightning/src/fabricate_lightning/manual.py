@@ -162,8 +162,9 @@ class Manual(Adapted):
     # -- checkpoints ----------------------------------------------------------------------------------------------------------------
 
     def on_save(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:
-        names = {parameter: name for name, parameter in self.named_parameters()}
-        state["gradients"] = {names[p]: gradient for p, gradient in self._gradients.items() if gradient is not None}
+        if not trainer.settings.save_weights_only:
+            names = {parameter: name for name, parameter in self.named_parameters()}
+            state["gradients"] = {names[p]: gradient for p, gradient in self._gradients.items() if gradient is not None}
         super().on_save(trainer, state)
 
     def on_load(self, trainer: Trainer, state: MutableMapping[str, Any]) -> None:

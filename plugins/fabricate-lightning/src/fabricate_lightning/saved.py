@@ -49,6 +49,11 @@ class Saved:
 
     def fill(self, state: MutableMapping[str, Any], trainer: Trainer) -> None:
         """Put the module's state into `state`. All ranks."""
+        added = Checkpoint(self._where(trainer))
+        if trainer.settings.save_weights_only:  # then only what belongs to the weights
+            self._call("on_save_checkpoint", added, callbacks=False)
+            state["added"], state["where"] = self._without_where(added, trainer), self._where(trainer)
+            return
         logs = self._view.logs
         state["attributes"] = {
             place: value
@@ -58,9 +63,8 @@ class Saved:
         state["callbacks"] = {key: value for key, callback in self._callbacks() if (value := callback.state_dict())}
         if (datamodule := self._view.datamodule) is not None and overrides(datamodule, "state_dict"):
             state["datamodule"] = datamodule.state_dict()
-        added = Checkpoint(self._where(trainer))
         self._call("on_save_checkpoint", added)
-        state["added"] = {name: value for name, value in added.items() if name not in self._where(trainer)}
+        state["added"], state["where"] = self._without_where(added, trainer), self._where(trainer)
         state["metrics"] = {name: float(value) for name, value in logs.callback_metrics.items()}
         state["epoch"] = {recorded: [name, list(options)] for recorded, (name, options) in logs.epoch.items()}
 
@@ -89,8 +93,11 @@ class Saved:
     def _where(self, trainer: Trainer) -> dict[str, Any]:
         return {"epoch": trainer.epoch, "global_step": trainer.step}
 
-    def _call(self, hook: str, checkpoint: Checkpoint) -> None:
-        for callback in self._view.callbacks:
+    def _without_where(self, added: Checkpoint, trainer: Trainer) -> dict[str, Any]:
+        return {name: value for name, value in added.items() if name not in self._where(trainer)}
+
+    def _call(self, hook: str, checkpoint: Checkpoint, *, callbacks: bool = True) -> None:
+        for callback in self._view.callbacks if callbacks else ():
             if overrides(callback, hook):
                 getattr(callback, hook)(self._view, self._module, checkpoint)
         for owner in (self._view.datamodule, self._module):
@@ -110,6 +117,13 @@ class Saved:
             for name, value in vars(part).items():
                 if name not in self._not_users and _plain(value):
                     yield f"{path}.{name}", detached(value)
+
+
+def give_added(module: Any, state: Mapping[str, Any]) -> None:
+    """Let `module`, of which only the weights are loaded, take what hooks added to the checkpoint, as in Lightning; `state` is from
+    `fill`. A module that gets nothing this way is not called."""
+    if state["added"] and overrides(module, "on_load_checkpoint"):
+        module.on_load_checkpoint(Checkpoint({**state.get("where", {}), **state["added"]}))
 
 
 def _plain(value: Any) -> bool:
