@@ -283,3 +283,23 @@ def test_the_module_may_end_the_fit() -> None:
     theirs, ours = both(StopsItself, data)
     assert ours.trainer.global_step == theirs.trainer.global_step
     assert ours.trainer.should_stop
+
+
+def test_a_fit_with_a_checkpoint_on_exceptions_saves_as_without(tmp_path: Path) -> None:
+    on_exception = callbacks.OnExceptionCheckpoint(tmp_path / "failed")
+    trainer = fabricate_lightning.Trainer(
+        max_epochs=1, callbacks=[on_exception], default_root_dir=tmp_path, enable_progress_bar=False, logger=False
+    )
+    trainer.fit(Classifier(), loader())
+    (kept,) = trainer.checkpoint_callbacks
+    assert isinstance(kept, callbacks.ModelCheckpoint), "Lightning's default, beside the one on exceptions"
+    assert Path(kept.best_model_path).is_dir()
+
+
+def test_a_mapping_without_a_loss_is_an_error_that_names_the_step() -> None:
+    class Lossless(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"error": super().training_step(batch, batch_idx)}
+
+    with pytest.raises(ConfigurationError, match=r"Lossless.training_step returned a mapping without 'loss' \(error\)"):
+        by_fabricate(Lossless(), loader(), max_epochs=1)

@@ -243,6 +243,11 @@ class Adapted(TrainModule):
 
     def _taken(self, output: Any) -> Any:
         """The loss in what the module's step returned."""
+        if isinstance(output, Mapping) and "loss" not in output:
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__}.training_step returned a mapping without 'loss' ({', '.join(map(str, output))}); add it, "
+                "or set self.automatic_optimization = False"
+            )
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             return self._skipped()

@@ -445,8 +445,8 @@ class TrainerView:
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
-        """The objects of Lightning's class Checkpoint, as ModelCheckpoint."""
-        return self._callbacks("Checkpoint")
+        """The ModelCheckpoint objects."""
+        return self._callbacks("ModelCheckpoint")
 
     @property
     def checkpoint_callback(self) -> Any:
